@@ -13,10 +13,10 @@ import torch
 
 @contextmanager
 def in_a_second_thread() -> Iterator[None]:
-    """A backward inside of another one, as that of a reentrant checkpoint, stays in the second thread.
+    """A backward inside another one, such as a reentrant checkpoint's, stays in the second thread.
 
-    Autograd numbers nodes by thread. The second thread goes on from the number of the first one, so that the numbers of
-    what it computes again are those of the forward.
+    Autograd numbers nodes by thread. The second thread continues the first one's numbers, so that recomputed nodes
+    get the same numbers as in the forward.
     """
     with ThreadPoolExecutor(1) as pool:
         pool.submit(_count_up_to, torch._C._autograd._get_sequence_nr()).result()

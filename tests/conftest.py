@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Also where the tests run; who only hands them to workers imports no torch, and has them forked from one process
     that has imported all."""
     quick.pytest_configure(config)
-    os.environ.setdefault("TE_PRECISION_QUIET", "1")  # the lines with the verdict, of which few tests are
+    os.environ.setdefault("TE_PRECISION_QUIET", "1")  # the lines with the verdict, which few tests check
     if hasattr(config, "workerinput"):  # forked, so these are a program that forks
         sys.executable = sys.orig_argv[0]
         multiprocessing.set_executable(sys.executable)
@@ -57,7 +57,7 @@ def files_in_memory() -> None:
 class Collections:
     """Full garbage collections: each goes through all that imports have made, which is there for good.
 
-    Accelerate asks for several in each training. Where one takes long, all that is there after the test is left out of
+    Accelerate starts several in each training. Where one takes long, all that is there after the test is left out of
     the later ones.
     """
 
@@ -130,7 +130,7 @@ def keeper() -> Keeper:
 
 @pytest.fixture
 def trusted_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine reads the state of delayed scaling, which is pickled, only where this says that it may."""
+    """Transformer Engine reads the state of delayed scaling, which is pickled, only where this variable permits it."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
 

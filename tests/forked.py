@@ -1,7 +1,7 @@
 """Processes that start in a tenth of a second: forked from a process with all imports.
 
-Importing torch, Transformer Engine and a trainer takes a process up to ten seconds, of which a test that is about
-something else has nothing. A test of what holds from a process's start on, such as the order of imports, uses
+Importing torch, Transformer Engine and a trainer takes a process up to ten seconds, useless to a test of
+something else. A test of what holds from a process's start on, such as the order of imports, uses
 ``sys.executable``.
 """
 
@@ -38,10 +38,10 @@ def executable(*, whole: bool = False) -> str:
     """A program that is called as ``sys.executable`` is, and starts in a tenth of a second.
 
     Script, ``-c`` or ``-m``, environment, folder, open files, signals and exit status are as there; ``sitecustomize``
-    is imported; and ``sys.executable`` is this program, so that what the process starts is forked too.
+    is imported; and ``sys.executable`` is this program, so that its own child processes are forked too.
 
     Args:
-        whole: beside the libraries of tests/forking/libraries.py, Transformer Engine on the reference backend and this
+        whole: besides the libraries of tests/forking/libraries.py, Transformer Engine on the reference backend and this
             project are imported; else the process begins without them.
     """
     owner, _, folder = os.environ[SHARED].partition(":")
@@ -107,7 +107,7 @@ class Running:
 
 
 def ranks(script: Path, arguments: Sequence[Sequence[str]], timeout: float = TIMEOUT) -> list[Ended]:
-    """Run a script once for each rank, side by side, with the rank's own arguments; each for so many seconds."""
+    """Run a script once for each rank, side by side, with the rank's own arguments; each until the timeout."""
     started = [Running(script, given) for given in arguments]
     return [running.end(timeout) for running in started]
 

@@ -173,7 +173,7 @@ def _quantized(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizer: A
         settings = {"power_of_two": quantizer.force_pow_2_scales, "epsilon": quantizer.amax_epsilon}
         scale = fp8_scale(amax, fp8_format(quantizer.dtype).max, **settings)
         buffers |= {"amax": amax, "scale": scale}
-        for name in ("scale_inv", "columnwise_scale_inv"):  # that of a matrix without elements too
+        for name in ("scale_inv", "columnwise_scale_inv"):  # also the address of a matrix without elements
             buffers[name] = None if buffers[name] is None else torch.reciprocal(scale)
     return buffers
 
@@ -315,7 +315,7 @@ def _add_bias_gradients(
 
 
 def provide_grouped_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give Transformer Engine these functions, and a version of cuBLAS with which it calls them."""
+    """Give Transformer Engine these functions, and a version of cuBLAS that makes it call them."""
     monkeypatch.setattr(tex, "get_cublasLt_version", lambda: 130600)
     for function in (
         bgrad_group_quantize,

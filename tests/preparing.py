@@ -12,7 +12,7 @@ from te_precision_callbacks.reference.importer import RewritingLoader
 
 
 def prepare() -> None:
-    """Where there is no GPU, the reference backend is installed; torch computes in one thread."""
+    """Install the reference backend if there is no GPU; let torch compute in one thread."""
     if not torch.cuda.is_available():
         reference.install()
     torch.set_num_threads(1)

@@ -31,5 +31,5 @@ def examples(number: int, *, shrink: bool = True) -> settings:
 
 
 def randoms() -> st.SearchStrategy[random.Random]:
-    """Sources of numbers whose choices hypothesis makes, and makes smaller where a test fails."""
+    """Sources of numbers chosen by hypothesis, which makes them smaller where a test fails."""
     return st.randoms(use_true_random=False)

@@ -38,7 +38,7 @@ def called(command: list[str]) -> str:
 SHORTEST = ("--seconds=0", "--least=1")
 
 
-def test_stats() -> None:
+def test_stats_benchmark_measures_every_case() -> None:
     cases = cases_of("stats.py", "--size", "160", *SHORTEST)
     assert len(cases) == 8
     for case in cases.values():
@@ -65,13 +65,13 @@ STEP_CASES = {
 
 
 @pytest.mark.parametrize("mode", STEP_CASES)
-def test_step(mode: str) -> None:
+def test_step_benchmark_measures_every_case(mode: str) -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("step.py", mode, *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
     assert list(cases) == STEP_CASES[mode]
     for case in cases.values():
         assert case["none_ms"]["value"] > 0
-        # What is added may be below zero: at this size it is noise.
+        # The added time may be below zero: at this size it is noise.
         added = case["ours_added_ms"]["value"]
         assert case["ours_added_percent"]["value"] == pytest.approx(100 * added / case["none_ms"]["value"]), "one pair"
         assert case["pairs"] == 1
@@ -140,7 +140,7 @@ POSITIVE = (
 
 
 def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
-    separately = ("blackwell", "parity")  # another capability than that of the processes here
+    separately = ("blackwell", "parity")  # another capability than the processes' here
     parts = [part for part in NAMES if part not in separately]
     printed = called(
         [str(BENCHMARKS / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path), "--parts", ",".join(parts)]

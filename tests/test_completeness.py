@@ -39,7 +39,7 @@ NAMED_ELSEWHERE = {
 
 
 class Part(NamedTuple):
-    """A function, class or constant of a test: its strings and names, and what it gives as a keyword or a key."""
+    """A function, class or constant of a test: its strings and names, and the values of its keywords and keys."""
 
     file: Path
     words: str

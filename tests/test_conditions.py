@@ -61,7 +61,7 @@ def test_an_event(event: EventCondition) -> None:
 
 
 def test_conditions_read_these_statistics() -> None:
-    """The recipe may be spelled in another way, and a statistic of blocks is that of any blocks."""
+    """The recipe may be spelled in another way, and a statistic of blocks may be of any blocks."""
     assert parse_condition("fp8_current_mse > 1").reads(quantized_request("current_scaling_mse"))
     assert not parse_condition("mse > 1").reads(quantized_request("mxfp8_mse"))
     sizes = [{"max_blockwise_dynamic_range": {"block_size": size}} for size in (16, 32)]

@@ -179,7 +179,7 @@ def test_a_loaded_config_a_mapping_and_none_are_accepted(tmp_path: Path) -> None
         ({"exact_layer_names": ["model.head"], "layer_types": ["all"]}, [4]),  # as upstream: the first one rules
     ],
 )
-def test_selectors(layers: dict[str, Any], indexes: list[int]) -> None:
+def test_selectors_select_the_expected_layers(layers: dict[str, Any], indexes: list[int]) -> None:
     selected = {entry.layer.name for entry in plan(layers).layers}
     assert [index for index, layer in enumerate(LAYERS) if layer.name in selected] == indexes
 
@@ -335,7 +335,7 @@ def test_unknown_features_are_refused_with_near_names(body: dict[str, Any], mess
 
 
 class WaitingFeature:
-    """Stands for a class of the user's, of which a config needs only the name."""
+    """Stands for a user's class: a config needs only its name."""
 
 
 def test_names_of_features_are_checked_where_all_features_are_known() -> None:
@@ -392,7 +392,7 @@ def test_sections_that_meet_in_a_layer_are_merged() -> None:
 
 
 def test_upstream_finds_in_the_plan_exactly_the_layers_that_were_planned() -> None:
-    """Held against nvidia-dlfw-inspect's own selection, with names that contain one another."""
+    """Compared with nvidia-dlfw-inspect's own selection, with names that contain other names."""
     names = ["a.fc1", "a.fc10", "b.a.fc1", "a_fc1", "a.fc1.x", "a.fc1 "]
     planned = plan({"exact_layer_names": ["a.fc1"]}, [Layer(name) for name in names])
     (section,) = planned.as_inspect_config().values()
@@ -455,7 +455,7 @@ def test_configs_as_others_write_them(name: str, tmp_path: Path) -> None:
 
 
 def test_a_gemm_among_tensors_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Transformer Engine never looks for it, and says nothing."""
+    """Transformer Engine never looks for it, and does not report it."""
     (tmp_path / "config.yaml").write_text(OTHERS[next(iter(OTHERS))])
     (section,) = load_config(tmp_path / "config.yaml").sections
     read = section.features["transformer_engine"]["LogTensorStats"]
@@ -496,7 +496,7 @@ class Own:
 
 
 def load(folder: Path, name: str, options: str) -> Config:
-    """Load a section with one feature, whose options start in line 7."""
+    """Load a section with one feature; its options start in line 7."""
     lines = [
         *("my_section:", "  enabled: True", "  layers: {layer_types: [fc1]}", "  transformer_engine:"),
         *(f"    {name}:", "      enabled: True", *(f"      {line}" for line in options.splitlines())),

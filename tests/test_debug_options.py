@@ -33,7 +33,7 @@ from tests.reference.processes import python
         (["te_precision", "activation_overflow te_precision", None], ("te_precision", "activation_overflow")),
     ],
 )
-def test_names(value: Any, names: tuple[str, ...]) -> None:
+def test_every_spelling_of_the_options_is_parsed(value: Any, names: tuple[str, ...]) -> None:
     assert parse_debug(value) == names
 
 

@@ -1,6 +1,6 @@
 """``te-precision doctor``: on this machine, without Transformer Engine, with another version, and its findings.
 
-Processes see what is real: an environment whose packages lack Transformer Engine, metadata of another version first on
+Processes have real problems: an environment without Transformer Engine, metadata of another version first on
 the path, a log folder below a file.
 """
 
@@ -43,7 +43,7 @@ from tests.reference.processes import REPOSITORY, run
 
 @pytest.mark.slow
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference backend stands in, and nothing is wrong; of the environment only the table's variables are told."""
+    """The reference backend stands in, and nothing is wrong; only the table's environment variables are shown."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", executable())
     for name in ("TE_PRECISION_REFERENCE_INSTALL", "TE_PRECISION_REFERENCE_CAPABILITY", "TE_PRECISION_QUIET"):
@@ -146,7 +146,7 @@ def test_the_versions_of_driver_and_cudnn() -> None:
 
 
 def test_another_cudnn_than_the_one_that_torch_was_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises where it is first asked, as after Transformer Engine has loaded the cuDNN of the system."""
+    """torch raises at the first query, as after Transformer Engine has loaded the cuDNN of the system."""
     said = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0) but found runtime version (9, 14, 0)"
     monkeypatch.setattr(torch.backends.cudnn, "version", mock.Mock(side_effect=RuntimeError(said)))
     monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getVersionInt=lambda: 91400), raising=False)

@@ -1,4 +1,4 @@
-"""The exception that ends a process, in Pythons of their own: a forked process handles it before."""
+"""The exception that ends a process, in new Pythons: a forked process handles it before."""
 
 import sys
 

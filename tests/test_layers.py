@@ -83,7 +83,7 @@ def wraps_itself() -> torch.nn.Module:
         (Net, [*(f"layers.{i}.{part}" for i in range(2) for part in BLOCK), "head"]),
     ],
 )
-def test_names(make: Callable[[], Any], expected: list[str]) -> None:
+def test_layers_are_named_by_their_path(make: Callable[[], Any], expected: list[str]) -> None:
     assert names(make()) == expected
 
 
@@ -108,7 +108,7 @@ def test_other_names_stay_aliases() -> None:
 
 
 def peft_class(name: str, *bases: type) -> Any:
-    """PEFT's classes are told by their names."""
+    """PEFT's classes are recognized by their names."""
     return type(name, bases, {"__module__": "peft.tuners"})
 
 
@@ -120,7 +120,7 @@ def of_peft(name: str, *bases: type, **children: torch.nn.Module) -> torch.nn.Mo
 
 
 def test_names_of_peft_wrappers_and_adapters() -> None:
-    """The tree is that of ``get_peft_model`` with LoRA on one layer and a trained copy of another, in PEFT 0.21."""
+    """The tree comes from ``get_peft_model`` with LoRA on one layer and a trained copy of another, in PEFT 0.21."""
 
     def adapter(inputs: int, outputs: int) -> torch.nn.ModuleDict:
         return torch.nn.ModuleDict({"default": te.Linear(inputs, outputs)})
@@ -358,7 +358,7 @@ class WithContext(Doubles):
 
 
 class WithSetUp(Doubles):
-    """Of the newer kind, whose forward has no context."""
+    """Of the newer kind, with a forward without context."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,7 @@ def test_the_mask_arguments_of_fused_attention() -> None:
     ],
 )
 def test_the_share_of_a_mask_of_fused_attention(name: str, more: tuple[Any, ...], left: float | None) -> None:
-    """Of an operator without a mask, with a causal one, and with one that is a tensor or a keyword."""
+    """Of an operator without a mask, with a causal one, and with a mask as a tensor or a keyword."""
     query = torch.zeros(1, 1, 4, 8)
     products = products_of(f"aten::_scaled_dot_product_{name}", (query, query, query, *more), query)
     assert [product.mask_share for product in products] == [left, left]
@@ -232,7 +232,7 @@ OF_TRANSFORMER_ENGINE = {"tex", "transformer_engine_compile"}
 
 
 def named_like_products() -> set[str]:
-    """Torch's operators of several tensors, except those that it takes apart before a dispatch mode sees them."""
+    """Torch's operators of several tensors, unless it takes them apart before a dispatch mode sees them."""
     names = set()
     for schema in torch._C._jit_get_all_schemas():
         types = [str(argument.type) for argument in schema.arguments if not argument.is_out]

@@ -90,7 +90,7 @@ def test_values_from_the_best_to_the_worst(statistic: str, values: list[float]) 
 
 
 def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
-    """Not of one whose name has it as a part: of the block that lost most, of the share of blocks."""
+    """Not of a longer name with it as a part: of the block that lost most, of the share of blocks."""
     rows = [
         ("a", "mxfp8_block_underflows%_max", 90.0),
         ("b", "underflows%", 1.0),
@@ -138,7 +138,7 @@ def test_above_the_limit_the_worst_are_logged(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.slow
 def test_a_series_has_no_gap_and_a_run_few_series() -> None:
-    """600 layers whose ranks change in every step; the worst 50 of each step were 600 different ones soon."""
+    """600 layers in a new order in every step; the worst 50 of each step were 600 different ones soon."""
     noise = random.Random(0)
     select = MetricSelection()
     steps = [
@@ -170,7 +170,7 @@ def test_a_layer_that_is_not_finite_joins_later() -> None:
 
 
 def test_over_all_is_over_all_layers() -> None:
-    """In a step in which only some are due, the median of those would be another number under the same name."""
+    """In a step with only some of them due, their median would be another number under the same name."""
     select = MetricSelection()
     rows = [(f"l{k}", "max", float(k)) for k in range(5)]
     steps = [select(step(n, own)) for n, own in enumerate((rows, rows[3:], rows))]

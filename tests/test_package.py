@@ -95,7 +95,7 @@ except PrecisionDebugError as error:
 
 @pytest.mark.processes
 def test_overflow_detection_needs_no_transformer_engine(tmp_path: Path) -> None:
-    """Each of its integrations stops on a +inf; what needs Transformer Engine says which extra to install."""
+    """Each of its integrations stops on a +inf; one that needs Transformer Engine names the extra to install."""
     code = """
 import argparse, sys
 sys.modules["transformer_engine"] = sys.modules["nvdlfw_inspect"] = None  # as where they are not installed

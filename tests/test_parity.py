@@ -82,7 +82,7 @@ def test_the_same_names_and_values_in_float32(tmp_path: Path) -> None:
     theirs = logged_by(THEIRS, tmp_path / "te")
     ours = logged_by(OURS, tmp_path / "ours")
     assert set(ours) == set(theirs)
-    # Transformer Engine 2.20.2 shows the dgrad of an MLP's fc2 as that of fc1: two tensors under one name.
+    # Transformer Engine 2.20.2 shows the dgrad of an MLP's fc2 as fc1's: two tensors under one name.
     assert len(ours) == 3 * (4 * (6 * 10 + 3 * 10) - 10)
     for key, value in theirs.items():
         # A sum of squared errors is a difference of nearly equal numbers, each in float32 there.

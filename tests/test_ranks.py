@@ -65,7 +65,7 @@ def _rank(folder: Path, rank: int, size: int, run: Callable[[Messages], Any], is
         (folder / "part").mkdir(exist_ok=True)
         (folder / "part" / str(rank)).write_bytes(pickle.dumps(result))
         (folder / "part" / str(rank)).replace(folder / f"{rank}.result")
-        until = time.monotonic() + 30  # the store, and the connections, are those of all
+        until = time.monotonic() + 30  # the store and the connections are shared by all
         while len(list(folder.glob("*.result"))) < size - (folder / "killed").exists() and time.monotonic() < until:
             time.sleep(0.01)
     finally:
@@ -180,7 +180,7 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(tmp_path: Path
 @pytest.mark.processes
 @pytest.mark.parametrize("other", [("c", 3), ("b", 4), ("b", 5000)])
 def test_ranks_at_different_messages_part(tmp_path: Path, other: tuple[str, int]) -> None:
-    """Of another kind, or of another size, with which gloo would end the process."""
+    """Of another kind, or of another size, which would make gloo end the process."""
     for error in forked(tmp_path, 3, lambda sent: merged(sent, *(other if sent.rank == 2 else ("b", 3)))):
         assert isinstance(error, RanksLostError)
         assert "are at different points" in str(error)
@@ -294,7 +294,7 @@ def test_later_ranks_learn_why_a_rank_refused_to_meet(failing: int) -> None:
 
 
 def test_a_rank_that_has_lost_its_patience_is_not_waited_for() -> None:
-    """Rank 0 comes when rank 1 has given up; and after a meeting for which rank 1 came late, all meet again."""
+    """Rank 0 comes when rank 1 has given up; and after a meeting that rank 1 came late for, all meet again."""
     store = dist.HashStore()
     places = [RankPlace(rank, 2, name) for rank in range(2)]
     for rank, wait in ((1, 0.1), (0, 20), (0, 0.1), (1, 20)):

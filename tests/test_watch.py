@@ -535,7 +535,7 @@ WATCH = ["-m", "te_precision_callbacks.watch"]
 
 
 @pytest.mark.processes
-def test_processes(tmp_path: Path) -> None:
+def test_watched_processes_end_as_unwatched_ones(tmp_path: Path) -> None:
     plain = call(tmp_path, [*RUN, "train.py", "ends"])
     assert plain.returncode == 0, plain.stderr
     assert not (tmp_path / "precision_debug").exists()

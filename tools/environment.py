@@ -1,13 +1,13 @@
-"""Set up the project's virtual environment, and say how far that is.
+"""Set up the project's virtual environment, and show the progress.
 
     python tools/environment.py .venv demo    # what examples/byte_lm.py needs
     python tools/environment.py .venv all     # and what the tests and checks need
     python tools/environment.py .venv-newest newest "transformers<5"
     # the same in the newest versions that fit, here with an older transformers
 
-Which packages are needed stands in pyproject.toml, as extras; in which versions, in requirements.lock, which does not
+The needed packages are in pyproject.toml, as extras; their versions in requirements.lock, which does not
 hold for ``newest``. uv installs them, with pip's settings, in a third of pip's time; where uv cannot, pip does. What
-is set up already is left as it is; an interrupted set-up goes on where it was. It runs on the Python that the
+exists already stays; an interrupted set-up goes on where it was. It runs on the Python that the
 environment is made of, and needs nothing but its standard library.
 """
 
@@ -103,7 +103,7 @@ def set_up(folder: Path, wanted: str, others: Sequence[str] = ()) -> int:
 
 
 def is_complete(folder: Path, wanted: str) -> bool:
-    """Whether the environment holds what is wanted, from today's pins, and its Python is still there."""
+    """Return whether the environment holds ``wanted``, from today's pins, and its Python is still there."""
     try:
         stamp = json.loads(_stamp(folder).read_text())
         return bool(stamp["made of"] == _made_of(folder) and wanted in stamp["holds"]) and _is_usable(folder)
@@ -112,7 +112,7 @@ def is_complete(folder: Path, wanted: str) -> bool:
 
 
 def remove_half_installed(folder: Path) -> None:
-    """Take out what an interrupted installer has left, which would be taken for installed.
+    """Remove remains of an interrupted installer, which would be taken for installed.
 
     They write a package's RECORD last. Where pip replaces a package, it moves the old files aside, to names that begin
     with "~".
@@ -124,9 +124,9 @@ def remove_half_installed(folder: Path) -> None:
 
 
 def _fetch_installers(folder: Path) -> bool:
-    """Put a new pip and uv into the environment, which the pip of this Python fetches; whether uv is there.
+    """Install a new pip and uv in the environment, with the pip of this Python; return whether uv is there.
 
-    Where these cannot be had, the pip that this Python brings is what there is.
+    Without a connection, the pip of this Python is used.
     """
     if _has(folder, "uv"):
         return True
@@ -153,7 +153,7 @@ def _install(folder: Path, packages: Sequence[str], started: float) -> int:
         if _run(folder, "uv", command, {**variables, **os.environ}, started) == 0:
             return 0
         print("pip goes on in its place.", file=sys.stderr, flush=True)
-    # Python compiles at its first import what is used, a small part of what compiling everything would take.
+    # Python compiles modules at their first import, in a small part of the time for all.
     command = [python, "-m", "pip", "install", "--no-compile", "--progress-bar", "off", "--disable-pip-version-check"]
     command += ["--upgrade-strategy", "eager"] if "--upgrade" in packages else []
     status = _run(folder, "pip", [*command, *packages], _for_pip(), started)
@@ -214,7 +214,7 @@ def _run(folder: Path, name: str, command: Sequence[str], variables: Mapping[str
 
 
 def progress(log: str) -> str:
-    """How far an installer is: the last that it has printed, in at most a line."""
+    """Progress of an installer: its last output, in at most a line."""
     lines = [line for line in log.splitlines() if line.strip() and not line.lower().startswith("warning")]
     return textwrap.shorten(lines[-1], 100, placeholder=" ...") if lines else "it looks for packages"
 
@@ -245,7 +245,7 @@ def _stamp(folder: Path) -> Path:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Whether an environment is there, of the Python that runs this."""
+    """Return whether an environment of the running Python is there."""
     code = "import sys; print(sys.version)"
     try:
         shown = subprocess.run([str(_python(folder)), "-c", code], capture_output=True, text=True, check=False)

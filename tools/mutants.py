@@ -32,7 +32,7 @@ ENDLESS = "no end of"
 UNSOUND = "a test that fails without the change too"
 FORK = multiprocessing.get_context("fork")
 NO_TESTS = 5  # exit status of pytest
-LIMIT = 300.0  # seconds for one test, beside a machine's other work
+LIMIT = 300.0  # seconds for one test, on a busy machine
 
 NEAR = {
     "__init__": "test_imports.py test_commands.py",
@@ -92,7 +92,7 @@ class Mutant:
 
 
 def mutants(path: str, source: bytes) -> Iterator[Mutant]:
-    """All changes of one expression. Annotations, decorators, texts, and what is raised stay as they are."""
+    """All changes of one expression. Annotations, decorators, texts, and raised exceptions stay as they are."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -106,7 +106,7 @@ def mutants(path: str, source: bytes) -> Iterator[Mutant]:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Expressions, each with one that may stand for it."""
+    """Expressions, each with a replacement."""
     if isinstance(node, (ast.JoinedStr, ast.Raise, ast.Assert)):
         return
     if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'"):
@@ -152,7 +152,7 @@ def _substitutes(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def near(path: str, root: Path) -> list[str]:
-    """The tests of a module: those that import it first."""
+    """The tests of a module, beginning with the files that import it."""
     module = Path(path).with_suffix("")
     parts = module.parts[1:] if module.parts[0] == PACKAGE else module.parts
     name = ".".join((PACKAGE, *parts))
@@ -172,7 +172,7 @@ def near(path: str, root: Path) -> list[str]:
 
 @dataclass(eq=False)
 class Reporter:
-    """A plugin of pytest that tells which test runs, and which has failed."""
+    """A plugin of pytest that reports the running test, and failed ones."""
 
     told: Connection
 
@@ -235,7 +235,7 @@ def verdict(mutant: Mutant) -> str:
         failed = first_failure(tree, ["--quick", *tests]) or first_failure(tree, tests)
     finally:
         changed.write_bytes(original)
-        os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))  # what was compiled from it is right again
+        os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))  # its bytecode is right again
     if not failed or failed.startswith(ENDLESS):
         return failed
     is_test = (tree / failed.partition("::")[0]).is_file()

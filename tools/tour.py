@@ -1,4 +1,4 @@
-"""Renew the outputs and pictures of docs/start.md and docs/tour.md: run the pages, and put in what comes out.
+"""Renew the outputs and pictures of docs/start.md and docs/tour.md: run the pages, and insert the results.
 
     .venv/bin/python tools/tour.py              # outputs and pictures; pictures need chromium
     .venv/bin/python tools/tour.py --outputs    # outputs alone
@@ -8,12 +8,12 @@ tests/docs/test_pages.py runs the pages in the same way, and compares.
 A page is run from top to bottom, in one folder with the other pages, in their order:
 
 - ``python`` blocks share the names of their page; a part of a function of examples/small_model.py is only shown;
-- ``bash`` blocks of ``te-precision`` and ``python`` commands run; those that install are left to
+- ``bash`` blocks of ``te-precision`` and ``python`` commands run; commands that install are left to
   tests/docs/test_blocks.py;
-- a ``yaml`` block whose first line is a comment with a file's name is written to that file;
-- a ``text`` block is what the code above it printed. A line ``...`` stands for lines that are left out; the next line
+- a ``yaml`` block is written to a file if its first line is a comment with the file's name;
+- a ``text`` block is the output of the code above it. A line ``...`` stands for lines that are left out; the next line
   is found by its first two words. An exception is its class and its message;
-- ``<!-- picture: fp8.html#page=heatmap, 1200 x 500 from 80 -->`` says of the next image what it shows: a page that a
+- ``<!-- picture: fp8.html#page=heatmap, 1200 x 500 from 80 -->`` is the source of the next image: a page that a
   report has been written to, an address in it, the size in pixels, and how far down it begins, if not at the top.
 """
 
@@ -61,13 +61,13 @@ _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking"
 
 @dataclass(frozen=True)
 class Output:
-    """A ``text`` block of a page, and what came out when the code above it ran.
+    """A ``text`` block of a page, and the output of the code above it.
 
     Attributes:
         page: the page.
         start: where the content of the block begins in the page.
         shown: the content of the block.
-        came: what was printed.
+        came: the output.
     """
 
     page: Path
@@ -77,12 +77,12 @@ class Output:
 
     @property
     def renewed(self) -> str:
-        """The lines that came out in the place of those that are shown."""
+        """The output in the place of the shown lines."""
         return "".join(f"{line}\n" for line in cut(self.shown.splitlines(), self.came.splitlines()))
 
     @property
     def is_true(self) -> bool:
-        """Whether the page shows what came out."""
+        """Whether the page shows the output."""
         return alike(self.shown, self.renewed)
 
 
@@ -111,7 +111,7 @@ def run(page: Path) -> list[Output]:
 
 
 def is_excerpt(code: str) -> bool:
-    """Whether code is a part of the script of the tour, which a page shows."""
+    """Return whether code is a part of the script of the tour, which a page shows."""
     return indent(code, "    ") in (ROOT / "examples" / "small_model.py").read_text(encoding="utf-8")
 
 
@@ -127,7 +127,7 @@ def _python(code: str, names: dict[str, Any], where: str, *, raises: bool) -> st
 
 
 def _command(line: str) -> str:
-    """What a command prints; nothing for one that is not run here."""
+    """Output of a command; empty for a command that does not run here."""
     program, *arguments = shlex.split(line, comments=True)
     if program not in ("te-precision", "python"):
         return ""
@@ -182,7 +182,7 @@ def cut(shown: Sequence[str], came: Sequence[str]) -> list[str]:
 
 
 def alike(shown: str, came: str) -> bool:
-    """Whether texts are equal but for spaces, and for decimal numbers that differ by at most half of the larger one.
+    """Return whether texts are equal but for spaces, and decimal numbers that differ by at most half of the larger.
 
     Whole numbers are equal, so a page shows no step that rounding decides. Rounding differs between processors, and
     grows in a training: with other vector instructions, an underflows% of 8.25 was 11.2, and the worst of 30 steps,
@@ -198,7 +198,7 @@ def _alike(line: str, other: str) -> bool:
 
 
 def _taken_apart(line: str) -> tuple[list[str], list[str]]:
-    """The text between the numbers of a line, without what is drawn, and the numbers."""
+    """The text between the numbers of a line, without drawings, and the numbers."""
     parts = _NUMBER.split(line)
     return [" ".join(_DRAWN.sub(" ", part).split()) for part in parts[::2]], parts[1::2]
 
@@ -213,7 +213,7 @@ def _near(number: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of a page: where it is kept, what it shows, its size in pixels, and how far down it begins."""
+    """An image of a page: its path, the page, its size in pixels, and how far down it begins."""
 
     file: Path
     report: str
@@ -242,7 +242,7 @@ def browser() -> str | None:
 
 
 def taken(wanted: Sequence[Picture], folder: Path, executable: str) -> Iterator[tuple[Picture, Image]]:
-    """The pictures, of reports in a folder, in the browser of which the path is given."""
+    """The pictures of reports in a folder, with the browser at a path."""
     import PIL.Image
     from playwright.sync_api import sync_playwright
 

@@ -21,7 +21,7 @@ def fresh_accelerate_state() -> Iterator[None]:
 
 @pytest.fixture
 def offline_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """MLflow with a store of local files, W&B offline; the folder in which both write."""
+    """MLflow with a store of local files, W&B offline; the folder that both write to."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")

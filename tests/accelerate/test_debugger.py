@@ -151,7 +151,7 @@ def test_steps_out_of_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 def train_with_loss(folder: Path | None, *, logs: str = "", nan_at: int = -1) -> tuple[Any, list[float]]:
-    """Six batches, of which two make a step: the debugger, and the parameters at the end."""
+    """Six batches, two per step: the debugger, and the parameters at the end."""
     accelerator, model, optimizer, loader = fresh(gradient_accumulation_steps=2)
     own = accelerator.backward
     debugger = folder and PrecisionDebugger(accelerator, model, statistics(), log_dir=folder, quiet=True).start()

@@ -1,4 +1,4 @@
-"""Accelerate's own FP8: the layers that it makes are watched, and those that it leaves are named."""
+"""Accelerate's own FP8: the layers that it converts are watched, and the layers that it leaves are named."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -45,7 +45,7 @@ def precision(debugger: PrecisionDebugger) -> dict[tuple[str, str], dict[str, st
 
 
 def test_the_layers_that_accelerate_makes_run_in_fp8(tmp_path: Path, keeper: Keeper) -> None:
-    """Delayed scaling as the recipe asks for it: the largest value so far over E4M3's 448, as of the step before."""
+    """Delayed scaling with the recipe's options: the largest value so far over E4M3's 448, as of the step before."""
     prepares = accelerator(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max")
     model, optimizer, loader = prepared(prepares, Torch(), batches=4, size=16)
     with PrecisionDebugger(prepares, model, STATISTICS, log_dir=tmp_path, sinks=[keeper]) as debugger:

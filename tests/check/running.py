@@ -1,4 +1,4 @@
-"""Models whose layers are known by the shapes of their weights, and what their GEMMs are handed in three steps."""
+"""Models with a different weight shape in each layer, and the operands of their GEMMs in three steps."""
 
 import random
 import warnings
@@ -123,7 +123,7 @@ KINDS = tuple(_BUILD)
 
 
 def ran(model: Chain, config: Mapping[str, Any], recipe: Any, folder: Path) -> tuple[Operands, Coverage]:
-    # Of a GroupedLinear the rows tell the expert; other layers have all rows.
+    # The rows identify the expert of a GroupedLinear; other layers have all rows.
     spy = Spy(model.shapes, {rows: f".gemm_{number}" for number, rows in enumerate(SPLITS)})
     with (
         warnings.catch_warnings(),
@@ -163,10 +163,10 @@ def compare(model: Chain, config: Mapping[str, Any], recipe: str, folder: Path) 
 
 
 def of_equal_shares(coverage: Coverage) -> dict[tuple[str, str], Any]:
-    """The products but those of experts, whose tokens only the run knows, and of attention, which is not planned."""
+    """All products but the experts', where only the run has token counts, and attention's, which are not planned."""
     return {
         (p.layer, p.gemm): (p.n, p.m, p.k, p.macs, dict(p.operands), p.not_run, p.reason, p.reason_ref)
         for p in coverage
         if p.gemm in GEMMS and "experts" not in p.layer
-        if p.operands or p.family == "te"  # the session tells nothing of what an operation leaves out
+        if p.operands or p.family == "te"  # the session does not report GEMMs that an operation leaves out
     }

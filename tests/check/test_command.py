@@ -526,7 +526,7 @@ def test_wrong_use_of_convert(config: str, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def on_the_cpu() -> torch.nn.Module:
-    """Its making asks for a number; with a layer of Transformer Engine beside one of torch."""
+    """Its constructor needs a number; it has a layer of Transformer Engine and one of torch."""
     assert float(torch.ones(1)) == 1
     return torch.nn.ModuleDict({"first": te.LayerNormLinear(32, 32), "second": torch.nn.Linear(32, 32)})
 

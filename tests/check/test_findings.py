@@ -1,4 +1,4 @@
-"""What a plan finds: what a run would refuse or leave undone, held against such a run where there is one."""
+"""Findings of a plan: everything a run would refuse or leave undone, compared with that run where there is one."""
 
 import json
 import logging

@@ -78,7 +78,7 @@ def test_the_documented_configs(config: str, recipe: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_operations(recipe: str, tmp_path: Path) -> None:
+def test_the_plan_of_te_ops_equals_a_run(recipe: str, tmp_path: Path) -> None:
     with gpu_with(recipe):
         linears = [te.ops.Linear(*sizes, dtype=BF16) for sizes in ((64, 96), (96, 32))]
         linears[1].weight.requires_grad_(False)
@@ -130,7 +130,7 @@ def models(draw: st.DrawFn) -> Chain:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @given(data=st.data())
-@examples(3, shrink=False)  # which runs each example anew
+@examples(3, shrink=False)  # which runs each example again
 def test_any_model_and_config(recipe: str, data: st.DataObject) -> None:
     with gpu_with(recipe), TemporaryDirectory() as folder:
         model = data.draw(models())
@@ -241,7 +241,7 @@ def facts(coverage: Coverage) -> dict[tuple[str, str, bool], Any]:
             dict(p.operands),
             p.not_run,
             p.reason,
-            "" if p.reason is Reason.ATTENTION else p.reason_ref,  # a plan does not know the kernel of a GPU
+            "" if p.reason is Reason.ATTENTION else p.reason_ref,  # a plan does not model the kernel of a GPU
         )
         for p in coverage
     }

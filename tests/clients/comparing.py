@@ -97,7 +97,7 @@ class Checked:
 
     Attributes:
         equal: how many were within the tolerance.
-        different: those that were not: name, iteration, the debugger's value, the spy's.
+        different: the others: name, iteration, the debugger's value, the spy's.
         unlinked: how many are of tensors that the spy did not see in high precision, by why.
         largest: the largest deviation, relative.
     """
@@ -111,7 +111,7 @@ class Checked:
 def check_statistics(watched: Notes, logs: Path) -> Checked:
     """Compare every line of the statistics logs with figures of the tensors that the spy took.
 
-    The spy says which tensors a layer's GEMMs had: in the forward, the layer whose forward runs; in the backward, the
+    The spy records the tensors of a layer's GEMMs: in the forward, the layer whose forward runs; in the backward, the
     only layer with that weight, that gradient, or that activation, by the bytes of the tensors in high precision.
     Figures of all micro-batches and ranks are put together; of a weight the first micro-batch counts.
     """
@@ -162,7 +162,7 @@ def _tensors(watched: Notes, steps: Iterable[int]) -> dict[Key, Figures]:
 def _put(
     result: dict[Key, Figures], owners: dict[tuple[Key, str], int], rank: int, key: Key, operand: Mapping[str, Any]
 ) -> None:
-    """Put a rank's tensor to those of the others. What ranks have alike, bit for bit, counts once."""
+    """Add a rank's tensor to the other ranks' tensors. Tensors equal bit for bit on several ranks count once."""
     figures, source = result[key], operand["source"]
     if source is not None and owners.setdefault((key, source["hash"]), rank) == rank:
         figures.parts.append(source)
@@ -196,7 +196,7 @@ def _add(put: Callable[[Key, Mapping[str, Any]], None], step: int, notes: list[d
         weights.add(layer)
         owns("weight", note["A"]["source"], layer)
         owns("activation", note["B"]["source"], layer)
-    for note in notes:  # of layers with the same bytes, such as LoRA's zeros, none is told apart
+    for note in notes:  # layers with the same bytes, such as LoRA's zeros, cannot be distinguished
         first, second = (note[part]["source"] for part in ("A", "B"))
         if note["layout"] == "NN":
             for layer in _the_one(owners_of("weight", first)):
@@ -259,7 +259,7 @@ def _magnitude(figures: Figures | None) -> float:
 
 
 def expected(figures: Figures, statistic: str) -> float | None:
-    """The statistic of all parts together; None if it cannot be told from them."""
+    """The statistic of all parts together; None if it cannot be computed from them."""
     parts = [part for part in figures.parts if part["n"]]
     count = sum(part["n"] for part in parts)
     if statistic in ("underflows%", "mse", "scale_inv_min", "scale_inv_max"):

@@ -1,11 +1,11 @@
-"""An environment for each client: this project's, seen through, and beside it what the client needs of its own.
+"""An environment for each client: this project's packages, and in addition the client's own requirements.
 
 Usage::
 
     environment = prepare(cache, "esm2_native_te", ("datasets", "hydra-core"))
     environment.python, environment.command("te-precision")
 
-What a client installs comes first on its path, so that one may have another version of a library than the project.
+A client's packages come first on its path, so that it may have another version of a library than the project.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Environment:
         return self.folder / "bin" / name
 
     def versions(self, packages: Sequence[str]) -> dict[str, str]:
-        """The versions of packages as the client sees them; of those that are installed."""
+        """The versions of packages as the client sees them, if they are installed."""
         code = (
             "import importlib.metadata as m, sys\n"
             "for name in sys.argv[1:]:\n"

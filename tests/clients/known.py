@@ -1,7 +1,7 @@
 """The clients: folder, requirements, start, and integration of each.
 
-A script is run as it is, with arguments that make it small. ``launcher`` and ``arguments`` are what its README says,
-with the size taken down.
+A script is run as it is, with arguments that make it small. ``launcher`` and ``arguments`` follow its README,
+with a smaller size.
 """
 
 import shlex
@@ -18,24 +18,24 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True)
 class Client:
-    """A training script of somebody else's.
+    """A third-party training script.
 
     Attributes:
         name: name in the table.
-        marker: the end of its path in a folder of sources; its folder is that of the marker.
-        what: what the row of the table says of it: front door of its training, recipe, processes.
+        marker: the end of its path in a folder of sources; the client's folder is the marker's.
+        what: its row of the table: integration that trains it, recipe, processes.
         environment: the name of its environment, which clients with the same packages share.
-        packages: what pip installs for it beside this project's own requirements.
+        packages: installed by pip for it in addition to this project's own requirements.
         arguments: the script and its arguments.
-        launcher: what starts it, with its arguments; empty: Python.
+        launcher: the program that starts it, with its arguments; empty: Python.
         integration: how the debugger comes around it, see inside/watching.py.
         stand_ins: functions that prepare its data; each gets the folder that it runs in, and its Python.
         stands_in: the same in words.
         capability: compute capability that the reference backend stands for.
         variables: additional environment variables.
-        said: packages whose versions the table has.
+        said: packages, with their versions in the table.
         from_index: the client is a library of the package index; its script lies in this repository.
-        up: how many folders above that of the marker it runs in.
+        up: how many folders above the marker's it runs in.
         differs: why losses and GEMMs differ when the debugger watches, where that is known.
         fails: why it fails without the debugger, where that is known.
     """
@@ -68,7 +68,7 @@ class Client:
 
 
 def tree_of(folder: Path) -> str:
-    """What git calls the folder's content (``git rev-parse COMMIT:folder``), its first 10 digits."""
+    """Git's hash of the folder's content (``git rev-parse COMMIT:folder``), its first 10 digits."""
     with tempfile.TemporaryDirectory() as place:
         git = ["git", f"--git-dir={place}", f"--work-tree={folder}"]
         subprocess.run([*git, "init", "--quiet"], check=True)
@@ -143,7 +143,7 @@ _CODONS_SMALL = tuple(
         "--out_dir results --checkpoints_dir results/checkpoints --use_transformer_engine"
     )
 )
-# The recipes ask for transformers 5, and call what later versions of it lack.
+# The recipes require transformers 5, and call functions that later versions lack.
 _RECIPE_PACKAGES = ("datasets", "hydra-core", "nvtx", "torchdata", "zstandard", "transformers==5.5.0")
 # The model code of these two recipes needs transformers 4; pinned, since pip searches long for what goes with it.
 _TRANSFORMERS_4 = (

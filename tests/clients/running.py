@@ -3,7 +3,7 @@
 Usage::
 
     outcome = run(client, source, environment, folder)
-    outcome.plain.folder  # what the spy noted, see inside/spying.py
+    outcome.plain.folder  # the spy's notes, see inside/spying.py
 """
 
 import os
@@ -87,7 +87,7 @@ def _variables(client: Client, environment: Environment, record: Path, logs: Pat
 
 
 def _done(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[int | None, str]:
-    """The exit code, or None, and what was printed."""
+    """The exit code, or None, and the output."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -109,7 +109,7 @@ def _done(command: list[str], folder: Path, variables: dict[str, str]) -> tuple[
 
 
 def _ended(process: subprocess.Popen[str]) -> str:
-    """End a run, and give what it has printed. A launcher's ranks are in sessions of their own: it has to end them."""
+    """End a run, and return its output. A launcher's ranks are in sessions apart from it: it has to end them."""
     process.terminate()
     try:
         return process.communicate(timeout=TERMINATION_SECONDS)[0]

@@ -1,7 +1,7 @@
 """Tiny local stand-ins for the models and data that clients take from the network, made in the folder they run in.
 
-Libraries of Hugging Face look for a local folder of the name that they are given before they ask the network, so that
-a folder ``bert-base-cased`` beside the script is what ``from_pretrained("bert-base-cased")`` loads.
+Libraries of Hugging Face look for a local folder of the given name before they use the network, so that
+``from_pretrained("bert-base-cased")`` loads a folder ``bert-base-cased`` next to the script.
 """
 
 import json
@@ -24,7 +24,7 @@ def bert_base_cased(folder: Path, python: Path) -> None:
 
 
 def bert_of_two_sides(folder: Path, python: Path) -> None:
-    """The same, with the two sides nearer to one another: so it was tried under FSDP."""
+    """The same, with the two sides closer together: so it was tried under FSDP."""
     _bert(folder, python, sides=1.0)
 
 
@@ -54,7 +54,7 @@ def _bert(folder: Path, python: Path, *, sides: float) -> None:
 
 
 def mrpc(folder: Path, python: Path, *, train: int = 96, validation: int = 32) -> None:
-    """``nyu-mll/glue``, configuration ``mrpc``: pairs of random sentences; the label says which words they are of."""
+    """``nyu-mll/glue``, configuration ``mrpc``: pairs of random sentences; the label is their set of words."""
     target = folder / "nyu-mll" / "glue"
     target.mkdir(parents=True)
     draw = random.Random(0)

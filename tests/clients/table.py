@@ -38,7 +38,7 @@ def table(trials: Sequence[Trial], old: str = "") -> str:
 
     Args:
         trials: new results.
-        old: an earlier table, of which the lines of other clients are kept.
+        old: an earlier table; its lines of other clients are kept.
     """
     parts = _old_lines(old)
     for trial in trials:

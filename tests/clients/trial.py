@@ -29,14 +29,14 @@ class Trial:
     """Result of a client. Texts are empty without a problem.
 
     Attributes:
-        tree: what git calls the content of its folder.
+        tree: git's hash of its folder's content.
         versions: of the packages that matter to it.
         ran: "runs", or how a run of the two ended.
         losses: the first difference of losses and parameters.
         gemms: the first difference of a GEMM's operands or result.
         statistics: the first statistics that differ from the spy's.
-        analysis: what BioNeMo's fp8_analysis made of the logs, or why it was not asked.
-        steps, compared, checked, unchecked: steps, GEMMs compared, statistics checked, and those that the spy could
+        analysis: result of BioNeMo's fp8_analysis on the logs, or why it did not run.
+        steps, compared, checked, unchecked: steps, GEMMs compared, statistics checked, and statistics the spy could
             not check.
         largest: the largest relative deviation of a statistic.
     """
@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def good(self) -> bool:
-        """Whether it ran, and nothing differs but what is known to; or failed without the debugger, as is known."""
+        """Return whether it ran with known differences only, or failed without the debugger in a known way."""
         if self.client.fails:
             return self.ran.startswith("without the debugger: exit code")
         return self.ran == RAN and not self.statistics and bool(self.losses or self.gemms) == bool(self.client.differs)
@@ -79,7 +79,7 @@ def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
     Args:
         client: which one.
         source: its folder.
-        sources: the folder of all sources, in which fp8_analysis may lie.
+        sources: the folder of all sources, perhaps with fp8_analysis.
         cache: for environments and runs.
     """
     trial = Trial(client, tree_of(source))
@@ -102,7 +102,7 @@ def hold(client: Client, source: Path, sources: Path, cache: Path) -> Trial:
 
 
 def runs_of(client: Client, cache: Path) -> Path:
-    """The folder in which a client's two runs lie, with what they printed in ``with*/output.txt``."""
+    """The folder of a client's two runs, with their output in ``with*/output.txt``."""
     return cache / "runs" / client.name.replace("/", "-")
 
 
@@ -115,7 +115,7 @@ def _how_it_ran(which: str, done: Run) -> str:
 
 
 def why_it_failed(output: str) -> str:
-    """The exception that ended a script, in what it and its launcher printed; the last line if there is none."""
+    """The exception that ended a script, from its and its launcher's output; the last line if there is none."""
     exceptions = re.findall(r"^(?:\[rank\d+\]: ?)?([A-Za-z_][\w.]*(?:Error|Exception)\b.*)$", output, re.MULTILINE)
     of_the_script = [line for line in exceptions if not re.match(r"[\w.]*(ChildFailedError|CalledProcessError)", line)]
     return of_the_script[-1] if of_the_script else output.rstrip().split("\n")[-1]

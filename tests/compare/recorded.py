@@ -35,7 +35,7 @@ def record(
         order: the layers in the order of their forwards.
         scalars: the trainer's numbers.
         gemms: rows of the table.
-        rank: whose own numbers they are.
+        rank: the rank with these local values.
         first, freq: the first step with numbers, and the steps from one to the next.
         **facts: of run.json.
     """
@@ -53,7 +53,7 @@ def record(
 
 
 def append(run: RunWriter, values: Values, *, rank: int | None = None, first: int = 0, freq: int = 1) -> None:
-    """Add numbers to a run. Arguments are those of :func:`record`."""
+    """Add numbers to a run. Takes the arguments of :func:`record`."""
     numbers = np.array([run.series(*subject, rank=rank) for subject in values], np.int32)
     table = np.stack(list(values.values())) if values else np.empty((0, 0))
     for step, column in enumerate(table.T):

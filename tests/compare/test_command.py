@@ -304,7 +304,7 @@ def train_rounded(folder: Path, dtype: torch.dtype | None) -> RecordedRun:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
 def test_what_mxfp8_would_lose_of_it_says_that_it_is_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Its numbers fit E4M3 whose scale is a power of two; no statistic of its magnitude changes."""
+    """Its numbers fit E4M3 with a scale that is a power of two; no statistic of its magnitude changes."""
     (parting,) = compare(train_rounded(tmp_path / "a", None), train_rounded(tmp_path / "b", dtype)).parted
     (departure,) = parting.departures
     assert (parting.tensor, parting.origin, departure.statistic) == ("weight", "made here", "mxfp8_sqnr_db")

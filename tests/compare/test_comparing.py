@@ -1,4 +1,4 @@
-"""Where two runs part first, by how much, and beyond which noise."""
+"""The first difference of two runs, its size, and the noise that it exceeds."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ LOSS = 2 + 8 * np.exp(-np.arange(STEPS) / 20)
 
 
 def numbers(seed: int, *, steps: int = STEPS, names: list[str] = LAYERS) -> dict[Subject, Floats]:
-    """What a seed makes of a training: each series has a level of its own, and moves about it."""
+    """Effect of a seed on a training: each series has its own level, and moves about it."""
     draw = np.random.default_rng(seed)
     results = {}
     for tensor, statistic in FAMILIES:
@@ -192,7 +192,7 @@ def test_ordinary_noise_is_no_finding_of_whatever_kind(tmp_path: Path, kind: str
 
 
 def test_a_noisy_layer_needs_more_than_its_quiet_siblings(runs: Runs) -> None:
-    """With a series of its own spread, a difference is ordinary that is a finding elsewhere."""
+    """A difference within a series' own spread is ordinary, though a finding in another series."""
     a, noise, b = numbers(0), numbers(1), numbers(2)
     draw = np.random.default_rng(9)
     for values in (a, noise, b):
@@ -572,7 +572,7 @@ def test_the_types_of_what_is_kept_are_facts(runs: Runs) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("", "net."), ("model.net.", "module.")])
 def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: str) -> None:
-    """Lightning's names begin at its module, those of other front doors at the model."""
+    """Lightning's names begin at its module, other integrations' names at the model."""
 
     def named(name: str, prefix: str, values: Values, precision: str) -> RecordedRun:
         rows = [{**row, "layer": prefix + row["layer"], "precision": precision} for row in products(128)]

@@ -130,7 +130,7 @@ def llama_layer(layer: str, *, backward: bool = True) -> Macs:
 
 
 def mixtral_layer(layer: str) -> Macs:
-    """Two experts for each token; their weights are one parameter, of which grouped products read a part each."""
+    """Two experts for each token; their weights are one parameter, and each grouped product reads a part of it."""
     return {
         **llama_attention(f"{layer}.self_attn"),
         **linear(f"{layer}.mlp.gate", WIDTH, 4),
@@ -205,7 +205,7 @@ HUGGING_FACE = {
             **linear(f"{GPT2}.attn.c_proj", WIDTH, WIDTH),
             **linear(f"{GPT2}.mlp.c_fc", WIDTH, INNER),
             **linear(f"{GPT2}.mlp.c_proj", INNER, WIDTH),
-            **linear("lm_head", WIDTH, WORDS),  # its weight is that of the embedding
+            **linear("lm_head", WIDTH, WORDS),  # its weight is the embedding's
         },
     ),
     "ViT": Case(
@@ -284,7 +284,7 @@ def test_products_of_a_model_without_transformer_engine(name: str, tmp_path: Pat
 
 @pytest.fixture
 def accelerate_runs() -> Iterator[None]:
-    """What its functions ask for."""
+    """Arguments that its functions need."""
     Accelerator(cpu=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -311,7 +311,7 @@ def test_products_of_a_model_that_accelerate_has_converted(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2"])
 def test_torchs_own_counter_counts_as_many(name: str, tmp_path: Path) -> None:
-    """It does not know the CPU's fused attention, nor grouped products."""
+    """It supports neither the CPU's fused attention nor grouped products."""
     case = HUGGING_FACE[name]
     model = case.make()
     model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -636,7 +636,7 @@ def test_sizes_that_depend_on_values_are_looked_at_in_each_micro_batch(tmp_path:
 
 
 def test_models_that_follow_each_other_and_one_that_is_called_twice(tmp_path: Path) -> None:
-    """As of a generator and a discriminator, whose parameters are frozen in turn."""
+    """Like a generator and a discriminator with their parameters frozen in turn."""
     first, second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, INNER)
 
     def run() -> None:
@@ -866,7 +866,7 @@ def test_attention_of_a_derived_class(tmp_path: Path) -> None:
 def test_attention_by_a_kernel_that_tells_nothing(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is counted by the sizes of its input, as that of flash-attn, whose kernels call no operator of torch's."""
+    """It is counted by the sizes of its input, like flash-attn's kernels, which call no operator of torch's."""
     look = OperatorProducts.note
 
     def see_no_attention(self: OperatorProducts, name: str, *given: Any) -> None:
@@ -892,7 +892,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("second_thread", "one_rank")
 @pytest.mark.parametrize("block", ["none", "not reentrant"])
 def test_tensor_parallel_layers_of_torch(block: str, tmp_path: Path) -> None:
-    """Their operators are those of a DTensor, which runs others on its shards."""
+    """Their operators are a DTensor's, which runs others on its shards."""
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     part = torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.GELU(), torch.nn.Linear(INNER, WIDTH))
     parallelize_module(part, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -935,7 +935,7 @@ def test_another_way_through_the_model_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["torch", "te", "autocast inside"])
 def test_a_reentrant_checkpoint_outside_of_autocast(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The remedies of the message: Transformer Engine's checkpoint, and an autocast inside of what is checkpointed."""
+    """The remedies of the message: Transformer Engine's checkpoint, and an autocast in the checkpointed function."""
     net = te.Linear(WIDTH, WIDTH)
 
     def part(x: torch.Tensor) -> torch.Tensor:

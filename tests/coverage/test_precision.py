@@ -1,4 +1,4 @@
-"""The precision that each GEMM really ran in, beside what the extension's GEMMs are handed; and how long it held."""
+"""The precision that each GEMM really ran in, against the operands of the extension's GEMMs; and how long it held."""
 
 import contextlib
 import itertools
@@ -60,7 +60,7 @@ def audit(config: Any, log_dir: Path, recipe: Any = None, **options: Any) -> dic
 
 
 def test_a_feature_that_modifies_tensors_is_told_by_what_it_gave(tmp_path: Path) -> None:
-    """A plan of "modify_tensor()" says nothing: FakeQuant gives plain tensors, PerTensorScaling FP8 ones."""
+    """A plan of "modify_tensor()" does not show it: FakeQuant gives plain tensors, PerTensorScaling FP8 ones."""
     fake = {"s": feature("FakeQuant", ["linear"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E4M3")}
     assert audit(fake, tmp_path, FP8)["fprop"] == "FP32 FP32 (modified)"
     scaled = {"s": feature("PerTensorScaling", ["linear"], gemms=["fprop"], tensors=["weight", "activation"])}
@@ -68,7 +68,7 @@ def test_a_feature_that_modifies_tensors_is_told_by_what_it_gave(tmp_path: Path)
 
 
 def toggled(folder: Path, regions: str, *, says_when: bool, config: Any = None) -> InspectSession:
-    """Train with a region a step: of FP8 (8), in enabled=False (0), or none (-); beside a layer in enabled=False."""
+    """Train with a region a step: of FP8 (8), in enabled=False (0), or none (-); another layer is in enabled=False."""
     net = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
     session = InspectSession(config, model=net, log_dir=folder, allow_unmatched=True)
     session.start(eval_mode_counts=not says_when)
@@ -166,7 +166,7 @@ def test_a_layer_that_no_backward_reaches_has_run_its_fprop_only(tmp_path: Path)
 
 @pytest.mark.parametrize("layers", [["all"], ["nowhere"]])
 def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: list[str]) -> None:
-    """As by a callback for finetuning: in steps in which nothing is due, too."""
+    """As by a callback for finetuning: also in steps without collection."""
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     shown: list[dict[str, str]] = []
     stepped(
@@ -185,7 +185,7 @@ def test_what_is_unfrozen_later_is_told_from_then_on(tmp_path: Path, layers: lis
 
 
 def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) -> None:
-    """Every tenth step is due here. A step in high precision alone is told, and not as seen."""
+    """Every tenth step is due here. A step in high precision alone is reported, and not as seen."""
     shown: list[tuple[str, bool]] = []
 
     def show(session: InspectSession) -> None:
@@ -201,9 +201,9 @@ CHANGES = [name for name in AUTOCAST if name != ALWAYS]
 
 
 def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
-    """What is varied -> arguments of :func:`case`.
+    """Factor -> arguments of :func:`case`.
 
-    Each module is in each recipe, with a feature or without; and what of it learns is varied in each pair of these.
+    Each module is in each recipe, with a feature or without; and its trainable parts vary in each pair of these.
     """
     quantized = [recipe for recipe in recipes if recipe != "none"]
     some = quantized[:2]
@@ -240,7 +240,7 @@ def test_no_operand_is_told_wrongly(what: str, args: tuple[Any, ...]) -> None:
 
 @pytest.mark.processes
 def test_nor_under_the_recipes_of_another_gpu() -> None:
-    """In a process of its own, since the reference backend stands for one GPU in a process."""
+    """In a separate process, since the reference backend stands for one GPU in a process."""
     of_kind = cases(BLACKWELL)
     every = [*of_kind["modules"][::2], *of_kind["features"][::3], *of_kind["schedules"][::3], *of_kind["checkpoints"]]
     every += of_kind["gradients"][::3]
@@ -284,7 +284,7 @@ def watched(
     """A run with a recipe for each step, and an evaluation without FP8 between the backward and ``step()`` of some.
 
     Args:
-        tells: whether the loop says when it evaluates, as the front doors do.
+        tells: whether the loop reports its evaluations, as the integrations do.
     """
     net, features = te.Linear(32, 64, params_dtype=BF16), ()
     if isinstance(config, type):
@@ -405,7 +405,7 @@ def test_a_single_step_is_known(tmp_path: Path, tells: bool) -> None:
 
 @pytest.mark.parametrize("config", [NOTHING, statistics()])
 def test_a_gemm_that_is_left_out_from_some_step_on(tmp_path: Path, config: Any) -> None:
-    """In a layer without features it is noticed at the end of that step, and told from the next on."""
+    """In a layer without features it is noticed at the end of that step, and reported from the next on."""
     net = te.Linear(32, 64, params_dtype=BF16)
     with InspectSession(config, model=net, log_dir=tmp_path, allow_unmatched=True) as session:
         for step in range(6):

@@ -1,4 +1,4 @@
-"""Coverage from step to step: contracts, loops that change, and steps in which other products ran in low precision."""
+"""Coverage from step to step: contracts, loops that change, and steps that ran other products in low precision."""
 
 import json
 import tempfile
@@ -90,7 +90,7 @@ def test_a_satisfied_contract(require: Any, skipped: Collection[int], tmp_path: 
 
 @pytest.mark.parametrize(("skipped", "checked"), [((1, 2), "2:\n- .* is 50.0 %"), (range(30), "12:\n- .*: no such")])
 def test_it_is_checked_on_a_step_with_a_backward(skipped: Collection[int], checked: str, tmp_path: Path) -> None:
-    """Batches that the script skips have none. A run without any is checked all the same."""
+    """Batches that the script skips have no backward. A run without any is checked all the same."""
     with pytest.raises(PrecisionContractError, match=f"at step {checked}"):
         run(tmp_path, "fp8 wgrad >= 95%", steps=14, skipped=skipped)
 
@@ -188,7 +188,7 @@ def test_one_that_is_never_checked_says_why(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("freq", "off"), [(1, (3,)), (100, (3, 4))])
 def test_a_change_is_checked_again(freq: int, off: tuple[int, ...], tmp_path: Path) -> None:
-    """Also that of a layer that no feature watches in that step."""
+    """Also the precision of a layer that no feature watches in that step."""
     config = {"kept": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"], freq=freq)}
     with pytest.raises(PrecisionContractError, match=r"^3: .*\n- fp8 is 0 %, required: >= 50 %") as caught:
         run(tmp_path, "fp8 >= 50%", off=off, config=config)
@@ -277,8 +277,8 @@ ONE_LAYER_OF_TE = f"{ONE_LAYER}; 50.0 % in FP32: head (not a TE layer)"
 def of_steps(
     session: InspectSession, *, steps: int = 5, skipped: Collection[int] = (), raises: BaseException | None = None
 ) -> set[str]:
-    """Train for some steps, some of which have no backward; with an error, that in another one after its forward. The
-    optimizer steps in all of them, with gradients of 0 where there is no backward. What each step covers."""
+    """Train for some steps, a few without backward; with an error, that in another one after its forward. The
+    optimizer steps in all of them, with gradients of 0 where there is no backward. Returns each step's coverage."""
     net = TwoLayers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with session:
@@ -334,7 +334,7 @@ def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("skipped", [(0,), (0, 2)], ids=str)
 def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[int], tmp_path: Path) -> None:
-    """Where that is the one that counts for the others, the next step is counted instead."""
+    """If it is the step counted for the others, the next step is counted instead."""
     net = TwoLayers()
     with InspectSession(None, model=net, log_dir=tmp_path) as session:
         for step in range(2):
@@ -416,7 +416,7 @@ def test_many_spans_are_short(tmp_path: Path) -> None:
 
 
 def test_what_was_before_the_changes_that_are_kept_is_not_told(tmp_path: Path) -> None:
-    """The history has the last changes of a layer; what was before them is not known, and is not guessed."""
+    """The history has the last changes of a layer; earlier ones are not known, and not guessed."""
     session = trained(tmp_path, high(*([step, step] for step in range(1, 70, 2))), [CURRENT] * 71)
     rows = [row for row in open_run(tmp_path).gemms.to_pylist() if row["layer"] == "1"]
     for at in range(71):
@@ -458,7 +458,7 @@ class Changing(torch.nn.Module):
 
 def share_by_hand(*products: tuple[int, int, int, bool], backward_of_first: bool = False) -> float:
     """The share of FP8: rows, inputs and outputs of each layer, and whether it is in FP8; fprop, dgrad and wgrad, but
-    for the dgrad of the first, whose input needs no gradient."""
+    for the dgrad of the first: its input needs no gradient."""
     low = whole = 0
     for place, (rows, inputs, outputs, is_low) in enumerate(products):
         macs = rows * inputs * outputs * (3 if place or backward_of_first else 2)

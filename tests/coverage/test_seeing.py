@@ -1,4 +1,4 @@
-"""What a session looks at in torch: where operators are not those of aten, where looking itself fails; attention."""
+"""Operators of torch under a session: where they are not aten's, where observing itself fails; attention."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -85,7 +85,7 @@ def step(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def trained(model: torch.nn.Module, folder: Path, **keywords: Any) -> Coverage:
-    """What a step covers; its gradients are those without a session."""
+    """Coverage of a step; its gradients equal the gradients without a session."""
     alone = step(model)
     options: Any = {"strict": True, "statistics_log": "off", **keywords}
     with InspectSession(None, model=model, log_dir=folder, **options) as session:
@@ -303,7 +303,7 @@ def test_what_training_raises_passes(tmp_path: Path) -> None:
 
 
 class FusedPair(te.ops.FusedOperation):  # type: ignore[misc]
-    """Two linear operations in a kernel of their own, as ``NVTE_CUTEDSL_FUSED_GROUPED_MLP`` runs them."""
+    """Two linear operations in one kernel, as ``NVTE_CUTEDSL_FUSED_GROUPED_MLP`` runs them."""
 
     def fuser_forward(self, contexts: Any, given: torch.Tensor, **more: Any) -> Any:
         first, second = (op.weight.detach() for op in self.basic_ops)

@@ -1,4 +1,4 @@
-"""A shape that FP8 cannot multiply: the exception says in which layer and GEMM, and what would work."""
+"""A shape that FP8 cannot multiply: the exception names the layer, the GEMM, and a shape that works."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +23,11 @@ class Case(NamedTuple):
     """Sizes of a layer that do not work.
 
     Attributes:
-        make: gives the layer for the one that is wrong: tokens, or one of its features.
+        make: returns the layer for the wrong size: tokens, or one of its features.
         recipe, capability: where.
-        size: what is wrong.
-        told: layer, GEMM and dimension, and the multiple that is asked.
-        next_size: the smallest larger size with which the layer trains.
+        size: the wrong size.
+        told: layer, GEMM and dimension, and the required multiple.
+        next_size: the smallest larger size that trains.
     """
 
     make: Callable[[int], torch.nn.Module]
@@ -153,7 +153,7 @@ def test_a_layer_that_is_recomputed_in_the_backward(tmp_path: Path, use_reentran
 def test_with_sequence_parallelism_a_gemm_has_the_tokens_of_all_ranks(
     make: Callable[..., torch.nn.Module], tokens: int, tmp_path: Path
 ) -> None:
-    """Where the operand is split over tokens: each of two ranks has ten of them."""
+    """The operand is split over tokens: each of two ranks has ten of them."""
     stand_for(HOPPER)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -1,4 +1,4 @@
-"""One training with a planted defect, for all tests that only read what it has left."""
+"""One training with a planted defect, for all tests that only read its files."""
 
 import logging
 from pathlib import Path

@@ -104,7 +104,7 @@ def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> N
 
 
 class Experts(torch.nn.Module):
-    """A router that all ranks have, and experts that each rank has of its own."""
+    """A router that all ranks have, and different experts on each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a session finds while it runs, says once, and acts on; and that a replay of its records finds the same."""
+"""Findings of a session while it runs: reported once, and acted on; a replay of its records has the same."""
 
 import dataclasses
 import logging
@@ -337,7 +337,9 @@ def test_the_closing_lines_of_notes_and_of_nothing(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str) -> None:
+def test_a_quiet_session_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
     if how == "option":
         monkeypatch.delenv("TE_PRECISION_QUIET")
     train(tmp_path, steps=1, quiet=how == "option")
@@ -372,7 +374,7 @@ def test_a_checkpoint_after_the_last_due_step_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first_micro_batch", [None, True, False])
 def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
-    """With ``is_first_microbatch=False`` for ever, the weights are those of the first step."""
+    """With ``is_first_microbatch=False`` for ever, the first step's weights stay in use."""
     torch.manual_seed(0)
     net = te.Linear(32, 32)
 
@@ -426,7 +428,7 @@ def test_eps_is_a_rule_of_optimizers_that_have_one(tmp_path: Path, kind: type[to
     [(torch.bfloat16, True, ["grad-scaler"]), (torch.bfloat16, False, []), (torch.float16, True, [])],
 )
 def test_a_scaler_of_gradients(tmp_path: Path, dtype: torch.dtype, enabled: bool, rules: list[str]) -> None:
-    """That of a model that is not observed does not count."""
+    """A scaler for a model that is not observed does not count."""
     torch.manual_seed(0)
     own = vars(GradScaler)["step"]
     net, other = te.Linear(32, 32), torch.nn.Linear(4, 4)
@@ -567,7 +569,7 @@ def test_inf_in_an_activation_stays_the_finding_where_the_weights_follow_in_the_
 
 
 def test_inf_and_nan_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
-    """So that the last number of the series is that of the last step, and two runs have steps in common."""
+    """So that the series ends with the last step, and two runs have steps in common."""
     net = torch.nn.Sequential(te.Linear(32, 32))
 
     def loss(step: int) -> torch.Tensor:
@@ -594,7 +596,7 @@ def test_a_run_that_fails_before_its_first_step_is_recorded(tmp_path: Path) -> N
 
 
 def test_a_model_without_layers_of_transformer_engine(tmp_path: Path) -> None:
-    """More statistics cannot be collected of it, so the verdict does not ask for them."""
+    """More statistics cannot be collected of it, so the verdict does not request them."""
     model = torch.nn.Linear(32, 4)
     summary = trained(tmp_path, model, sgd(model, 0.1), steps=8, around=outside).summary
     assert "nonfinite, dead-gradient: the model has no Transformer Engine layers" in summary

@@ -64,7 +64,7 @@ class Model(torch.nn.Module):
 
 
 def train(folder: Path, model: Any, *arguments: Any, **keywords: Any) -> Verdict:
-    """In high precision, which takes half of the time: what is found here does not depend on it."""
+    """In high precision, which takes half of the time: these findings do not depend on the precision."""
     return trained(folder, model, *arguments, **{"loss": model.loss, "around": outside, **keywords})
 
 
@@ -104,7 +104,9 @@ def adamw(model: torch.nn.Module, lr: float = 1e-3, **keywords: Any) -> torch.op
     ],
     ids=["adamw", "no decay", "sgd", "small momentum", "fused adam", "fused sgd", "adafactor"],
 )
-def test_healthy(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], blocks: int) -> None:
+def test_healthy_optimizers_have_no_findings(
+    tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], blocks: int
+) -> None:
     model = Model(blocks, tied=blocks == 4)
     assert_healthy(train(tmp_path, model, make(model), micro_batches=1 + blocks % 4, around=in_fp8))
 
@@ -257,7 +259,7 @@ def test_an_average_of_the_weights_in_the_model(tmp_path: Path) -> None:
 
 
 def test_experts_without_tokens(tmp_path: Path) -> None:
-    """Of six, each step trains one; one has no tokens in all steps, and two have none in most, and none after the
+    """Of six, each step trains one; one gets no tokens in any step, and two get tokens in few steps, none after the
     tenth step."""
     experts = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
 
@@ -407,7 +409,7 @@ def test_an_optimizer_for_each_parameter_in_the_backward(tmp_path: Path) -> None
 
 
 def test_gradients_of_a_discriminator_that_are_cleared_late(tmp_path: Path) -> None:
-    """Before its own backward, not before that of the generator."""
+    """Before its own backward, not before the generator's."""
     models = torch.nn.ModuleDict({"generator": Block(), "discriminator": Block()})
     optimizers = {name: adamw(part) for name, part in models.items()}
     with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
@@ -754,7 +756,7 @@ class Masters:
 @pytest.mark.parametrize(
     ("kind", "lr", "copies"), half(["bfloat16", "current", "block"], [1e-3, 1e-4], ["at once", "late", "never"])
 )
-def test_masters(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
+def test_masters_that_do_not_reach_the_weights_are_found(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
     torch.manual_seed(0)
     recipe = Float8BlockScaling() if kind == "block" else Float8CurrentScaling()
     with te.quantized_model_init(enabled=kind != "bfloat16", recipe=recipe):
@@ -793,7 +795,7 @@ def test_masters_of_fused_adam(tmp_path: Path, restores: bool) -> None:
 
 
 def test_a_quantized_weight_whose_updates_are_far_below_its_smallest_number(tmp_path: Path) -> None:
-    """All but one of its elements are 0 in FP8, whose smallest number is 4.4e-6 here; the masters take the updates."""
+    """All but one of its elements are 0 in FP8 (smallest number here: 4.4e-6); the masters take the updates."""
     with te.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
         model = torch.nn.Sequential(te.Linear(128, 128, bias=False))
     masters = Masters(model, "at once", lr=1e-9)
@@ -848,7 +850,7 @@ _ALONE = "0.bias and 5 more parameters: ranks had the same values before the fir
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks has found: case -> findings, and the rules that were checked."""
+    """Findings of each of two ranks: case -> findings, and the rules that were checked."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("parameters_script.py")
     ended = ranks(script, [[str(rank), str(folder)] for rank in range(2)])
@@ -925,6 +927,6 @@ def test_a_session_after_gradients_have_become_small(tmp_path: Path, optimizer_o
 
 
 def test_each_problem_of_a_parameter_belongs_to_a_rule() -> None:
-    """The rules on elements that are inf or nan are not those of parameters alone."""
+    """The rules on elements that are inf or nan need more than the check of parameters."""
     assert {*get_args(ParameterProblem)} - {*RULE_OF} == {"nonfinite", "nonfinite_gradient"}
     assert {RULE_OF[what] for what in ENDS_BY_A_GRADIENT} == {"missing-gradient"}

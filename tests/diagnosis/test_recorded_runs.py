@@ -36,7 +36,7 @@ def refusal(*arguments: object) -> str:
     return str(error)
 
 
-def test_json(planted: Planted) -> None:
+def test_json_has_the_finding_with_all_its_parts(planted: Planted) -> None:
     stated = json.loads(called("diagnose", planted.folder, "--json").output)
     assert stated["verdict"].startswith("Problems found: 1 warning (")
     assert stated["checked"] > 5
@@ -190,7 +190,7 @@ def test_wrong_known_findings(planted: Planted, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_told_first(tmp_path: Path) -> None:
-    """Nothing wrong in what is left of a damaged run is no good news."""
+    """A damaged run without findings in its readable part is not reported as healthy."""
     train(tmp_path, steps=3, defect=False)
     assert called("diagnose", tmp_path).exit_code == 0
     (values, *_) = tmp_path.rglob("values-*.parquet")
@@ -310,7 +310,7 @@ def counts(**since: int) -> dict[tuple[str, str, str], np.ndarray[tuple[int], np
 
 
 def recorded(folder: Path, of_ranks: Mapping[int | None, Mapping[str, int]], world: int = 4) -> Verdict:
-    """The verdict on a run whose ranks have inf and nan from a step on: rank -> layer -> step. None: reduced."""
+    """The verdict on a run with inf and nan from a step on: rank -> layer -> step. None: reduced."""
     with RunWriter.begin(folder, world=world) as run:
         for rank, since in of_ranks.items():
             append(run, counts(**since), rank=rank)

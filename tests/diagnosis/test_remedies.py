@@ -180,7 +180,7 @@ SCHEDULES: Mapping[str, tuple[Callable[[torch.optim.Optimizer], Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules(name: str, tmp_path: Path) -> None:
+def test_only_wrong_learning_rate_schedules_are_found(name: str, tmp_path: Path) -> None:
     make, is_wrong = SCHEDULES[name]
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""Each rule, on numbers that are made: what it finds, and what it leaves alone; and the order of findings."""
+"""Each rule, on made numbers with the defect and without it; and the order of findings."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def facts(
     settings: Settings | None = None,
     **of_all: Any,
 ) -> Facts:
-    """Facts of layers that run one after the other; ``changed`` has what is otherwise for some."""
+    """Facts of layers that run one after the other; ``changed`` has the deviations of some."""
     texts = formats or {"activation": "FP8 E4M3", "weight": "FP8 E4M3", "gradient": "FP8 E5M2"}
     rows = [
         {"layer": layer, "class": "Linear", "exec_fwd": place, "exec_bwd": len(layers) - place, **WEIGHTS}
@@ -130,7 +130,7 @@ def only_of(verdict: Verdict, rule: str) -> Finding:
 
 
 def finds(what: str, rule: str, steps: Sequence[Numbers], known: Facts | None = CURRENT, **expected: Any) -> Any:
-    """A case in which this is the only finding, with these attributes; with ``alone=False``, of its rule."""
+    """A case with this as the only finding, with these attributes; with ``alone=False``, of its rule."""
     return pytest.param(steps, known, rule, expected.pop("alone", True), expected, id=what)
 
 
@@ -140,7 +140,7 @@ def silent(what: str, steps: Sequence[Numbers], known: Facts | None = CURRENT, r
 
 
 def without(step: Numbers, *parts: str) -> Numbers:
-    """The numbers but for those of a statistic, or of a layer and tensor."""
+    """The numbers without a statistic, or without a layer and tensor."""
     return {name: value for name, value in step.items() if parts not in (name[:2], name[2:])}
 
 
@@ -248,7 +248,7 @@ WITHOUT_NORM = {
 
 
 def growing(growth: float, steps: int, share: float = 0.1) -> list[Numbers]:
-    """Steps in which amax grows, and the scale is that of the step before."""
+    """Steps with a growing amax, each with the scale of the step before."""
     return [
         ordinary(
             b3_fc1_gradient_cur_amax=1e-4 * growth**step,
@@ -643,7 +643,7 @@ def test_of_two_alike_layers_the_one_farther_from_all_layers_is_odd(block: int, 
 
 
 def of_torch(block: int) -> Facts:
-    """A block whose layers have other names, and are torch's."""
+    """A block of torch's layers, under other names."""
     names = {f"h.{block}.fc1": f"h.{block}.up", f"h.{block}.fc2": f"h.{block}.down"}
     high = {**HIGH, "reason": "NOT_TE", "family": "torch", "recipe": ""}
     return facts([names.get(name, name) for name in LAYERS], changed=dict.fromkeys(names.values(), high))
@@ -657,7 +657,7 @@ def test_a_block_of_layers_of_torch_among_blocks_of_transformer_engine() -> None
 
 
 @pytest.mark.parametrize(("margin", "severity"), [(0, None), (2, None), (4, "note"), (8, "warning"), (-2, "warning")])
-def test_margins(margin: float, severity: str | None) -> None:
+def test_the_severity_of_a_margin_grows_with_it(margin: float, severity: str | None) -> None:
     known = facts(recipe="fp8_delayed_scaling", settings=Settings(margins=[margin]))
     findings = [finding for finding in checked([ordinary()], known) if finding.rule == "margin"]
     assert [finding.severity for finding in findings] == [severity] * (severity is not None)
@@ -753,7 +753,7 @@ def test_a_gradient_that_comes_later(dead: Numbers, trained: int, severity: str)
 
 @pytest.mark.parametrize("checked_at", [0, 1, None])
 def test_a_layer_that_trained_only_outside_of_collection_steps_is_not_dead(checked_at: int | None) -> None:
-    """By the check of parameters; without it, nothing says that the layer ever trained."""
+    """By the check of parameters; without it, nothing shows that the layer ever trained."""
     verdict = checked([ABSENT] * 5, CURRENT, at=DUE[:5], checked_at=checked_at)
     results = [finding for finding in verdict if finding.rule == "dead-gradient"]
     assert len(results) == (checked_at is None)

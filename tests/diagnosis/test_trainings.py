@@ -150,7 +150,7 @@ def rules_of(
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_scales_that_are_never_updated(count: int, tmp_path: Path) -> None:
-    """Only the new rule fires for such a tensor, not stale-scale, whose remedies do not help."""
+    """Only the new rule fires for such a tensor, not stale-scale: its remedies do not help."""
     cut = {("dead-gradient", "gradient"), ("missing-gradient", "")}
     assert rules_of(tmp_path / "detached", count, stem="detached") == {("scale-never-updated", "gradient"), *cut}
     for how in ("inner", "nested"):  # inside of te.checkpoint, or of te.autocast(enabled=False)

@@ -1,4 +1,4 @@
-"""Nothing is concluded from what was not observed: the reason comes first, and no rule fires because of it."""
+"""Nothing is concluded from missing observations: the reason comes first, and no rule fires because of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Experts(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A base whose forward ``call`` decides about, and a head of torch."""
+    """A base with its forward called by ``call``, and a head of torch."""
 
     def __init__(self, base: torch.nn.Module, call: Callable[..., torch.Tensor] = lambda base, x: base(x)) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_layers_without_gradients(tmp_path: Path, base: type[torch.nn.Module], c
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_forward_in_each_step_is_of_the_training(tmp_path: Path, evaluates: bool) -> None:
-    """A base that the script calls beside the head is of the training; a layer of an evaluation is not."""
+    """A base that the script calls outside the head belongs to the training; a layer of an evaluation does not."""
     model = Model(Mlp().eval(), lambda base, x: x)
     spare = torch.nn.ModuleList([model, te.Linear(WIDTH, WIDTH)])
     optimizer = torch.optim.SGD(model.head.parameters(), lr=1e-2)
@@ -227,7 +227,7 @@ def test_a_forward_without_gradients_beside_the_training(tmp_path: Path) -> None
 
 
 def test_layers_of_another_model(tmp_path: Path) -> None:
-    """The session's model is of torch; a teacher runs in FP8, beside it or without gradients."""
+    """The session's model is of torch; a teacher runs in FP8, next to it or without gradients."""
     teacher = Mlp().requires_grad_(False)
 
     def call(base: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The pages, their blocks of code, and which test runs each of them.
 
 A block runs in tests/docs/test_blocks.py unless :data:`RUN_BY` names another test, or the line above it in the page
-says why it does not run at all: ``<!-- not run: needs two GPUs -->``. A block of ``text`` is no code: what a program
-prints, or a drawing.
+explains why it does not run at all: ``<!-- not run: needs two GPUs -->``. A block of ``text`` is no code: output of a
+program, or a drawing.
 """
 
 import functools
@@ -93,10 +93,10 @@ class Block:
 
     Attributes:
         page: its path in the repository.
-        line: that of the fence, from 1.
+        line: the fence's, from 1.
         language: after the fence.
-        code: what is in it.
-        not_run: why it is not run, as the page says it; empty for all others.
+        code: its content.
+        not_run: the page's reason for not running it; empty for all others.
     """
 
     page: str
@@ -137,7 +137,7 @@ def blocks(page: str, language: str, begin: str = "") -> list[str]:
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
-    """What the page leaves to its reader is given by name; the names that there are afterwards."""
+    """Run a block with the names that the page leaves to its reader; return the names after it."""
     names["__name__"] = "__main__"
     exec(compile(code, "a block", "exec"), names)
     return names

@@ -117,7 +117,7 @@ def activation_overflow(folder: Path, block: str, label: str, look: str, skip: s
         run(block, **names)
 
     labelled = type("Labelled", (torch.nn.Module,), {"forward": run(label)["forward"]})()
-    labelled.layer_norm = lambda hidden: hidden * float("inf")  # no module: nothing else watches what it makes
+    labelled.layer_norm = lambda hidden: hidden * float("inf")  # no module: nothing else watches its result
     watch = DebugActivationOverflow(labelled)
     labelled(torch.ones(2, 4))
     with pytest.raises(ActivationOverflowError, match="after layer_norm"):
@@ -197,7 +197,7 @@ PYTHON: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in HERE if block.language == "python"}))
-def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     PYTHON[page](tmp_path, *[block.code for block in HERE if (block.page, block.language) == (page, "python")])
 
@@ -206,7 +206,7 @@ def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("block", of("yaml"))
-def test_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_yaml_block_is_a_valid_config(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(block.code)
     if block.code.startswith("trainer:"):  # of LightningCLI
@@ -242,7 +242,7 @@ def pip(arguments: list[str], comment: str) -> None:
 
 
 def te_precision(arguments: list[str], comment: str) -> None:
-    """Its arguments are taken; what they do is tested in tests/reference/test_run.py."""
+    """Its arguments are accepted; tests/reference/test_run.py tests their effect."""
     command: Any = typer.main.get_command(cli.app)
     with command.make_context("te-precision", arguments) as context:
         name, result, rest = command.resolve_command(context, arguments)
@@ -267,7 +267,7 @@ SHELL = {"make": make, "pip": pip, "te-precision": te_precision, "pytest": pytes
 
 
 @pytest.mark.parametrize("block", of("bash"))
-def test_shell(block: Block) -> None:
+def test_a_shell_block_names_existing_targets_and_options(block: Block) -> None:
     """Commands that install, or that run all tests, are read: each target, extra, file and option must be there."""
     for line in block.code.splitlines():
         command, _, comment = line.partition("  #")

@@ -1,4 +1,4 @@
-"""Links, public names, what pages say of the code, and the outputs of docs/start.md and docs/tour.md."""
+"""Links, public names, the pages' statements about the code, and the outputs of docs/start.md and docs/tour.md."""
 
 import ast
 import importlib
@@ -33,7 +33,7 @@ def relative_links(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links(page: str) -> None:
+def test_relative_links_lead_to_files_and_anchors(page: str) -> None:
     for link in relative_links(page):
         target, _, anchor = link.partition("#")
         path = ((ROOT / page).parent / target).resolve() if target else ROOT / page

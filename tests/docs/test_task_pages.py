@@ -49,7 +49,7 @@ def lines(text: str) -> list[str]:
 
 
 def is_shown(page: str, printed: str, start: int = 0) -> None:
-    """What is printed begins as the lines of the page do, from the block that is number ``start``."""
+    """Check that the output begins like the page's lines, from block number ``start``."""
     result = lines(printed)
     for shown in lines(blocks(page, "text")[start]):
         assert any(line.startswith(shown) for line in result), shown
@@ -207,7 +207,7 @@ NUMBERS = 2 * 2 * 2  # layers, tensors, statistics
 def names(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Return the names and the output of the first block.
 
-    What the page takes from docs/session.md is given: a model, its optimizer, four batches, and a config.
+    The page's names from docs/session.md are given: a model, its optimizer, four batches, and a config.
     """
     Path("config.yaml").write_text(*blocks("docs/session.md", "yaml", "# config.yaml"))
     torch.manual_seed(0)

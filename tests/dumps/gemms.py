@@ -36,7 +36,7 @@ def train(
     broken: float | None = None,
     **options: Any,
 ) -> list[Path]:
-    """Train a Linear layer whose GEMMs are recorded, and return the files of the last step, in the order of GEMMs.
+    """Train a Linear layer with recorded GEMMs, and return the files of the last step, in the order of GEMMs.
 
     ``broken`` is put into an element of the input.
     """

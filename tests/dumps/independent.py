@@ -57,7 +57,7 @@ def numbers(tensor: Any, *, columnwise: bool) -> Floats:
         swizzled = tensor._with_gemm_swizzled_scales
         if columnwise:
             height, width = 32, 1
-            if swizzled:  # in the order of the transpose, whose rows are padded to 128
+            if swizzled:  # in the order of the transpose, with rows padded to 128
                 of_blocks = compact(scales.reshape(scales.shape[::-1]), columns, -(-rows // 32), swizzled=True).T
             else:
                 of_blocks = scales[: -(-rows // 32), :columns]

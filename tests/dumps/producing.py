@@ -1,9 +1,9 @@
-"""Dumps of quantized tensors in every format, and what must be read back from them. A process of its own.
+"""Dumps of quantized tensors in every format, and the numbers they must be read back as. A separate process.
 
     python -m tests.dumps.producing 10.0 FOLDER
 
 writes for each tensor NAME.safetensors; for each direction NAME.rowwise.npy with its numbers, read by
-:mod:`tests.dumps.independent`; and facts.json with what the tensors were like in memory.
+:mod:`tests.dumps.independent`; and facts.json with the tensors' facts in memory.
 """
 
 import json
@@ -57,13 +57,13 @@ RECIPES = {
 }
 SHAPES = {  # rows, in_features, out_features
     "Float8BlockScaling": (128, 128, 256),  # its GEMM takes no others
-    "NVFP4BlockScaling aligned": (64, 128, 256),  # of which the kernels write all scales swizzled
+    "NVFP4BlockScaling aligned": (64, 128, 256),  # the kernels write all its scales swizzled
 }
 OPERANDS = ["fprop_weight", "fprop_input", "dgrad_weight", "dgrad_gradient", "wgrad_input", "wgrad_gradient"]
 
 
 def source(name: str) -> torch.Tensor:
-    """Of many magnitudes, with zeros and a denormal, in a shape whose scales need padding."""
+    """Many magnitudes, zeros and a denormal, in a shape that needs padded scales."""
     torch.manual_seed(len(name))
     shape = (2, 45, 150) if name.startswith("block") else (2, 48, 96 if "mxfp8" in name else 80)
     x = torch.randn(shape) * torch.exp(torch.randn(shape))
@@ -72,7 +72,7 @@ def source(name: str) -> torch.Tensor:
 
 
 def operands_of_training(name: str) -> Iterator[tuple[str, Any, bool]]:
-    """What the three GEMMs of a te.Linear read in an ordinary step: name, tensor, direction."""
+    """Operands of a te.Linear's three GEMMs in an ordinary step: name, tensor, direction."""
     kind, *how = name.split()
     options = {"disable_rht": True, "disable_2d_quantization": True} if how == ["plain"] else {}
     rows, inputs, outputs = SHAPES.get(name, (96, 96, 160))

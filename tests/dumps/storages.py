@@ -12,7 +12,7 @@ E4M3 = tex.DType.kFloat8E4M3
 
 
 def random_bytes(*shape: int, seed: int, below: int = 0x7E) -> torch.Tensor:
-    """E4M3 codes of numbers above zero, unless ``below`` says otherwise."""
+    """E4M3 codes of numbers above zero, or below it with ``below``."""
     return torch.randint(1, below, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 

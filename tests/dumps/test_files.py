@@ -1,4 +1,4 @@
-"""Dump files: what is in them, that they appear whole or not at all, what else is refused, and who writes them."""
+"""Dump files: their content, that they appear whole or not at all, other refusals, and the writing process."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert torch.equal(tensor.contiguous().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-# --- what is in a file ------------------------------------------------------------------------------------------------
+# --- content of a file ------------------------------------------------------------------------------------------------
 
 
 def test_a_file_holds_both_tensors_and_where_they_are_from(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[
     [X.t(), X[::2, 1:], X.expand(2, 40, 96), torch._neg_view(X), X[:, 0][:1], X.t()[:1, :1]],
     ids=["transpose", "slice", "expand", "negated", "one of a column", "one of a transpose"],
 )
-def test_views(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_a_view_is_read_back_with_its_values(tmp_path: Path, tensor: torch.Tensor) -> None:
     dumps.save(tensor, tmp_path / "a")
     assert torch.equal(dumps.load(tmp_path / "a").tensors["high_precision"], tensor)
 
@@ -164,7 +164,7 @@ def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path)
     assert int(dumps.dequantize(loaded, columnwise=True).count_nonzero()) > 1000
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 class Malicious:
@@ -284,7 +284,7 @@ def test_names_in_other_alphabets(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
-    """The system refuses to write on after 100 kB; what was there before stays."""
+    """The system refuses to write on after 100 kB; the earlier dumps stay."""
     path = tmp_path / "a"
     dumps.save(X, path)
     before = path.read_bytes()

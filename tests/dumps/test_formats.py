@@ -103,7 +103,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Facts, Fac
 
 
 def is_swizzled(name: str) -> bool:
-    """Whether Transformer Engine writes this tensor's scales in the order of a GEMM."""
+    """Return whether Transformer Engine writes this tensor's scales in the order of a GEMM."""
     if name.startswith(("nvfp4", "NVFP4")):
         # Of the quantizers the kernels for a random Hadamard transform and for 2D blocks, in shapes that they take.
         return "aligned" in name or not name.endswith(("_weight", "_gradient"))

@@ -1,4 +1,4 @@
-"""Records of whole GEMMs: what a session writes, against what Transformer Engine's result says of it."""
+"""Records of whole GEMMs written by a session, against Transformer Engine's result."""
 
 import dataclasses
 from pathlib import Path

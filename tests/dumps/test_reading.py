@@ -1,4 +1,4 @@
-"""Dumps listed, shown and compared: in Python, with ``te-precision dumps``, and as docs/dumps.md says."""
+"""Dumps listed, shown and compared: in Python, with ``te-precision dumps``, and as in docs/dumps.md."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def run(*arguments: Any, code: int = 0) -> str:
     return done.output
 
 
-def test_list(folder: Path) -> None:
+def test_dumps_are_listed_by_iteration_and_layer(folder: Path) -> None:
     result = dumps.list(folder)
     assert [(entry.header.iteration, entry.header.layer) for entry in result] == [
         (9, "a"),
@@ -227,7 +227,7 @@ def test_quantized_against_high_precision() -> None:
 
 
 def columnwise_nvfp4(x: torch.Tensor) -> Any:
-    """A storage class with columnwise data only: it knows a matrix."""
+    """A storage class with columnwise data only: it is read as a matrix."""
     quantizer = te.NVFP4Quantizer(tex.DType.kFloat4E2M1)
     quantizer.internal = True
     quantizer.set_usage(rowwise=False, columnwise=True)

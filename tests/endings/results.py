@@ -1,4 +1,4 @@
-"""Run a way to end, and read what each view says of it. ``python -m tests.endings.results`` writes endings.md."""
+"""Run a way to end, and read each view's account of it. ``python -m tests.endings.results`` writes endings.md."""
 
 import json
 import re

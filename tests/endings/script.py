@@ -1,7 +1,7 @@
 """A healthy training of 22 steps, and then code that ends it: script.py MODE FOLDER CODE.
 
 ``session``: started, not stopped. ``with``: in a block. ``watch``: no session. ``plain`` and ``watched plain``: CODE
-does all. ``resume``: a run whose state is in the folder, in a block.
+does all. ``resume``: a run from the state in the folder, in a block.
 """
 
 import ctypes  # noqa: F401  # for CODE

@@ -1,4 +1,4 @@
-"""Each way in which a run ends: what the script, its summary, ``diagnose``, ``show`` and the page say of it."""
+"""Each way a run can end, as reported by the script, its summary, ``diagnose``, ``show`` and the page."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ways in which a run ends."""
+"""Ways a run can end."""
 
 from typing import NamedTuple
 

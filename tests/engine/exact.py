@@ -1,4 +1,4 @@
-"""The columns of a pass in float64, from numpy: what the passes and the engine are tested against."""
+"""The columns of a pass in float64, from numpy: the reference for the passes and the engine."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +153,7 @@ def named(sums: torch.Tensor, maxima: torch.Tensor, *, compared: bool = False, h
 
 
 def assert_same(found: Columns, expected: Columns, *, rel: float | Mapping[str, float] = 1e-13) -> None:
-    """Counts and extremes are exact; sums, and logarithms, are as good as float64, unless ``rel`` says otherwise."""
+    """Counts and extremes are exact; sums, and logarithms, are as good as float64, or within ``rel``."""
     assert found.keys() == expected.keys()
     rounded = {name for name in found if name.endswith("sum") or "range" in name}
     for name in rounded:

@@ -1,4 +1,4 @@
-"""Tensors quantized by numpy in the layouts of Transformer Engine's storages, and what a pass must find of them."""
+"""Tensors quantized by numpy in the layouts of Transformer Engine's storages, and the expected result of a pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ SHAPES = [(1,), (0,), (7,), (1, 1), (33, 65), (3, 5, 37), (2, 130), (128, 17), (
 
 
 def drawn(seed: int, *, columns: int | None = None, rows: int | None = None) -> torch.Tensor:
-    """A tensor made to be difficult; of so many rows and columns where they are given."""
+    """A tensor made to be difficult; with the given numbers of rows and columns, if any."""
     random = np.random.default_rng(seed)
     dtype = DTYPES[seed % 4] if rows is None else DTYPES[1 + seed % 2]
     shape = SHAPES[random.integers(len(SHAPES))] if rows is None else (rows, columns or 1)
@@ -200,7 +200,7 @@ def pending_of(form: Form, x: torch.Tensor, quantized: Quantized | None = None) 
 
 
 def tensor_of(form: Form) -> torch.Tensor:
-    """Of many magnitudes, with blocks of zeros, and with what is not finite.
+    """Many magnitudes, blocks of zeros, inf and nan.
 
     Of several tiles and bands of tiles, no multiple of a block or a tile where the format allows it.
     """
@@ -226,7 +226,7 @@ def expected(form: Form, x: torch.Tensor, quantized: Quantized) -> dict[str, exa
 
 
 def measured(add: Add, pending: Pending, *, begin: int = 3, without: Sequence[str] = ()) -> dict[str, exact.Columns]:
-    """All columns by their place, of which some may be not wanted."""
+    """All columns by their place; some may be unwanted."""
     at: dict[str, int] = {}
     ends = []
     for sections in (SUMS, EXTREMES):

@@ -1,6 +1,6 @@
 """One of several gloo processes: python ranks_script.py RANK WORLD FOLDER
 
-It runs all cases for that number of processes, one after another, and writes what they return to FOLDER/RANK.json. The
+It runs all cases for that number of processes, one after another, and writes their results to FOLDER/RANK.json. The
 models and data are here too, for the single process that the test compares with: see tests/engine/test_ranks.py.
 """
 
@@ -61,7 +61,7 @@ def case(world: int) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]
     return register
 
 
-# ---------------------------------------------------------------------- what is observed, and where it ends
+# ---------------------------------------------------------------------- observation, and where it ends
 
 
 def config(layers: Sequence[str] = ("all",), **sections: Sequence[str]) -> dict[str, Any]:
@@ -200,11 +200,11 @@ _NUMERICS = str(Path(_PACKAGE, "base", "numerics"))
 
 
 class Counted(TorchDispatchMode):
-    """Counts collectives, and what makes the host wait for a device, where this project's code asks for it.
+    """Counts collectives, and calls by this project's code that make the host wait for a device.
 
     Every call counts, wherever the tensor is: on a machine without a GPU a copy to the host is no copy.
 
-    What the reference backend does, in the place of a GPU's kernels, does not count.
+    Work of the reference backend, in the place of a GPU's kernels, does not count.
     """
 
     _WAITING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount")
@@ -264,7 +264,7 @@ class Counted(TorchDispatchMode):
         return exchange
 
     def _asks(self) -> bool:
-        """Whether the innermost frame that is known is of the code in question."""
+        """Return whether the innermost known frame is in the code in question."""
         frame = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
@@ -280,7 +280,7 @@ class Counted(TorchDispatchMode):
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many messages of ours and collectives of the training's process groups, of each kind."""
+        """Counts of our messages and of collectives of the training's process groups, by kind."""
         return dict(self._kinds)
 
 
@@ -310,7 +310,7 @@ def data_and_tensor_parallel(folder: Path) -> dict[str, list[Values]]:
 
 @case(2)
 def schedules(folder: Path) -> list[dict[str, int]]:
-    """The collectives of six steps where each rank has a layer of its own, one due every 2 and one every 3 steps."""
+    """The collectives of six steps with a different layer on each rank, one due every 2 and one every 3 steps."""
     both = config(even=["layers.a"], third=["layers.b"])
     both["third"]["transformer_engine"]["LogTensorStats"]["freq"] = 3
     both["even"]["transformer_engine"]["LogTensorStats"]["freq"] = 2
@@ -319,7 +319,7 @@ def schedules(folder: Path) -> list[dict[str, int]]:
     counts = []
     with session(model, folder, config=both) as (running, _):
         for step in range(6):
-            if step != 2:  # the one that is due in this step rests
+            if step != 2:  # the layer that is due in this step rests
                 model.run([(name, step)])
             with Counted() as counted:
                 running.step()
@@ -336,7 +336,7 @@ def no_reduction(folder: Path) -> dict[str, Any]:
 
 @case(2)
 def sharded_by_fsdp2(folder: Path) -> list[Values]:
-    """Parameters are sharded between the forwards and gathered in them; each rank has a batch of its own."""
+    """Parameters are sharded between the forwards and gathered in them; each rank has a different batch."""
     model = Layers("ab")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers.values():
@@ -446,7 +446,7 @@ def costs(folder: Path) -> dict[str, Any]:
 
 @case(2)
 def attaching(folder: Path) -> dict[str, Any]:
-    """Models of which each rank has one layer, and configs that none can use, that one cannot, that differ."""
+    """Models with one layer on each rank, and configs that no rank can use, that one cannot, that differ."""
     rank = dist.get_rank()
     model = torch.nn.ModuleDict({f"stage{rank}": te.Linear(16, 16)})
     own = folder / "features of rank 1"

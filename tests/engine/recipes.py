@@ -1,4 +1,4 @@
-"""The recipes in numpy, from the definitions of the formats: what the statistics are tested against."""
+"""The recipes in numpy, from the definitions of the formats: the reference for the statistics."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -82,7 +82,7 @@ def quantize(
 def scale_of(
     recipe: str, amax: np.float32, tensor_amax: np.float32, largest: np.float32
 ) -> tuple[np.float32, Any, np.float32]:
-    """What elements are multiplied by, how the scale is stored, and what codes are multiplied by."""
+    """The elements' factor, the stored scale, and the codes' factor."""
     first = np.float32(1)
     if recipe == "nvfp4":  # the scale of a block is E4M3, in units of a factor of the whole tensor
         encode = min(np.float32(448 * 6) / tensor_amax, FLOAT32_MAX) if tensor_amax else first
@@ -90,7 +90,7 @@ def scale_of(
         scale = E4M3.decode(stored)[0]
         multiplier = min(first / (scale * (first / encode)), FLOAT32_MAX)
         return multiplier, stored[0], scale * tensor_amax * np.float32(1 / (448 * 6))
-    if recipe == "mxfp8":  # the smallest power of two by which no element overflows; 2^-127 is E8M0's smallest
+    if recipe == "mxfp8":  # the smallest power of two without overflow of an element; 2^-127 is E8M0's smallest
         mantissa, exponent = math.frexp(float(amax) / float(largest))
         exponent = max(exponent - (mantissa == 0.5), -127) if amax else -127
         return np.float32(2.0**-exponent), exponent + 127, np.float32(2.0**exponent)
@@ -137,7 +137,7 @@ def by_block(recipe: str, pairs: Sequence[Pair]) -> dict[str, Any]:
 
 @np.errstate(invalid="ignore", over="ignore")
 def columns_by_block(recipe: str, pair: Pair) -> dict[str, dict[Any, float]]:
-    """What the engine keeps of blocks, by a loop over them: places -> columns by their names."""
+    """The engine's columns of blocks, by a loop over them: places -> columns by their names."""
     low, high = LIMITS[recipe]
     x, quantized = pair
     results: dict[str, dict[Any, float]] = {

@@ -1,5 +1,5 @@
-"""The passes in plain torch and in C++, and the range inside blocks, against float64; what is compiled, and what that
-does not let itself in for."""
+"""The passes in plain torch and in C++, and the range inside blocks, against float64; compiled kernels, and cases
+that they leave to torch."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ Measure = Callable[..., exact.Columns]
 Same = Callable[[exact.Columns, exact.Columns], None]
 
 
-# Flags of the compiler for the processor at hand, and for smaller ones, whose vectors it has too.
+# Flags of the compiler for this processor, and for smaller ones with a subset of its vectors.
 PROCESSORS = {"native": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
 
 
@@ -131,7 +131,7 @@ SPECIAL = {
 
 
 def every_bit_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """Subnormals, both zeros, infinities and every NaN; of float32 and float64 those that bfloat16 has."""
+    """Subnormals, both zeros, infinities and every NaN; of float32 and float64 only bfloat16's."""
     if dtype in FP8:
         return torch.arange(256, dtype=torch.uint8).repeat(80).view(dtype)
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
@@ -152,7 +152,7 @@ def test_moments_and_histogram(measure: Measure, assert_same: Same, name: str) -
     assert_same(measure(values, histogram=True), exact.columns(values, histogram_too=True))
 
 
-def test_nothing() -> None:
+def test_an_empty_tensor_adds_nothing() -> None:
     for values in (torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.bfloat16)):
         sums, maxima = exact.measure(values, histogram=True)
         assert not sums.any()
@@ -167,7 +167,7 @@ def test_sums_of_random_numbers_are_nearer_than_their_bounds(measure: Measure) -
 
 
 def rounded_up(*, terms: int, vectors: int) -> torch.Tensor:
-    """Numbers whose sums in float are all rounded up, whatever the lanes: one, then what lies just above half of the
+    """Numbers with float sums that are all rounded up, whatever the lanes: one, then what lies just above half of the
     last bit of one, in vectors of 16."""
     row = torch.full((terms,), 2.0**-24 * (1 + 2.0**-20))
     row[0] = 1.0
@@ -179,7 +179,7 @@ def drift(number: float, *, to: float) -> torch.Tensor:
 
 
 def off_centre(ratio: float) -> torch.Tensor:
-    """Numbers of which all blocks have a mean whose square is ``ratio`` of the variance."""
+    """Numbers with a squared mean of ``ratio`` times the variance in every block."""
     x = normal(32, 4096).double()
     x = (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True)
     return (x + math.sqrt(ratio)).float().flatten()
@@ -243,13 +243,13 @@ def test_a_tensor_of_many_pieces(measure: Measure, assert_same: Same, monkeypatc
 
 
 def lossy(error: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of which those that codes of 0 stand for have this error; the others have none."""
+    """Numbers with this error where the code is 0; the others are exact."""
     codes = (normal(PRIME) * 2.0**-10).to(torch.float8_e4m3fn)
     return torch.where(codes.float() == 0, error, codes.float()), codes.view(torch.uint8)
 
 
 def decoded(e5m2: bool, *, finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Beside every code, also those of NaN, which make an error of nan."""
+    """Every code, also NaN's, which make an error of nan."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(100)
     if finite:
         codes = codes[codes.view(exact.FLOAT8[e5m2][0]).float().isfinite()]
@@ -269,7 +269,7 @@ CODES: dict[str, tuple[torch.Tensor, torch.Tensor | None, float, bool]] = {
     **{f"of {s}": (normal(PRIME).clamp(-3, 3) * s, None, s, False) for s in (2.0**-120, 2.0**-99, 2.0**99, 2.0**120)},
     "at the limit and above": (torch.stack([LIMIT, -LIMIT.nextafter(LIMIT * 2)]).repeat(5000), None, 0.3, False),
     "a factor of 0": (normal(1000), torch.full((1000,), 0x38, dtype=torch.uint8), 0.0, False),
-    # Errors whose squares float could lose.
+    # Errors with squares that float could lose.
     **{f"off by {error}": (*lossy(error), 1.0, False) for error in (0.0, *(2.0**-n for n in (40, 50, 51, 64, 70)))},
     **{
         f"every {'finite ' * finite}code of {'E5M2' if e5m2 else 'E4M3'}": (*decoded(e5m2, finite=finite), 0.7, e5m2)
@@ -280,7 +280,7 @@ CODES: dict[str, tuple[torch.Tensor, torch.Tensor | None, float, bool]] = {
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_comparison(measure: Measure, assert_same: Same, name: str) -> None:
+def test_the_error_of_codes_equals_float64(measure: Measure, assert_same: Same, name: str) -> None:
     values, codes, scale_inv, e5m2 = CODES[name]
     by_torch, factor = exact.quantized(values, scale_inv, e5m2=e5m2)
     codes = by_torch if codes is None else codes
@@ -308,7 +308,7 @@ def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process, in which nothing is known of a compiler."""
+    """As in a new process, before the search for a compiler."""
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(compiled, "_failed", False)
     monkeypatch.setattr(native.ONE_PASS, "failed", False)
@@ -578,7 +578,7 @@ IN_BLOCKS = {
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("size", [1, 8, 16, 10**6])
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_blocks(name: str, size: int, dims: int, both: bool) -> None:
+def test_the_largest_range_equals_a_loop_over_blocks(name: str, size: int, dims: int, both: bool) -> None:
     blocks = Blocks(size, dims, both)
     result = largest_range(IN_BLOCKS[name], blocks)
     assert (result.dtype, result.shape) == (torch.float64, (1,))

@@ -1,4 +1,4 @@
-"""What quantized tensors hold and what recipes would make of tensors, against numpy and the formats' definitions.
+"""Content of quantized tensors, and recipes' effect on tensors, against numpy and the formats' definitions.
 
 Some of the tensors are drawn with a seed: any dtype, shape and strides, magnitudes from subnormal to huge, zeros, an
 outlier, inf and nan, in one or more micro-batches.
@@ -148,7 +148,7 @@ def test_compiled_and_in_pieces(recipe: str, columnwise: bool, monkeypatch: pyte
 
 
 def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
-    """The scales of NVFP4 reach 2^-9 / 448 of the largest: what is smaller has a factor of 0."""
+    """The scales of NVFP4 reach 2^-9 / 448 of the largest: smaller blocks have a factor of 0."""
     x = torch.full((16, 32), 1e-3)
     x[:, 16] = 448 * 6 * 512
     x[0, :16] = 0  # has no scale
@@ -191,7 +191,7 @@ def test_the_largest_element_is_not_clipped(recipe: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("seed", range(4))
 def test_of_the_layers_own_recipe(seed: int, recipe: str, weight: bool) -> None:
-    """Read from Transformer Engine's quantized tensor, whose inf and nan are made finite before; with and without the
+    """Read from Transformer Engine's quantized tensor, with inf and nan made finite before; with and without the
     recipe in the name."""
     x = drawn(seed, rows=64, columns=96).nan_to_num(0.0, 1.0, -1.0)
     its = quantizer(recipe, weight=weight)
@@ -294,7 +294,7 @@ def test_a_tensor_that_has_only_its_transpose() -> None:
         read(transposed, columnwise=False)
 
 
-# --- what cannot be told ----------------------------------------------------------------------------------------------
+# --- statistics that cannot be computed -------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_read() -> None:
@@ -318,7 +318,7 @@ def test_a_quantized_tensor_of_another_shape_is_a_failure() -> None:
 
 
 def test_a_tensor_that_exists_in_its_quantized_form_only() -> None:
-    """Its scales can be told of, and what was in its blocks cannot."""
+    """Its scales can be reported, its blocks' content cannot."""
     x = spread(64, 64)
     x[:2] = 0
     its = quantizer("mxfp8")
@@ -331,7 +331,7 @@ def test_a_tensor_that_exists_in_its_quantized_form_only() -> None:
 
 
 def test_a_layer_that_scales_per_tensor_has_no_blocks() -> None:
-    """What it has is measured all the same; delayed scaling depends on earlier steps."""
+    """Its data is measured all the same; delayed scaling depends on earlier steps."""
     x, its = normal(32, 32), quantizer("fp8_current_scaling")
     watched = Watched("l", "activation", 0, x, rowwise=its(x), quantizer=its)
     names = ["zero_blocks%", "mse", "scale_inv_max", "mxfp8_zero_blocks%", "fp8_delayed_scaling_mse"]

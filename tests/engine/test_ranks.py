@@ -1,6 +1,6 @@
-"""Several gloo processes: their statistics are those of one process that computes the same, and cost one message.
+"""Several gloo processes: their statistics equal one process's that computes the same, and cost one message.
 
-All that needs processes runs in one launch of two and one of four: see ranks_script.py. What they found is compared
+All that needs processes runs in one launch of two and one of four: see ranks_script.py. Their results are compared
 here with the same models and batches in this process. A data-parallel rank's batch is a micro-batch here.
 """
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the ranks compute on CPUs, with the reference backend"
 )
 
-# What the cases returned: rank -> case -> result.
+# Results of the cases: rank -> case -> result.
 Ranks = list[dict[str, Any]]
 
 
@@ -91,7 +91,7 @@ def test_ranks_that_run_their_own_layers(two: Ranks, alone: Any, name: str) -> N
     assert two[0]["programs"][name] == two[1]["programs"][name]
 
 
-# What each tensor-parallel rank has a term of, so that no merging of statistics gives those of the sum.
+# Sums with a term on each tensor-parallel rank: no merging of statistics gives the sum's.
 TERMS = {
     "tp": {"column dgrad", "norm_column dgrad", "mlp.fc1 dgrad", "row output", "second_row output", "mlp.fc2 output"},
 }
@@ -105,7 +105,7 @@ def split_tensors(found: Values, parallelism: str) -> Values:
 @pytest.mark.processes
 @pytest.mark.parametrize("parallelism", ["tp", "sp"])
 def test_of_terms_of_a_sum_all_are_counted(four: Ranks, alone: Any, parallelism: str) -> None:
-    """In the step in which one of the replicas rests."""
+    """In the step where one of the replicas rests."""
     model = Split()
     seen: dict[str, torch.Tensor] = {}
     model.row.register_forward_pre_hook(lambda module, inputs: seen.update(input=inputs[0].detach()))
@@ -175,7 +175,7 @@ def test_inf_and_nan_of_one_rank_and_micro_batch_are_counted_and_left_out(two: R
 def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
     for rank in two:
         for step, item in enumerate(rank["rows_that_differ"]):
-            # The sum of nothing, 0, is larger than that of rank 1.
+            # The sum of nothing, 0, is larger than rank 1's.
             for layer, expected in {"empty on rank 0": [-3, -3, 8], "empty on both": [0, 0, 0]}.items():
                 assert [item[f"{layer} weight {name}"] for name in ("mean", "max", "numel")] == expected
             assert (item["more on rank 1 activation min"], item["more on rank 1 activation max"]) == (-3, -3)
@@ -202,7 +202,7 @@ def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str
                 assert rank["blocks"][step][f"{tensor} {recipe}_{name}"] == pytest.approx(value, rel=1e-12), name
 
 
-# ---------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------- cost
 
 _COPIES = {"copy_": 1, "numpy": 1}
 """Of the statistics, and of the row of the watch of every step, which a collection step reads too."""
@@ -284,7 +284,7 @@ def test_ranks_out_of_step_are_named_and_nothing_is_mixed(two: Ranks, alone: Any
 
 @pytest.mark.processes
 def test_a_rank_that_misses_a_step_early_mixes_no_batches(two: Ranks, alone: Any) -> None:
-    """From the step on in which the counts of optimizer steps differ; the third one shows that it is no optimizer that
+    """From the step on where the counts of optimizer steps differ; the third one shows that it is no optimizer that
     steps less often."""
     first, second = (rank["out_of_step"]["skips a step"] for rank in two)
     assert (first["local"], second["local"]) == ([False, *[True] * 5], [False, *[True] * 4])

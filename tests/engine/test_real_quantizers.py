@@ -1,4 +1,4 @@
-"""What is simulated and what is read, against Transformer Engine's own quantizers on the reference backend."""
+"""Simulated quantization and read codes, against Transformer Engine's own quantizers on the reference backend."""
 
 from typing import Any
 
@@ -61,8 +61,8 @@ QUANTIZERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str, dtype: torch.dtype) -> None:
-    """Values, factors and stored scales, bit for bit; also where a scale is beyond float32, for which the tensor's own
-    type tells what is taken."""
+    """Values, factors and stored scales, bit for bit; also where a scale is beyond float32 and depends on the tensor's
+    type."""
     its = QUANTIZERS[name]()
     recipe, settings = recipe_of(its), settings_of(its)
     block = RECIPES[recipe].block(settings)

@@ -59,7 +59,7 @@ def test_all_small_schedules() -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_transformer_engines(options: dict[str, Any]) -> None:
-    """The same, but for an end of -1 or None in a list, which theirs does not know."""
+    """The same, but for an end of -1 or None in a list, which theirs does not support."""
     from transformer_engine.debug.features.utils import next_enabled_iter
 
     ends = [options.get("end_step"), *(end for _, end in options.get("start_end_list") or [])]

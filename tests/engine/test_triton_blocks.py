@@ -102,12 +102,12 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize(
     ("form", "view"), [*((FORMS[3], view) for view in VIEWS), (FORMS[7], "a transpose"), (FORMS[7], "not a matrix")]
 )
-def test_views(add: Add, form: Form, view: str) -> None:
+def test_strided_views_have_the_columns_of_their_values(add: Add, form: Form, view: str) -> None:
     """Codes and scales lie along the tensor's neighbours, or across."""
     check(add, form, VIEWS[view](spread(80, 96)))
 
 
-# --- what is wanted, and what cannot be -------------------------------------------------------------------------------
+# --- requested statistics, and impossible ones ------------------------------------------------------------------------
 
 
 def test_two_tensors_are_added(add: Add) -> None:
@@ -138,7 +138,7 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
             kernel.add(Pending(values, None, None, False, ColumnPlaces(moments=0), in_blocks), *vectors)
 
 
-# --- what the host does -----------------------------------------------------------------------------------------------
+# --- work of the host -------------------------------------------------------------------------------------------------
 
 TENSORS = tuple(map(tensor_request, ("mean", "std", "max")))
 BLOCK_SOURCES = (
@@ -154,7 +154,7 @@ BLOCK_SOURCES = (
 
 @pytest.mark.parametrize("form", FORMS[:2], ids=NAMES[:2])
 def test_the_engine_with_the_kernel(add: Add, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    """In micro-batches, of which one is of other magnitudes; the same as plain torch gives."""
+    """In micro-batches, one of them with other magnitudes; the same as plain torch gives."""
     of_codes = tuple(quantized_request(f"{name}{'_columnwise' if form.columnwise else ''}") for name in BLOCK_SOURCES)
     quantizer = type("MXFP8Quantizer", (), {})()
 
@@ -251,7 +251,7 @@ OF_ANY_RECIPE = ("moments", "maxima", "compared", "scales", "scale_maxima")
     ids=[NAMES[0], NAMES[5], NAMES[11]],
 )
 def test_it_compiles_without_spilling_registers(tmp_path: Path, form: Form, capability: int) -> None:
-    """With the statistics that every recipe has: those of blocks, all together, take more registers than there are."""
+    """With the statistics that every recipe has: all block statistics together take more registers than there are."""
     made = compiled_for(form, capability, without=[name for name in (*SUMS, *EXTREMES) if name not in OF_ANY_RECIPE])
     instructions = disassembled(made["cubin"], tmp_path)
     assert "LDG" in instructions

@@ -52,7 +52,7 @@ pytestmark = [
 
 
 def fresh_kernel(name: str = "triton_kernel") -> ModuleType:
-    """The module anew, and in no list of modules: whether triton.jit compiles or interprets is decided on import."""
+    """A copy of the module, in no list of modules: whether triton.jit compiles or interprets is decided on import."""
     names = [
         f"{kernels.__name__}.{part}" for part in ("triton_parts", "triton_kernel", "triton_blocks", "triton_largest")
     ]
@@ -93,7 +93,7 @@ class OncePatched:
         self._patched.clear()
 
 
-# What the interpreter has rewritten of the kernels, which takes it a fifth of its time.
+# The interpreter's rewritten kernels; rewriting takes a fifth of its time.
 _rewritten: dict[Any, Any] = {}
 
 
@@ -107,7 +107,7 @@ _interpreted_kernel = cache(fresh_kernel)
 
 @contextmanager
 def interpreted(name: str = "triton_kernel") -> Iterator[ModuleType]:
-    """The kernel as TRITON_INTERPRET=1 makes it, in a process whose triton was imported without that."""
+    """The kernel as TRITON_INTERPRET=1 makes it, in a process that has imported triton without it."""
     modules = (tl, tl.core, tl.standard)
     before = [dict(vars(module)) for module in modules]
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ def interpreted(name: str = "triton_kernel") -> Iterator[ModuleType]:
         if hasattr(interpreter, "_LangPatchScope"):
             patch.setattr(interpreter, "_patch_lang", OncePatched(interpreter._patch_lang))
         try:
-            for function in ("sum", "max"):  # those that the kernel calls
+            for function in ("sum", "max"):  # the functions that the kernel calls
                 setattr(tl, function, _interpreted_function(function))
             yield _interpreted_kernel(name)
         finally:  # the interpreter puts numpy's functions into these modules, and leaves some there
@@ -280,7 +280,7 @@ def test_a_tensor_and_its_codes(measure: Measure, name: str) -> None:
 
 # --- whole tiles of dense tensors -------------------------------------------------------------------------------------
 
-# Two whole tiles for each of two programs, and one that is not whole.
+# Two whole tiles for each of two programs, and a part of one.
 DENSE = normal(4 * 1024 + 160)
 
 
@@ -393,11 +393,11 @@ def test_wrong_arguments(kernel: ModuleType, arguments: tuple[Any, ...], error: 
         measured_by(by_kernel(kernel), *arguments)
 
 
-# --- what the host does -----------------------------------------------------------------------------------------------
+# --- work of the host -------------------------------------------------------------------------------------------------
 
 
 class Launch:
-    """In the place of the kernel: keeps what it would be launched with."""
+    """In the place of the kernel: keeps the arguments of its launches."""
 
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -490,7 +490,7 @@ def test_tensors_together_have_the_bits_that_they_have_alone(
 
 
 def odd(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose address is no multiple of 16."""
+    """A copy at an address that is no multiple of 16."""
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
     return memory[1:].view(tensor.shape).copy_(tensor)
 
@@ -498,7 +498,7 @@ def odd(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("codes", [False, True])
 def test_tensors_with_one_key_have_one_compiled_kernel(codes: bool) -> None:
-    """What Triton's binder makes of the arguments depends on nothing but the key."""
+    """Triton's specialization of the arguments depends on nothing but the key."""
     module, launch = fresh_kernel(), Launch()
     function = module._measure
     backend = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
@@ -544,7 +544,7 @@ class Launcher:
 
 
 class Compiled:
-    """In the place of a kernel and of what it compiles to: keeps the arguments of launches."""
+    """In the place of a kernel and its compiled form: keeps the arguments of launches."""
 
     function, packed_metadata = 7, (4, 1)
 
@@ -735,7 +735,7 @@ def test_a_captured_launch_has_its_own_memory(kernel: ModuleType, monkeypatch: p
 
 
 def test_the_engine_with_the_kernel(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of a GEMM, in two micro-batches, with statistics of their own and of codes."""
+    """The tensors of a GEMM, in two micro-batches, with their statistics and the codes'."""
     names = ("mean", "std", "min", "max", "l1_norm", "l2_norm")
     its = quantizer("fp8_current_scaling", columnwise=False)
     launches: list[int] = []
@@ -779,7 +779,7 @@ POINTERS = {
 def compiled(
     capability: int, values: torch.Tensor, *arguments: Any, together: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """What Triton and ptxas make of the launch that these arguments make on a GPU: "ptx", "cubin", ..."""
+    """Output of Triton and ptxas for a launch with these arguments on a GPU: "ptx", "cubin", ..."""
     module = fresh_kernel()
     function, launch = module._measure, Launch()
     vars(module).update(_measure=launch, converts_fp8=lambda device: True)
@@ -797,7 +797,7 @@ def compiled(
 def compiled_launch(capability: int, function: Any, launch: Launch) -> dict[str, Any]:
     given = launch.options
     compile_options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion", "maxnreg") if name in given}
-    # Triton makes constants of None and 1, and knows which numbers and addresses are multiples of 16.
+    # Triton makes constants of None and 1, and specializes on numbers and addresses that are multiples of 16.
     signature, constants, multiples = {}, dict(given), {}
     for position, (name, argument) in enumerate(zip(function.arg_names, launch.arguments, strict=False)):
         is_general = name in function.do_not_specialize
@@ -831,7 +831,7 @@ def triton_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch, triton_folder: Path) -> None:
-    """Triton compiles, and keeps what it makes for the other tests of the file that look at it."""
+    """Triton compiles, and keeps the results for the other tests of the file that look at them."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(triton_folder))
     if not isinstance(tl.sum, triton.JITFunction):
@@ -839,7 +839,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch, triton_folder: Path) -> None:
 
 
 def loads(code: str) -> list[str]:
-    """The loads of a tile: those of 4 bytes or more a thread."""
+    """The loads of a tile: 4 bytes or more a thread."""
     return re.findall(r"ld\.global\.(v[24]\.b32)", code)
 
 

@@ -42,7 +42,7 @@ def normal(seed: int, *shape: int, by: float = 2.0) -> torch.Tensor:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """What the layer computes with; the first of NVFP4's blocks in each row of the activation are of zeros."""
+    """Operands of the layer; the first of NVFP4's blocks in each row of the activation are zeros."""
     x = normal(0, ROWS, INPUTS)
     x[:, :16] = 0
     return {"activation": x, "weight": normal(1, OUTPUTS, INPUTS), "gradient": normal(2, ROWS, OUTPUTS)}

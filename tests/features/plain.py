@@ -1,4 +1,4 @@
-"""nvidia-dlfw-inspect without a session, put back after each use, and what it logged."""
+"""nvidia-dlfw-inspect without a session, put back after each use, and its logs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def plain(
     Args:
         fresh: as where Transformer Engine's features were not imported, or a run has ended: nothing is registered.
         layers: another name, or ``all``.
-        files: write the files of its own logger too.
+        files: write the files of its logger too.
     """
     logged = Logged()
     snapshot = Snapshot()

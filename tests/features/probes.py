@@ -1,4 +1,4 @@
-"""Feature classes with every call, written in the ways that a user may write them, and what they saw."""
+"""Feature classes with every call, in every way a user may write them, and a record of their calls."""
 
 from textwrap import indent
 from typing import Any
@@ -71,7 +71,7 @@ def source(signatures: str, base: str, *, api_method: bool, registered: bool) ->
 
     Args:
         signatures: one of :data:`SIGNATURES`.
-        base: what it inherits; empty for nothing.
+        base: its base class; empty for none.
         api_method: whether its methods have that decorator.
         registered: whether the class has the decorator that a file in a folder needs.
     """

@@ -1,4 +1,4 @@
-"""The features without a session: plain ``nvdlfw_inspect.api.initialize`` with this folder, in a process of its own."""
+"""The features without a session: plain ``nvdlfw_inspect.api.initialize`` with this folder, in a separate process."""
 
 from typing import Any
 

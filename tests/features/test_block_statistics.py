@@ -1,4 +1,4 @@
-"""Layers under each recipe: statistics of their blocks, what other formats would give, and what the pages state."""
+"""Layers under each recipe: statistics of their blocks and under other formats, and the pages' statements."""
 
 import json
 import sys
@@ -91,8 +91,8 @@ def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tenso
 @on_the_cpu
 @pytest.mark.processes
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
-    """FP8 elements are E4M3, also of a layer whose gradients are E5M2; NVFP4's are rounded at random."""
+def test_statistics_of_gradients_equal_the_definitions(found: dict[str | None, Found], layer: str | None) -> None:
+    """FP8 elements are E4M3, also of a layer with E5M2 gradients; NVFP4's are rounded at random."""
     for recipe in layers.BLOCK_RECIPES:
         at_random = layer == "NVFP4BlockScaling" and recipe == "nvfp4"
         for name, value in expected(recipe, "gradient").items():
@@ -100,14 +100,14 @@ def test_gradients(found: dict[str | None, Found], layer: str | None) -> None:
                 assert_same(found[layer][f"gradient {recipe}_{name}"], value, name)
 
 
-# --- what docs/statistics.md says of formats in numbers
+# --- the numbers of formats in docs/statistics.md
 
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def says(page: str, *words: str) -> bool:
-    """Whether the words stand on the page, wherever its lines break."""
+    """Return whether the words are on the page, wherever its lines break."""
     text = " ".join((DOCS / page).read_text().split())
     return all(" ".join(word.split()) in text for word in words)
 

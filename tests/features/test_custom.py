@@ -92,7 +92,7 @@ def check(call: str, calls: list[dict[str, Any]]) -> None:
     places = [(arguments.get("tensor_name"), arguments.get("gemm")) for arguments in calls]
     if call in PLACES:
         assert set(places) == set(PLACES[call])
-        assert len(places) == len(PLACES[call]) or call == "fp8_gemm_enabled"  # asked of each operand
+        assert len(places) == len(PLACES[call]) or call == "fp8_gemm_enabled"  # called for each operand
     for arguments in calls:
         assert arguments.get("tp_group") is None
         if "tensor" in arguments:
@@ -110,7 +110,7 @@ def check(call: str, calls: list[dict[str, Any]]) -> None:
                 assert isinstance(arguments["quantizer"], Float8Quantizer if quantized else type(None))
                 assert isinstance(arguments["rowwise_quantized_tensor"], Float8Tensor if quantized else type(None))
     elif call == "inspect_tensor_postquantize":
-        # What is quantized or modified, for each GEMM: wgrad is neither.
+        # Quantized or modified, for each GEMM: wgrad is neither.
         rowwise = [arguments.get("rowwise") for arguments in calls]
         gemms = [arguments.get("gemm") for arguments in calls]
         assert [tensor for tensor, _ in places] == ["activation", "weight", "weight", "gradient"]
@@ -168,7 +168,7 @@ def test_a_cached_weight_is_handed_out_to_write_into(tmp_path: Path) -> None:
 
 
 def watcher(name: str, answer: Callable[[int], Any]) -> tuple[type, list[int], list[int]]:
-    """A class that answers so, and the iterations in which it was asked and got a tensor."""
+    """A class that answers so, and the iterations when it was queried and when it got a tensor."""
     asked: list[int] = []
     inspected: list[int] = []
 
@@ -286,7 +286,7 @@ BROKEN_AND_STATISTICS = {"Broken": EVERYWHERE, **STATISTICS}
 
 
 def giving(method: str, give: Callable[..., Any]) -> type:
-    """A feature ``Broken`` whose method gives this; the call before it says that it is wanted."""
+    """A feature ``Broken`` with this method; the call before it returns that it is wanted."""
 
     def call(self: Any, config: Any, layer_name: str, **arguments: Any) -> Any:
         return give(**arguments)
@@ -305,7 +305,7 @@ def slip(**_: Any) -> None:
 
 
 def asking(method: str) -> type:
-    """A feature whose method wants an argument that there is not."""
+    """A feature with a method that takes an argument that does not exist."""
     broken = giving(method, slip)
 
     def call(self: Any, config: Any, layer_name: str, tensor_nam: str) -> None: ...
@@ -421,7 +421,7 @@ def test_a_broken_observing_call_is_reported_once_by_a_session(
 @pytest.mark.parametrize("make", [asking, lambda method: giving(method, slip)], ids=["asks", "raises"])
 @pytest.mark.parametrize("method", PRECISION)
 def test_a_broken_precision_call_ends_the_run(tmp_path: Path, method: str, make: Callable[[str], type]) -> None:
-    """Training that goes on in another precision than the config says would be worse."""
+    """Training that goes on in another precision than the config's would be worse."""
     with pytest.raises(FeatureError, match=wrong(method)):
         in_session(BROKEN_AND_STATISTICS, tmp_path, features=[make(method)])
 

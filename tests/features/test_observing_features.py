@@ -1,4 +1,4 @@
-"""Features that observe: in which iterations and on what they act, and what DumpTensors writes."""
+"""Features that observe: the iterations and tensors that they act on, and the files of DumpTensors."""
 
 import logging
 from collections.abc import Iterator
@@ -328,7 +328,7 @@ def test_a_hybrid_tensor_without_a_columnwise_part(tmp_path: Path) -> None:
 
 
 def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What can never hold is said once, since nobody has looked at the config before."""
+    """An impossible setting is reported once, since nobody has checked the config before."""
     features = {
         "DumpTensors": {**BOTH, "quantized_tensor": False, "when": ["max > 2", "mse > 1", "activation_overflow"]},
         "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]},

@@ -1,4 +1,4 @@
-"""What PerTensorScaling and FakeQuant make of a tensor, and any two features on one layer."""
+"""Results of PerTensorScaling and FakeQuant on a tensor, and any two features on one layer."""
 
 import itertools
 import re
@@ -101,7 +101,7 @@ def test_per_tensor_scaling_without_margin_is_transformer_engines(
 def test_per_tensor_scaling_with_margin(
     tmp_path: Path, values: torch.Tensor, fp8: str, margin: int, in_place: bool
 ) -> None:
-    """scale = fp8_max / (amax * 2^margin), and the codes are those of a cast with that scale, saturated."""
+    """scale = fp8_max / (amax * 2^margin), and the codes equal a saturated cast with that scale."""
     largest, dtype = FP8[fp8]
     out = empty_like(values, dtype) if in_place else None
     features = {"PerTensorScaling": {**ALL, "margin": margin}}
@@ -168,7 +168,7 @@ def test_fake_quant_to_mxfp8(tmp_path: Path, values: torch.Tensor, fp8: str, ten
     assert np.array_equal(rounded.numpy(), expected.values)
 
 
-# --- pairs: what each promises holds, or the config is refused before the run
+# --- pairs: both features' promises hold, or the config is refused before the run
 
 
 OPERANDS = {"fprop": ("weight", "activation"), "dgrad": ("weight", "gradient"), "wgrad": ("activation", "gradient")}
@@ -184,7 +184,7 @@ TENSORS = ["activation", "weight", "gradient"]
 
 @dataclass(frozen=True)
 class Choice:
-    """A feature with options, and what docs/features.md says of it.
+    """A feature with options, and its description in docs/features.md.
 
     Attributes:
         high: the GEMMs that it runs in high precision.
@@ -246,7 +246,7 @@ def test_every_feature_is_paired_with_every_other() -> None:
 
 
 def conflict(one: Choice, other: Choice) -> bool:
-    """Whether no order of things can do what both promise."""
+    """Return whether no order of operations can do what both promise."""
     changed = one.scaled | one.rounded
     by_both = bool(changed & (other.scaled | other.rounded))
     forbidden = any(gemm in other.high for gemm, _ in one.scaled) or any(gemm in one.high for gemm, _ in other.scaled)
@@ -255,7 +255,7 @@ def conflict(one: Choice, other: Choice) -> bool:
 
 @pytest.fixture
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
-    """What the extension is handed: GEMM and tensor -> the matrix."""
+    """Operands passed to the extension: GEMM and tensor -> the matrix."""
     matrices: dict[tuple[str, str], Any] = {}
     multiply = tex.generic_gemm
 
@@ -269,7 +269,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
 
 
 def is_rounded(matrix: torch.Tensor) -> bool:
-    """Whether all elements are numbers of E4M3, with a scale that makes 448 of the largest."""
+    """Return whether all elements are numbers of E4M3, with a scale that makes 448 of the largest."""
     scaled = matrix.double() * (448 / matrix.abs().max().double())
     return torch.allclose(scaled.to(torch.float8_e4m3fn).double(), scaled, rtol=1e-6)
 
@@ -397,7 +397,7 @@ def test_the_steps_in_which_gemms_run_in_high_precision(
 
 
 class Forbids:
-    """A feature of a user's own, of which no schema tells that it runs GEMMs in high precision."""
+    """A user's feature, without a schema that shows that it runs GEMMs in high precision."""
 
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> bool:
         return False

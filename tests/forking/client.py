@@ -2,7 +2,7 @@
 
     python -IS client.py PROGRAM ARGUMENTS...
 
-PROGRAM is what this was called by; beside it is the socket of tests/forking/server.py.
+PROGRAM is what this was called by; the socket of tests/forking/server.py is next to it.
 """
 
 import json

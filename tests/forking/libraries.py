@@ -24,5 +24,5 @@ import typer.rich_utils
 import yaml
 
 if not torch.cuda.is_available():
-    # A torch that was built for CUDA takes a forked process for one that must no longer use the GPU.
+    # A torch built for CUDA lets no forked process use the GPU.
     torch.cuda._is_in_bad_fork = lambda: False

@@ -173,7 +173,7 @@ def installed_on_import_of_torch() -> None:
 
 
 def read_without_frames(error: SystemExit) -> Any:
-    """Read ``code`` as Python does at the end: with no Python frame on the stack, here on that of another thread."""
+    """Read ``code`` as Python does at the end: with no Python frame on the stack, here on another thread's."""
     codes: list[Any] = []
     is_read = _thread.allocate_lock()
     is_read.acquire()

@@ -1,4 +1,4 @@
-"""What thin products tell of a GEMM, and codes of a quantizer, against float64; and how ranks and the page tell it."""
+"""Checks of a GEMM by thin products and of a quantizer by its codes, against float64; by ranks and on the page."""
 
 import math
 import re
@@ -105,7 +105,7 @@ def test_a_fault_of_a_kernel_is_found_and_localized(fault: str) -> None:
 @pytest.mark.parametrize("accumulator", [FLOAT32, HOPPER_FAST, HOPPER_SPLIT], ids=lambda one: one.name)
 @pytest.mark.parametrize("mean", [0.0, 2.0], ids=["random signs", "of one sign"])
 def test_the_tolerance_is_of_the_accumulator(accumulator: object, mean: float) -> None:
-    """A device that sums with 14 bits is right where the call says so, and wrong where it does not."""
+    """A device that sums with 14 bits is right where the call permits it, and wrong where it does not."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(24, 2048, generator=generator) + mean for _ in range(2))
     x, y = probes(24, PROBES, 5, CPU), probes(24, PROBES, 6, CPU)
@@ -148,7 +148,7 @@ def test_probes_are_reproducible_and_leave_the_random_state_alone() -> None:
 def test_how_many_probes_it_takes() -> None:
     """The stated number, for an error of 3 times its tolerance that is missed in less than one of 100,000 cases."""
 
-    def missed(number: int) -> float:  # the probability that chi^2 of so many degrees of freedom is below number / 3^2
+    def missed(number: int) -> float:  # the probability that chi^2 with these degrees of freedom is below number / 3^2
         half = torch.tensor(number / 2, dtype=torch.float64)
         return torch.special.gammainc(half, half / 9).item()
 
@@ -189,7 +189,7 @@ def test_one_bad_device_is_not_averaged_away() -> None:
 
 
 def test_nothing_divided_by_nothing() -> None:
-    """A product of zeros that is zero has no error; one that is not has an infinite one, and is a finding."""
+    """A product of zeros that is zero has no error; otherwise its error is infinite, and a finding."""
     zero = torch.zeros((), dtype=torch.float64)
     healthy = KernelCheck(zero, zero, zero, zero, torch.zeros(3), torch.zeros(3), zero + 1)
     result = merged(kernel_columns(healthy, 0))

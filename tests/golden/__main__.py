@@ -1,4 +1,4 @@
-"""Rewrite the golden files whose output has changed: python -m tests.golden"""
+"""Rewrite the golden files that have changed: python -m tests.golden"""
 
 import tempfile
 from pathlib import Path

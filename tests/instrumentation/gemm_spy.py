@@ -1,8 +1,8 @@
-"""What the extension's GEMMs are handed, beside what ``session.precision`` and the events of a tap tell of it.
+"""Operands passed to the extension's GEMMs, against ``session.precision`` and the events of a tap.
 
-    python -m tests.instrumentation.gemm_spy CASE...      # as JSON: case -> what is told wrongly
+    python -m tests.instrumentation.gemm_spy CASE...      # as JSON: case -> wrong reports
 
-The spy stands at the entries of the extension, below all of Transformer Engine's Python, and knows nothing of sessions:
+The spy is at the entries of the extension, below all of Transformer Engine's Python, and independent of sessions:
 the GEMM follows from the layout, and the layer from the shapes of the two tensors, which differ in all layers.
 """
 
@@ -91,7 +91,7 @@ class Spy:
 
     Args:
         layers: (outputs, inputs) of a layer's weight -> its name.
-        rows: of a GroupedLinear, the rows of each expert's activation -> what is added to the name.
+        rows: of a GroupedLinear, the rows of each expert's activation -> suffix of the name.
     """
 
     def __init__(self, layers: dict[tuple[int, int], str], rows: dict[int, str]) -> None:
@@ -233,7 +233,7 @@ def case(
     evaluate: bool = False,
     needs: str = EVERYTHING,
 ) -> list[str]:
-    """What a session tells wrongly of one run: of each operand what it was told, and what the extension was handed."""
+    """Wrong reports of one run's session: for each operand the reported format, and the one passed to the extension."""
     torch.manual_seed(0)
     te.quantization.FP8GlobalStateManager.reset()
     build, layers, rows = MODULES[module]

@@ -1,8 +1,8 @@
 """Models under ``torch.compile``: a session leaves the graphs as they are, and sees the layers in them.
 
 With torch 2.14 a ``te.Linear`` is one operator of the graph (Transformer Engine 2.20.2, ``pytorch/dynamo``). Other
-modules, and recipes with delayed scaling, run between graphs. What the same model without ``torch.compile`` shows is
-what is expected.
+modules, and recipes with delayed scaling, run between graphs. The same model without ``torch.compile`` gives
+the expected results.
 """
 
 from __future__ import annotations

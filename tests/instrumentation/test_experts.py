@@ -1,4 +1,4 @@
-"""Experts: what a session sees of their GEMMs in grouped tensors, their tokens, and the rows that pad them."""
+"""Experts under a session: their GEMMs in grouped tensors, their tokens, and the rows that pad them."""
 
 import functools
 from collections.abc import Iterator
@@ -149,7 +149,7 @@ def test_precision_and_coverage_are_those_of_experts_alone(recipe: Any, tmp_path
     assert list(together.coverage()) == list(alone.coverage())
 
 
-def test_operations(recipe: Any) -> None:
+def test_grouped_te_ops_have_events_for_each_expert(recipe: Any) -> None:
     """te.ops takes grouped tensors wherever it can."""
     net = te.ops.Sequential(te.ops.GroupedLinear(len(ROWS), 128, 256, dtype=BF16))
     with spied() as calls, tapped(net) as events:

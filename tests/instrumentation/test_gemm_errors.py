@@ -1,4 +1,4 @@
-"""LogGemmError in a session, against whole products in float64 of what the extension was handed."""
+"""LogGemmError in a session, against whole products in float64 of the extension's operands."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -89,7 +89,7 @@ def measured(
     loss: Callable[[torch.Tensor], torch.Tensor] = lambda out: out.float().square().mean(),
     **options: Any,
 ) -> InspectSession:
-    """A step of micro-batches whose forwards all come before their backwards; by default with current scaling."""
+    """A step of micro-batches, all forwards before all backwards; by default with current scaling."""
     keywords: dict[str, Any] = {"sinks": [keeper], "observe": observe, "strict": True}
     with InspectSession(config(**options), model=net, log_dir=folder, **keywords) as running:
         outs = []
@@ -198,8 +198,8 @@ NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], Mapping[str, tuple[str, 
 @pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize(("module", "observe"), half(NETS, ["fused", "debug"]))
 def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
-    """Of two pending micro-batches. The kernel and the format are checked in each GEMM; the quantizer where what it was
-    given exists."""
+    """Of two pending micro-batches. The kernel and the format are checked in each GEMM; the quantizer where its
+    input exists."""
     build, layers = NETS[module]
     torch.manual_seed(0)
     net = build()

@@ -1,7 +1,7 @@
 """Layers in CUDA graphs are observed by their original forward, in collection steps only.
 
 A graph needs a GPU. Here forwards are replaced exactly as by ``_make_graphed_callables`` (TE 2.20.2), and a copy of the
-module, which nothing observes, computes what a replay would.
+module, which nothing observes, computes a replay's results.
 """
 
 import inspect
@@ -127,8 +127,7 @@ CASES = [
     (name, when)
     for name in RECIPES
     for when in ("before", "after", "in step 2")
-    if name != "delayed"
-    or when == "before"  # the warm-up here changes the scales, that of a real capture restores them
+    if name != "delayed" or when == "before"  # the warm-up here changes the scales, a real capture's restores them
 ]
 
 

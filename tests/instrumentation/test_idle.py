@@ -1,5 +1,5 @@
 """Off means off: where nothing is due, nothing of a session is called inside of a step, but a note of each region of
-autocast, and the evidence of coverage. What it costs the host there, and at its end, hardly grows with the model.
+autocast, and the evidence of coverage. Its cost on the host there, and at its end, hardly grows with the model.
 """
 
 import copy
@@ -35,7 +35,7 @@ INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def facts_that_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long the facts rest after a collection depends on the time that it took: a count of calls must not."""
+    """The facts' pause after a collection depends on the time that it took: a count of calls must not."""
     monkeypatch.setattr(facts, "MOST_SHARE", math.inf)
 
 
@@ -176,9 +176,9 @@ def session_of(net: torch.nn.Module, folder: Path, freq: int = 1000, *, every_st
 
 
 def calls_of(folder: Path, count: int) -> tuple[int, int]:
-    """How many calls there are in a step while each module has its turn, at most, and in ``stop()``.
+    """The most calls in a step while each module has its turn, and the calls in ``stop()``.
 
-    Without the few steps after which the parameters of the model are listed again.
+    Without the few steps that are followed by another listing of the model's parameters.
     """
     net = Stack(count)
     session = session_of(net, folder).start()
@@ -200,7 +200,7 @@ def calls_of(folder: Path, count: int) -> tuple[int, int]:
 
 def test_the_calls_of_a_step_and_of_the_end_hardly_grow_with_the_model(tmp_path: Path) -> None:
     """Twenty thousand layers end in seconds."""
-    calls_of(tmp_path / "first", 1)  # imports what the end of a session imports
+    calls_of(tmp_path / "first", 1)  # imports the modules that the end of a session imports
     few, many = calls_of(tmp_path / "few", FEW), calls_of(tmp_path / "many", MOST)
     assert many[0] == few[0]
     assert (many[1] - few[1]) / (MOST - FEW) < MOST_AT_THE_END
@@ -227,14 +227,14 @@ def test_a_forward_calls_hardly_more_than_without_a_session(tmp_path: Path, ever
                 session.step()
             more.append(forward(net) - without)
     few, many = more
-    # A te.Linear that torch may compile into a graph asks is_debug_iter of its class.
+    # A te.Linear that torch may compile into a graph calls is_debug_iter of its class.
     of_layer = (9 if linear._linear_op is None else 13) + 80 * every_step  # with calls of C, for two tensors
     assert many - few <= 2 * of_layer
     assert few <= 150 + 2 * 80 * every_step
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that compute something, for which a GPU launches a kernel."""
+    """Counts the operations that compute something: a GPU launches a kernel for each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def test_sampled_weights_take_few_calls_each(tmp_path: Path) -> None:
     assert 0 < after - idle < 2 * 12
 
 
-# ------------------------------------------------------------------ what is nevertheless seen
+# ------------------------------------------------------------------ observations nevertheless
 
 
 def in_high_precision(session: InspectSession, layer: str) -> list[int]:

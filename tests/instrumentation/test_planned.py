@@ -250,7 +250,7 @@ def test_evaluation_and_frozen_weights_between_steps() -> None:
 
 
 def test_a_step_that_failed_leaves_plans_as_they_were() -> None:
-    """A failed loss, and a failed measurement, whose report is that of a GEMM without a plan."""
+    """A failed loss, and a failed measurement with the same report as a GEMM without a plan."""
     made = RECIPES["delayed"]()
 
     def step(number: int, net: Net) -> None:

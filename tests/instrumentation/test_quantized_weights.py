@@ -47,7 +47,7 @@ def blackwell() -> Iterator[None]:
 
 
 class ShardedMasters(Masters):
-    """Masters whose gather into the weights goes wrong: a shard arrives as zeros, or at another rank's place."""
+    """Masters with a wrong gather into the weights: a shard arrives as zeros, or at another rank's place."""
 
     @torch.no_grad()
     def copy(self) -> None:

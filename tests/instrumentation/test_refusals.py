@@ -1,4 +1,4 @@
-"""What Transformer Engine's debug path refuses, and which arguments of recipes have no effect."""
+"""Refusals of Transformer Engine's debug path, and arguments of recipes that have no effect."""
 
 import functools
 import importlib
@@ -63,7 +63,7 @@ def quantized() -> torch.nn.Module:
 def train(net: Any, *, fp8: bool = True, calibrating: bool = False, **keywords: Any) -> Any:
     with te.autocast(enabled=fp8, calibrating=calibrating):
         out = net(torch.randn(32, 32, requires_grad=True), **keywords)
-    # A QuantizedTensor is a torch.Tensor whose sum is that of what it stands for.
+    # A QuantizedTensor is a torch.Tensor; its sum is the sum of its decoded values.
     out.sum().backward()
     return out
 
@@ -82,7 +82,7 @@ def train_with_quantized_input(net: Any) -> Any:
 
 
 def train_in_capture(net: Any) -> Any:
-    """As in the warm-up of ``make_graphed_callables`` (TE 2.20.2, graph.py), whose capture itself needs a GPU."""
+    """As in the warm-up of ``make_graphed_callables`` (TE 2.20.2, graph.py); the capture itself needs a GPU."""
     FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
     for _ in range(2):
         with te.autocast(enabled=True, _graph=True):
@@ -105,10 +105,10 @@ class Case(NamedTuple):
     """A script that Transformer Engine refuses in debug mode.
 
     Attributes:
-        make: gives its model, of which ``second`` is refused.
+        make: gives its model; its layer ``second`` is refused.
         step: a step of it.
-        features: what a config asks of ``second``.
-        text: of Transformer Engine's exception; None: what the table has.
+        features: the config's features on ``second``.
+        text: of Transformer Engine's exception; None: the table's.
         is_known_before: whether the refusal is known of the model, before the first step.
     """
 
@@ -207,7 +207,7 @@ def trained(case: Case, net: Any, end_step: Callable[[], object]) -> list[torch.
 
 
 def as_alone(case: Case, folder: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[Any, Any, list[str]]:
-    """A session in which the case gives what it gives alone; what it has of ``second``, and the warnings before the
+    """Run the case in a session, with the same results as alone; return records of ``second``, and warnings until the
     first step."""
     torch.manual_seed(0)
     alone = trained(case, case.make(), lambda: None)
@@ -244,7 +244,7 @@ def test_it_is_left_as_it_is(name: str, tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.features is STATISTICS])
 def test_the_fused_path_takes_it(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, keeper: Keeper) -> None:
-    """Except in a CUDA graph, whose replay runs no Python on any path."""
+    """Except in a CUDA graph: its replay runs no Python on any path."""
     _, info, _ = as_alone(CASES[name], tmp_path, caplog, observe="fused", sinks=[keeper])
     refused = name == "CUDA graph"
     assert info.refused == (str(CUDA_GRAPH) if refused else "")
@@ -309,7 +309,7 @@ def test_features_that_do_not_touch_quantized_weights_act(tmp_path: Path, keeper
 
 
 def test_fp8_attention(tmp_path: Path) -> None:
-    """It asks the layer before it for a quantized output, and the layer after it for a quantized gradient."""
+    """It requests a quantized output of the layer before it, and a quantized gradient of the layer after it."""
     net = te.MultiheadAttention(256, 2, attention_dropout=0.0, params_dtype=torch.bfloat16)
     with InspectSession(statistics(), model=net, log_dir=tmp_path, observe="debug") as session:
         with te.autocast(enabled=True, recipe=DelayedScaling(fp8_dpa=True, fp8_mha=True)):
@@ -344,7 +344,7 @@ def test_layers_of_a_graph_that_was_made_before(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_capture_meets_layers_that_rest(tmp_path: Path) -> None:
-    """Later their forward is not called any more, so that nothing would be said."""
+    """Later their forward is not called any more, so that nothing would be reported."""
     net = linear()
     own = torch.cuda.CUDAGraph.capture_begin
     sections = config({"LogTensorStats": STATISTICS["LogTensorStats"] | {"freq": 10}})
@@ -367,7 +367,7 @@ def test_a_capture_meets_layers_that_rest(tmp_path: Path) -> None:
 
 
 def test_a_cached_weight_follows_the_features_of_the_iteration(tmp_path: Path, keeper: Keeper) -> None:
-    """Transformer Engine updates it by the quantizer of the iteration in which it was cached."""
+    """Transformer Engine updates it by the quantizer of the iteration that cached it."""
     features = STATISTICS | {
         "LogFp8TensorStats": {"enabled": True, "tensors": ["weight"], "stats": ["underflows%"], "start_step": 1}
     }

@@ -1,4 +1,4 @@
-"""Events of GEMMs, beside what the entries of the extension are handed; and wgrads that are added to ``main_grad``."""
+"""Events of GEMMs, against the operands at the entries of the extension; and wgrads that are added to ``main_grad``."""
 
 import functools
 import gc

@@ -1,6 +1,6 @@
-"""Layers by the names and numbers of nvidia-dlfw-inspect: ``layer_names="upstream"`` selects what it selects itself.
+"""Layers by the names and numbers of nvidia-dlfw-inspect: ``layer_names="upstream"`` selects the same layers.
 
-What it selects is asked of its own ``infer_and_assign_layer_names`` and ``is_layer_in_cfg``, on the same model.
+Its selection comes from its ``infer_and_assign_layer_names`` and ``is_layer_in_cfg``, on the same model.
 """
 
 import re
@@ -151,7 +151,7 @@ def named_by_upstream(model: Any, log_dir: Path) -> Iterator[None]:
 
 
 def names_of_upstream(model: Any, log_dir: Path) -> list[str]:
-    """The name by which Transformer Engine asks upstream for each layer: ``_get_debug_quantizers`` of its modules."""
+    """Transformer Engine's name of each layer in calls to upstream: ``_get_debug_quantizers`` of its modules."""
     names = []
     modules = [named.module for named in named_te_modules(model)]
     with named_by_upstream(model, log_dir):
@@ -210,7 +210,7 @@ def test_the_names_are_upstreams(make: Callable[[], Any], tmp_path: Path) -> Non
     assert len(different) == len(theirs) - len(set(theirs)), "only what upstream calls alike is called otherwise"
 
 
-# ------------------------------------------------------------------ where it is said
+# ------------------------------------------------------------------ where it is reported
 
 
 def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 
 def sample(index: int) -> torch.Tensor:
-    """Drawn from a seed of its own, so that a test can make it again."""
+    """Drawn from a separate seed, so that a test can make it again."""
     return torch.randn(32, generator=torch.Generator().manual_seed(index))
 
 
@@ -141,7 +141,7 @@ def log_of(log_dir: Path, rank: int) -> Path:
 
 
 def marked_lines(log_dir: Path, rank: int) -> dict[int, set[str]]:
-    """What stands behind the values in the statistics log of a rank: iteration -> marks."""
+    """Marks after the values in the statistics log of a rank: iteration -> marks."""
     results: dict[int, set[str]] = {}
     for line in _number_lines(log_dir, rank):
         _, iteration, _, *marks = (part.strip() for part in line.split("\t\t\t\t"))

@@ -1,4 +1,4 @@
-"""The Lightning callback in real fits: iterations, checkpoints, resumes, and what the rules find in them."""
+"""The Lightning callback in real fits: iterations, checkpoints, resumes, and the rules' findings in them."""
 
 import contextlib
 import math
@@ -55,7 +55,7 @@ def test_an_accumulation_is_one_iteration(tmp_path: Path) -> None:
 
 
 class AtTheBatch(Plain):
-    """Logs its metrics at the number of the batch, as docs/lightning.md says."""
+    """Logs its metrics at the number of the batch, as in docs/lightning.md."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.log("step", float(self.trainer.fit_loop.total_batch_idx))
@@ -291,7 +291,7 @@ class Scaled(Overflowing):
 
 @pytest.mark.parametrize("at", [-1, 6])
 def test_the_gradients_of_a_scaled_loss_are_the_scalers_affair(tmp_path: Path, at: int) -> None:
-    """And an overflow of the forward, under which the scaler leaves out the step, is not."""
+    """And an overflow of the forward, which makes the scaler skip the step, is not."""
     callback = PrecisionDebugCallback(statistics(), debug="activation_overflow")
     plugin = L.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")
     fitted = trainer(tmp_path, callbacks=[callback], plugins=[plugin])
@@ -357,7 +357,7 @@ def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> Non
         assert torch.equal(parameter, content["state_dict"][name]), name
 
 
-# ---------------------------------------------------------------------- what the rules find
+# ---------------------------------------------------------------------- findings of the rules
 
 
 STEPS, BREAKS_AT = 12, 6
@@ -442,7 +442,7 @@ LOST = 4
 
 
 class Logs(Plain):
-    """Logs the norm of its gradient, which is nan from a step on, and its loss under a name of its own."""
+    """Logs the norm of its gradient, which is nan from a step on, and its loss under another name."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)

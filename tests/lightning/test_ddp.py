@@ -49,6 +49,6 @@ def test_a_rank_that_raises_ends_both(tmp_path: Path, strategy: str, failing_ran
     result = run(strategy, tmp_path, failing_rank)
     assert result.returncode != 0
     assert f"rank {failing_rank} has a bad batch" in result.stderr
-    # What the rank had gathered is written, without a collective.
+    # The rank's gathered values are written, without a collective.
     steps = {step for _, step in logged_lines(tmp_path / "debug", int(failing_rank))}
     assert steps == {"0": {0, 1, 2}, "1": {2}}[failing_rank]

@@ -97,7 +97,7 @@ def test_of_several_optimizers_the_first_counts(tmp_path: Path, keeper: Keeper) 
     assert {layer.name for layer in callback.session.layers} == {f"model{a}.net.{b}" for a in (0, 1) for b in (0, 1)}
 
 
-def test_accumulation(tmp_path: Path, keeper: Keeper) -> None:
+def test_accumulated_batches_are_one_iteration(tmp_path: Path, keeper: Keeper) -> None:
     callback, fabric, *loop = started(tmp_path, sinks=[keeper])
     with callback:
         train(fabric, *loop, range(4), every=2)

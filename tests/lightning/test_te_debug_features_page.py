@@ -1,7 +1,7 @@
 """The examples of Transformer Engine's page "Debug features", under the Lightning callback.
 
-Each one puts its statistics into the log in its steps, or changes the formats of the operands that it names. What the
-numbers are is tested in tests/test_parity.py and tests/features/test_precision_features.py.
+Each one puts its statistics into the log in its steps, or changes the formats of the operands that it names. The
+numbers are tested in tests/test_parity.py and tests/features/test_precision_features.py.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ def formats(callback: PrecisionDebugCallback, layer: str) -> dict[str, dict[str,
 
 
 def iterations(folder: Path) -> dict[str, list[int]]:
-    """Statistic -> the iterations in which it is in the log."""
+    """Statistic -> its iterations in the log."""
     results: dict[str, list[int]] = {}
     for name, iteration in logged_lines(folder):
         results.setdefault(name.removeprefix("transformer_layer."), []).append(iteration)
@@ -88,7 +88,7 @@ def test_log_fp8_tensor_stats(tmp_path: Path) -> None:
 
 def test_per_tensor_scaling(tmp_path: Path) -> None:
     """Of the two tensors the weight alone takes part in dgrad."""
-    # A self-attention whose queries have a LayerNorm and a GEMM of their own, as ``layernorm_q`` on the page.
+    # A self-attention with a separate LayerNorm and GEMM of the queries, as ``layernorm_q`` on the page.
     attention = te.MultiheadAttention(32, 2, attention_type="cross", input_layernorm=True)
     layer = Function(lambda x: attention(x, encoder_output=x), self_attention=attention)
     of_layer = formats(fit(tmp_path, PER_TENSOR_SCALING, 2, Model(layer)), "layernorm_query")

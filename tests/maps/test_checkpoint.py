@@ -41,7 +41,9 @@ PACKED = torch.zeros(64, 64, dtype=torch.uint8)
         ({"weight": PACKED}, "unknown (U8)"),
     ],
 )
-def test_formats(tmp_path: Path, tensors: dict[str, torch.Tensor], expected: str) -> None:
+def test_the_format_of_a_weight_is_read_from_its_tensors(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], expected: str
+) -> None:
     save_file({f"layers.0.fc.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     ((name, formats),) = open_map(tmp_path).modules.items()
     assert (name, formats.weight) == ("layers.0.fc", expected)

@@ -52,7 +52,7 @@ def written(folder: Path, table: Mapping[str, npt.NDArray[Any]], name: str = "to
     return path
 
 
-def test_statistics(tmp_path: Path) -> None:
+def test_differences_of_logprobs_equal_their_definitions(tmp_path: Path) -> None:
     table, exact = sampled()
     result = read_logprobs(written(tmp_path, table)).difference(limit=0.3)
     apart = [ours - theirs for ours, theirs in zip(table["trainer"].tolist(), table["rollout"].tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""Reports of precision files and ignore lists that did not do what they promised, with healthy twins."""
+"""Reports of precision files and ignore lists that did not have the promised effect, with healthy twins."""
 
 from pathlib import Path
 

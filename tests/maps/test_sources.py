@@ -54,7 +54,7 @@ def plan(config: Any = None) -> PrecisionMap:
 
 
 def export(folder: Path, low: Iterator[str]) -> Path:
-    """A checkpoint with the names of Hugging Face, in which the layers of a run that ran in FP8 are stored in FP8."""
+    """A checkpoint with the names of Hugging Face, with the FP8 layers of a run stored in FP8."""
     folder.mkdir()
     quantized = set(low)
     tensors = {"lm_head.weight": torch.zeros(256, 64), "model.embed_tokens.weight": torch.zeros(256, 64)}
@@ -109,7 +109,7 @@ def test_a_plan_a_run_and_a_checkpoint_agree(tmp_path: Path) -> None:
 
 
 def test_llama_factory_9500_fp8_that_runs_in_bf16(tmp_path: Path) -> None:
-    """Training whose options ask for FP8, but whose forward never enters te.autocast."""
+    """Training with FP8 options, but a forward that never enters te.autocast."""
 
     def trained(folder: Path, *, in_fp8: bool) -> PrecisionMap:
         layer = torch.nn.ModuleDict({"fc1": te.Linear(32, 32), "fc2": te.Linear(32, 32)})

@@ -1,4 +1,4 @@
-"""The rules of other tools' precision files: against the tools themselves, or tables of what they do."""
+"""The rules of other tools' precision files: against the tools themselves, or tables of their effect."""
 
 import json
 from collections.abc import Iterator

@@ -49,7 +49,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Also of NaN, whose other bits mean nothing, and of the signs of zeros."""
+    """Also of NaN, where the other bits mean nothing, and of the signs of zeros."""
     bits = [item.masked_fill(item.isnan(), 0.0).contiguous().view(torch.uint8) for item in (first, second)]
     return first.dtype == second.dtype and torch.equal(first.isnan(), second.isnan()) and torch.equal(*bits)
 
@@ -67,7 +67,9 @@ def test_largest_magnitudes(matrix: torch.Tensor, block: tuple[int, int], monkey
     [(fmt, block) for fmt in (E4M3, E5M2, E2M1) for block in CODE_BLOCKS if block[1] * fmt.bits % 8 == 0],
     ids=lambda each: getattr(each, "name", None) or str(each),
 )
-def test_codes(matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_encoding_gives_the_codes_of_the_plain_one(
+    matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.block_counts(SHAPE, block))
     factors[0, 0] = 1.37
     random = torch.rand(SHAPE) if fmt is E2M1 else None
@@ -79,7 +81,9 @@ def test_codes(matrix: torch.Tensor, fmt: FloatFormat, block: tuple[int, int], m
 
 @pytest.mark.parametrize("block", CODE_BLOCKS, ids=str)
 @pytest.mark.parametrize(("fmt", "dtype"), itertools.product([E4M3, E5M2, E2M1], [torch.float32, torch.bfloat16]))
-def test_numbers(fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_decoding_gives_the_numbers_of_the_plain_one(
+    fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes = torch.randint(256, (SHAPE[0], SHAPE[1] * fmt.bits // 8), dtype=torch.uint8)
     factors = 2.0 ** torch.randint(-12, 12, conversions.blocks.block_counts(SHAPE, block))
     monkeypatch.setattr(conversions, "SMALLEST", 1)
@@ -89,8 +93,8 @@ def test_numbers(fmt: FloatFormat, dtype: torch.dtype, block: tuple[int, int], m
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_transforms(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of one scale, whose sums float64 holds exactly, and all others, infinity and NaN among them."""
+def test_the_fast_hadamard_transform_equals_the_plain_one(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of one scale, with sums exact in float64, and all others, infinity and NaN among them."""
     matrix = torch.randn(288, 288).bfloat16()
     matrix[:100] = every_kind(torch.bfloat16)[:100, :264].repeat(1, 2)[:, :288]
     matrix = matrix.t() if turned else matrix
@@ -182,7 +186,7 @@ def test_fp8_in_every_setting(
 
 @pytest.mark.parametrize("square", [False, True], ids=["rows", "squares"])
 @pytest.mark.parametrize("dtype", spec.DTYPES, ids=str)
-def test_nvfp4(dtype: torch.dtype, square: bool) -> None:
+def test_rounding_to_nvfp4_equals_numpy(dtype: torch.dtype, square: bool) -> None:
     for seed, kind in enumerate(FINITE):
         x = spec.example(kind, (96, 160), dtype, seed)
         values = spec.matrix(x)

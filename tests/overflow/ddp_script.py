@@ -1,4 +1,4 @@
-"""A rank of two: python ddp_script.py CASE FOLDER RANK. Writes what it ended with to FOLDER/RANK.json."""
+"""A rank of two: python ddp_script.py CASE FOLDER RANK. Writes its result to FOLDER/RANK.json."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def main(case: str, folder: Path, rank: int) -> None:
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    # The detector's messages to the other rank, and Python's all_reduce, of which it makes none: DDP's come from C++.
+    # The detector's messages to the other rank, and Python's all_reduce, which it never calls: DDP's come from C++.
     counters = [counted(dist, "all_reduce"), counted(Messages, "merge")]
     ended: dict[str, object] = {"rank": rank, "error": None}
     if case == "hooks inside":
@@ -102,7 +102,7 @@ def main(case: str, folder: Path, rank: int) -> None:
     }
     watching.close()
     (folder / f"{rank}.json").write_text(json.dumps(ended))
-    # gloo waits for what the other rank has not joined.
+    # gloo waits for collectives that the other rank has not joined.
     os._exit(0)
 
 

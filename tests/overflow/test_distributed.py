@@ -39,16 +39,16 @@ def test_all_ranks_stop_together(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_first_culprit_of_all_ranks(tmp_path: Path) -> None:
-    # A hook of somebody else, after that of the detector, makes the inf: it is seen where it enters the next module.
+    # A foreign hook, after the detector's, makes the inf: it is seen where it enters the next module.
     for rank in run("both", tmp_path):
         assert (rank["path"], rank["role"], rank["bad rank"]) == ("1", "input[0]", 1)
 
 
 @pytest.mark.processes
 def test_a_rank_whose_slots_are_full_waits_for_the_others(tmp_path: Path) -> None:
-    """What it finds before the next check of all is told there, in the order of all forwards since the last one."""
+    """Its findings before the next check of all are reported there, in the order of all forwards since the last one."""
     for rank in run("no room", tmp_path):
-        # Batches 0 to 2 are healthy steps; 3 is the first forward of those that are accumulated.
+        # Batches 0 to 2 are healthy steps; 3 is the first of the accumulated forwards.
         assert rank["error"].startswith("> [4] 2: Linear: input[0] has infs, in batch 4 on rank 1. ")
         assert (rank["steps"], rank["finite"]) == (3, True)
 
@@ -110,7 +110,9 @@ def sharded(kind: str) -> torch.nn.Module:
     [("fully_shard", "grad of weight"), ("use_orig_params", None), ("flat", "grad of _flat_param")],
 )
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_fsdp(kind: str, gradients: str | None, where: str, one_rank: None) -> None:
+def test_an_overflow_under_fsdp_has_its_layer_and_direction(
+    kind: str, gradients: str | None, where: str, one_rank: None
+) -> None:
     model = sharded(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(ActivationOverflowError) as raised, DebugActivationOverflow(model, 100):

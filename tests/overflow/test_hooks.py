@@ -1,4 +1,4 @@
-"""Which modules are watched, and that nothing stays behind."""
+"""Watched modules, and that nothing stays behind."""
 
 import contextlib
 import copy
@@ -78,7 +78,7 @@ def test_a_layer_that_left_and_parameters_that_changed() -> None:
 
 
 def test_in_place_operations() -> None:
-    """An input is measured before the module changes it, and its gradient is that of what it was."""
+    """An input is measured before the module changes it, and its gradient belongs to its old values."""
     model = torch.nn.Sequential(Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True))
     lines = frames(model, lambda: model(torch.tensor([2.0, -1.0])).sum().backward(), DebugActivationOverflow(model))
     assert roles(lines[:10]) == [
@@ -123,7 +123,7 @@ def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
 
 @pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recompute(reentrant: bool) -> None:
+def test_a_recomputed_forward_is_not_reported_twice(reentrant: bool) -> None:
     """Frames of the first forward alone, and each gradient once."""
 
     def made(*, recomputes: bool) -> torch.nn.Module:
@@ -281,8 +281,8 @@ def test_a_model_that_calls_itself() -> None:
 
 
 @pytest.mark.parametrize("how", ["function", "method", "inside", "graph"])
-def test_compiled(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A compiled model is watched from outside, which is said once; a compiled function runs the hooks in between."""
+def test_an_overflow_of_a_compiled_model_is_found(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled model is watched from outside, which is logged once; a compiled function runs the hooks in between."""
     torch._dynamo.reset()
     model: torch.nn.Module = torch.nn.Sequential(Scale(2.0), torch.nn.Sequential(Scale(1e30), Scale(1e30)))
     whole: Any = model
@@ -361,7 +361,7 @@ def test_no_model(model: Any) -> None:
         DebugActivationOverflow(model)
 
 
-# ------------------------------------------------------------------------------------ what the newer class upstream has
+# --------------------------------------------------------------------------------- methods of the newer class upstream
 
 
 def test_parameters_and_abs_min() -> None:

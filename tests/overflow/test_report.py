@@ -42,7 +42,7 @@ from tests.overflow.models import (
 from tests.training import train as train_in_session
 
 # The second half of an encoder block, in the order of the page that describes the report: a module's inputs, its
-# outputs; a container after what is in it.
+# outputs; a container after its content.
 FEED_FORWARD = [
     ("<", "layer.1.layer_norm", "T5LayerNorm", "output"),
     (">", "layer.1.DenseReluDense.wi_0", "Linear", "input[0]"),
@@ -368,12 +368,12 @@ def test_masks_are_no_alarm(lowest: float, caplog: pytest.LogCaptureFixture) -> 
     ("allow_neg_inf", "values", "said"),
     [
         ([], [0.0], r"log: Function: output has infs"),
-        (["log"], [0.0], None),  # nor is what the model around it passes on
+        (["log"], [0.0], None),  # nor are the values that the model around it passes on
         (["l*"], [0.0], None),
         (["?og"], [0.0], None),
         (["lo"], [0.0], "has infs"),
         (["*"], [-1.0], "has nans"),
-        (["log"], [0.0, -1.0], r"< \[1\] log: Function: output has nans"),  # what was excused is not in the next batch
+        (["log"], [0.0, -1.0], r"< \[1\] log: Function: output has nans"),  # an excused value is not in the next batch
     ],
 )
 def test_neg_inf_that_a_module_makes(allow_neg_inf: list[str], values: list[float], said: str | None) -> None:

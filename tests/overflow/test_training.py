@@ -275,7 +275,7 @@ def test_a_gradient_of_none(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_next_step_raises() -> None:
-    """Not the hook: other ranks would wait for this one. The weights are not touched; then it watches anew."""
+    """Not the hook: other ranks would wait for this one. The weights are not touched; then it watches again."""
     model, optimizer = made()
     with DebugActivationOverflow(model) as watching:
         with failing():
@@ -367,7 +367,7 @@ def plain(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
 
 
 def clipped(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
-    """Two micro-batches a step, and clipping, which refuses what is not finite once the scale has settled."""
+    """Two micro-batches a step, and clipping, which refuses non-finite norms once the scale has settled."""
     for _ in range(steps):
         for _ in range(2):
             scaler.scale(model(BATCH) / 2).backward()
@@ -452,7 +452,7 @@ def test_with_any_optimizer(name: str) -> None:
 @pytest.mark.usefixtures("no_wrapper_is_left")
 @pytest.mark.parametrize("train", LOOPS)
 def test_no_alarm_while_the_scale_settles(train: Callable[..., None]) -> None:
-    """As in the README's "in any loop": nothing is said of a scaler, and nothing is set."""
+    """As in the README's "in any loop": nothing is logged about a scaler, and nothing is set."""
     model = Half()
     scaler = scaler_of()
     with DebugActivationOverflow(model) as watching:

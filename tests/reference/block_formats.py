@@ -1,8 +1,8 @@
-"""FP8 in blocks computed anew with numpy, from the formats' specifications and the recipes' formulas.
+"""FP8 in blocks computed independently with numpy, from the formats' specifications and the recipes' formulas.
 
-Nothing of the package is used: E4M3 and E5M2 are those of the "OCP 8-bit Floating Point Specification", E8M0 and E2M1
-those of the "OCP Microscaling Formats Specification"; a scale is what the docstrings of Transformer Engine's recipes
-and the comments of its kernels say. Products are rounded to float32 where the kernels round.
+Nothing of the package is used: E4M3 and E5M2 come from the "OCP 8-bit Floating Point Specification", E8M0 and E2M1
+from the "OCP Microscaling Formats Specification"; scales from the docstrings of Transformer Engine's recipes
+and the comments of its kernels. Products are rounded to float32 where the kernels round.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Format:
 
     @cached_property
     def magnitudes(self) -> Array:
-        """What the codes 0 to ``max_code`` stand for: float64."""
+        """Values of the codes 0 to ``max_code``: float64."""
         codes = np.arange(self.max_code + 1)
         exponents, mantissas = codes >> self.mantissa_bits, codes & (2**self.mantissa_bits - 1)
         bias = 2 ** (self.exponent_bits - 1) - 1
@@ -46,7 +46,7 @@ class Format:
 
     @cached_property
     def numbers(self) -> Array:
-        """What all codes stand for: float32, NaN where there is no finite number."""
+        """Values of all codes: float32, NaN where there is no finite number."""
         numbers = np.append(self.magnitudes, [np.nan] * (self.sign - self.max_code - 1))
         return np.concatenate([numbers, -numbers]).astype(np.float32)
 
@@ -55,7 +55,7 @@ class Format:
         return np.float32(self.magnitudes[-1])
 
     def encode(self, values: Array) -> Array:
-        """The nearest code, of two the even one; what is beyond the largest number is the largest number."""
+        """The nearest code, of two the even one; larger values become the largest number."""
         size = np.abs(values.astype(np.float64))
         codes = np.searchsorted(self.middles[:-1], size)  # at a middle: the lower one
         codes = codes + ((size == self.middles[codes]) & (codes % 2 == 1))
@@ -128,7 +128,7 @@ def e8m0(amax: Array, fmt: Format) -> Array:
 
 
 def power_of_two(codes: Array) -> Array:
-    """What E8M0 codes stand for: float64."""
+    """Values of E8M0 codes: float64."""
     return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 

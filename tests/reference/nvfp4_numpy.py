@@ -1,4 +1,4 @@
-"""NVFP4 from the definitions of its formats, in numpy: what the tests hold the backend against.
+"""NVFP4 from the definitions of its formats, in numpy: the reference for the backend's tests.
 
 The scales in float32, one operation after the other.
 """
@@ -102,7 +102,7 @@ def unpack(data: np.ndarray) -> np.ndarray:
 
 
 def assert_next_to(codes: np.ndarray, exact: np.ndarray) -> None:
-    """Each code stands for the number below or above the exact one, whose sign it has."""
+    """Each code stands for the number below or above the exact one, with its sign."""
     magnitude, index = np.clip(np.abs(exact), 0, 6), codes & 7
     lower, upper = E2M1.decode(np.maximum(index, 1) - 1), E2M1.decode(np.minimum(index + 1, 7))
     assert ((magnitude > lower) | (index == 0)).all()

@@ -1,6 +1,6 @@
 """Python processes for the tests of what holds for a whole process.
 
-They are forked from one that has imported the libraries, but neither Transformer Engine nor this project, unless a test
+They are forked from a process with the libraries imported, but not Transformer Engine or this project, unless a test
 is about that: then they are ``fresh``.
 """
 
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def run(command: list[str], *, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in an environment without what the reference backend of the test process has left in it."""
+    """Run ``command`` in an environment without the variables of the test process's reference backend."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TE_PRECISION_REFERENCE")}
     clean["PYTHONPATH"] = str(REPOSITORY)
     clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
@@ -32,7 +32,7 @@ def python(
 
 
 def answers(code: str, *, cwd: Path | None = None, fresh: bool = False, **environment: str) -> Any:
-    """Run ``code``, which ends well, and give back what it calls ``answer``."""
+    """Run ``code``, which ends well, and return its variable ``answer``."""
     done = python(dedent(code) + "\nimport json; print(json.dumps(answer))", cwd=cwd, fresh=fresh, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

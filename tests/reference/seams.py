@@ -7,7 +7,7 @@ If a text occurs many times, the place is an example. The replacements are in
 
 from dataclasses import dataclass
 
-# The versions from which the seams were read.
+# The versions that the seams were read from.
 READ_FROM = {"transformer-engine": "2.20.2", "nvdlfw-inspect": "0.2.2"}
 
 

@@ -6,9 +6,9 @@ Usage::
 
 CHECKOUT is a checkout of NVIDIA/TransformerEngine at the version in use, outside this repository. Its tests run
 unmodified, through the pytest plugin, one process a file, as in its own ``qa/L0_pytorch_debug_unittest/test.sh``.
-``te_suite.toml`` beside this file says what is expected of each file, and why a test that fails does so. Of a file with
-thousands of tests a share runs, always the same one, whose counts are in the table: a sample, or what a keyword
-expression of pytest selects. With ``--whole`` all of it runs, and no test may fail that is not in the table. With this
+``te_suite.toml`` next to this file has the expected results of each file, and why a test fails. Of a file with
+thousands of tests a share runs, always the same one, with its counts in the table: a sample, or a keyword
+expression's selection. With ``--whole`` all of it runs, and no test may fail that is not in the table. With this
 project's features before or after Transformer Engine's (``--features ours,te`` or ``te,ours``) the tests of debug
 features run, and none may fail that does not fail in the table.
 
@@ -40,10 +40,10 @@ DEBUG = FOLDER / "debug"
 
 @dataclass
 class Result:
-    """What became of the tests of one file.
+    """Results of one file's tests.
 
     Attributes:
-        passed, failed, skipped: how many passed, the names of those that failed, how many were skipped.
+        passed, failed, skipped: how many passed, the names of failed tests, how many were skipped.
         share: pytest's arguments for the share of the file's tests that the counts are of; none for all.
         output: what pytest wrote.
     """

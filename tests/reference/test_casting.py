@@ -42,7 +42,7 @@ def made(name: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
-    """Where columnwise per-tensor FP8 is a buffer of its own."""
+    """Architectures with a separate buffer for columnwise per-tensor FP8."""
     with extension_of((9, 0)):
         yield
 
@@ -195,7 +195,7 @@ def test_the_noop_flag_leaves_all_as_it_is(make: Any) -> None:
 
 
 @pytest.mark.parametrize("e5m2", FLOAT8)
-def test_dequantize(e5m2: bool) -> None:
+def test_dequantizing_multiplies_codes_by_the_scale(e5m2: bool) -> None:
     x = torch.randn(4, 32)
     out = tex.quantize(x, _current(e5m2=e5m2))
     expected = out._data.view(FLOAT8[e5m2][0]).float() * out._scale_inv

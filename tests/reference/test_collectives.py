@@ -16,7 +16,7 @@ from tests.reference.processes import answers
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """How a process joins a group of its own."""
+    """Prelude of a process that joins a group by itself."""
     yield {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
     dist.destroy_process_group()
 

@@ -109,7 +109,7 @@ def test_nan_and_infinity_are_what_upstreams_comparisons_make_of_them(name: str)
         assert grad[0, 2] == 0
 
 
-# --- what a GPU runs as one kernel is rounded once, at the end --------------------------------------------------------
+# --- fused functions: one kernel on a GPU, rounded once, at the end ---------------------------------------------------
 
 
 def _at_most_one_rounding(actual: torch.Tensor, exact: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> No
 @pytest.mark.parametrize("dtype", NORM_ROUNDING)
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_normalization(kind: str, dtype: torch.dtype, zero_centered: bool) -> None:
+def test_norms_and_their_gradients_equal_float64(kind: str, dtype: torch.dtype, zero_centered: bool) -> None:
     torch.manual_seed(0)
     x = (torch.randn(4, 6, 96) * 3 + 1).to(dtype)
     weight, bias, grad = (torch.randn(shape).to(dtype) for shape in (96, 96, (4, 6, 96)))
@@ -209,7 +209,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 MASK = (torch.rand(2, 1, 8, 16, generator=GENERATOR) > 0.5).index_fill(2, torch.tensor(2), True)  # all of some rows
 CAUSAL = torch.ones(16, 16).triu(1).bool()
 SOFTMAX: dict[str, tuple[str, tuple[int, ...], torch.Tensor | None, tuple[Any, ...]]] = {
-    # name in the extension, shape, what is masked, arguments
+    # name in the extension, shape, masked elements, arguments
     "plain": ("scaled_softmax", (2, 3, 8, 16), None, ()),
     "masked": ("scaled_masked_softmax", (2, 3, 8, 16), MASK, (MASK.to(torch.uint8),)),
     "masked alike": ("scaled_masked_softmax", (2, 3, 8, 16), MASK[:1], (MASK[:1].to(torch.uint8),)),
@@ -219,7 +219,7 @@ SOFTMAX: dict[str, tuple[str, tuple[int, ...], torch.Tensor | None, tuple[Any, .
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_softmax(name: str, dtype: torch.dtype) -> None:
+def test_softmax_and_its_gradient_equal_float64(name: str, dtype: torch.dtype) -> None:
     kind, shape, masked, arguments = SOFTMAX[name]
     torch.manual_seed(0)
     scores = torch.randn(shape).to(dtype)
@@ -331,7 +331,7 @@ INF, NAN = math.inf, math.nan
         ([], 0.0),
     ],
 )
-def test_amax(values: list[float], expected: float, dtype: torch.dtype) -> None:
+def test_amax_of_special_values(values: list[float], expected: float, dtype: torch.dtype) -> None:
     amax = amax_of(torch.tensor(values, dtype=dtype))
     assert (amax.dtype, amax.tolist()) == (torch.float32, [expected])
     given = torch.full((1,), 9.0)
@@ -445,7 +445,7 @@ def test_norms_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_adam(mode: int) -> None:
+def test_adam_steps_equal_torchs(mode: int) -> None:
     params = _tensors(0)
     expected = [torch.nn.Parameter(param.clone()) for param in params]
     optimizer = (torch.optim.Adam, torch.optim.AdamW)[mode](expected, LR, (BETA1, BETA2), EPS, DECAY)
@@ -488,8 +488,8 @@ def test_adam_of_fp8_parameters() -> None:
 
 @pytest.mark.parametrize("decays_after", [False, True])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd(momentum: float, nesterov: bool, decays_after: bool) -> None:
-    """Weight decay after the momentum is not in what the momentum sums up."""
+def test_sgd_steps_equal_torchs(momentum: float, nesterov: bool, decays_after: bool) -> None:
+    """Weight decay after the momentum is not in the momentum's sum."""
     params, velocity = _tensors(0), _zeros()
     copies = _zeros(torch.float16)
     expected = [torch.nn.Parameter(param.clone()) for param in params]

@@ -66,7 +66,7 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, *, 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, dtype: torch.dtype) -> None:
+def test_a_gemm_in_every_layout_equals_float64(layout: str, dtype: torch.dtype) -> None:
     a, b, expected = _operands(layout, dtype)
     for out_dtype, options in ((dtype, {}), (torch.float32, {"out_dtype": torch.float32})):
         out, *others = _gemm(a, b, layout, **options)
@@ -104,7 +104,7 @@ def test_gradients_of_bias_and_gelu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_bfloat16_is_rounded_once(layout: str, with_bias: bool) -> None:
-    """Whether or not the CPU has instructions for it. The product and a bias that is much larger are one sum."""
+    """With or without the CPU's instructions for it. The product and a bias that is much larger are one sum."""
     a, b, expected = _operands(layout, torch.bfloat16)
     bias = 100.0 * torch.randn(expected.shape[-1]).bfloat16() if with_bias else None
     result, *_ = _gemm(a, b, layout, bias=bias)
@@ -174,7 +174,7 @@ def _quantized(x: torch.Tensor, made: Made) -> Any:
 
 
 def _numbers(x: torch.Tensor, made: Made, rowwise: bool) -> torch.Tensor:
-    """What a quantized tensor stands for in one direction: float64, with numpy."""
+    """Values of a quantized tensor in one direction: float64, with numpy."""
     (recipe, options), values = made, spec.matrix(x)
     fmt = spec.E5M2 if options.get("e5m2") else spec.E4M3
     if recipe == "mxfp8":
@@ -197,7 +197,7 @@ def test_quantized_operands_in_the_direction_that_is_multiplied(formats: str, la
     made_a, made_b = OPERANDS[formats]
     transa, transb = LAYOUTS[layout]
     m, n, k = 64, 160, 192
-    # Numbers of very different sizes: what else is in a block decides what the small ones become.
+    # Numbers of very different sizes: the rest of a block decides the codes of the small ones.
     a, b = spec.example("spread", (n, k), torch.float32, 0), spec.example("spread", (m, k), torch.float32, 1)
     a, b = (a if transa else a.t().contiguous()), (b.t().contiguous() if transb else b)
 
@@ -244,7 +244,7 @@ def test_nvfp4_blocks_and_amaxes() -> None:
         _gemm(*operands, "TN", out_dtype=torch.float32)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 A, B = torch.ones(N, K), torch.ones(M, K)
 

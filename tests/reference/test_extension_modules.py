@@ -62,7 +62,7 @@ def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("normalization", [None, "LayerNorm", "RMSNorm"])
-def test_linear(normalization: str | None) -> None:
+def test_a_linear_layer_equals_torch(normalization: str | None) -> None:
     x, norm = torch.randn(4, 16, 32), normalization and _norm
     module = te.LayerNormLinear(32, 48, normalization=normalization) if norm else te.Linear(32, 48)
     if norm:
@@ -203,7 +203,7 @@ def attention(recipe: Recipe | None, monkeypatch: pytest.MonkeyPatch, **environm
 @pytest.mark.usefixtures("any_gpu")
 @pytest.mark.parametrize("name", ATTENTION_RECIPES)
 def test_the_error_is_that_of_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither none, nor more than that of a few roundings to FP8, which have a relative error of up to 2**-4 each."""
+    """Neither zero, nor more than a few roundings to FP8, which have a relative error of up to 2**-4 each."""
     capability, recipe = ATTENTION_RECIPES[name]
     stand_for(capability)
     exact = attention(None, monkeypatch)

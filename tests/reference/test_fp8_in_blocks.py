@@ -100,7 +100,7 @@ def test_bytes_and_scales(kind: str, dtype: torch.dtype, e5m2: bool, variant: tu
     ],
     ids=str,
 )
-def test_dequantize(recipe: str, options: Options, columnwise: bool) -> None:
+def test_dequantizing_gives_the_numbers_of_codes_and_scales(recipe: str, options: Options, columnwise: bool) -> None:
     for shape in [(32, 32), (2, 80, 96), (128, 256), *([(130, 257)] if recipe == "fp8_block_scaling" else [])]:
         x = spec.example("spread", shape, torch.float32 if recipe == "fp8_block_scaling" else torch.bfloat16)
         usages = {"rowwise": not columnwise, "columnwise": columnwise}

@@ -1,4 +1,4 @@
-"""Installing the reference backend: what is refused, what changes in the process, its children and pytest's tests."""
+"""Installing the reference backend: refusals, changes in the process, its children and pytest's tests."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_an_unknown_capability_in_the_environment(value: str) -> None:
     assert re.search(rf"TE_PRECISION_REFERENCE_CAPABILITY={value!r}.*9\.0 or 10\.0", message)
 
 
-# --- what the two scopes change ---------------------------------------------------------------------------------------
+# --- effects of the two scopes ----------------------------------------------------------------------------------------
 
 
 TRAIN = """
@@ -316,7 +316,7 @@ def test_distributed_code_for_gpus_on_one_pretended_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_blackwell() -> None:
+def test_models_train_as_on_blackwell() -> None:
     default, transposed, losses = answers(
         """
         from te_precision_callbacks import reference
@@ -364,7 +364,7 @@ def _indented(code: str) -> str:
     return "".join(f"        {line}" if line.strip() else line for line in code.splitlines(keepends=True))
 
 
-# --- random numbers of a pretended GPU, and the CPU's beside them -----------------------------------------------------
+# --- random numbers of a pretended GPU, and the CPU's -----------------------------------------------------------------
 
 
 ON_THE_CPU = """
@@ -630,7 +630,7 @@ def test_a_module_that_the_backend_needs_may_import_torch_first(tmp_path: Path) 
     ) == [True, False, "te_precision_callbacks.reference.extension"]
 
 
-# ---------------------------------------------------------------------- what a child makes of what it is told
+# ---------------------------------------------------------------------- a child's use of inherited settings
 
 
 TOLD = inherited.Inherited(pretend_cuda=True, capability=(10, 0), always=False)

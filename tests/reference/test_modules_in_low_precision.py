@@ -1,7 +1,7 @@
-"""Modules training in every recipe: every byte, scale and amax that they make, and what comes of them.
+"""Modules training in every recipe: every byte, scale and amax that they make, and their results.
 
-Each write of quantized data is recorded on its way through the backend: what was quantized, and what came out. What
-must come out is computed anew from the formulas of the recipes, with numpy and torch's own float8 casts, and results of
+Each write of quantized data is recorded on its way through the backend: input and output. The expected
+output is computed from the formulas of the recipes, with numpy and torch's own float8 casts, and results of
 modules are held against float64 products of that.
 """
 
@@ -104,7 +104,7 @@ def run(module: Any, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
 
 
 def inputs(steps: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Inputs whose blocks are of very different sizes."""
+    """Inputs with blocks of very different sizes."""
     for index in range(steps):
         torch.manual_seed(index)
         sizes = 2.0 ** torch.randint(-8, 3, (ROWS, 1))
@@ -143,7 +143,7 @@ class Fp8Write(Write):
 
     @property
     def slot(self) -> tuple[int, int]:
-        """Which of a module's scales this is: they are views of one tensor a module and direction."""
+        """Index of a scale in its module: they are views of one tensor a module and direction."""
         return self.quantizer.scale.untyped_storage().data_ptr(), self.quantizer.scale.storage_offset()
 
     def check(self, scale: np.float32) -> None:
@@ -254,7 +254,7 @@ def test_the_tensors_of_a_linear_are_its_input_weight_and_output_gradient(recipe
 
 
 def float32_scales() -> Any:
-    """What NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 makes of the recipe."""
+    """Effect of NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 on the recipe."""
     recipe = Float8BlockScaling()
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(recipe, name, QParams(power_2_scale=False, amax_epsilon=0.0))
@@ -295,7 +295,7 @@ class BlockWrite(Write):
         return codes, scales, block
 
     def numbers(self, columnwise: bool) -> torch.Tensor:
-        """What the data stand for: float64, the matrix or its transpose."""
+        """Values of the data: float64, the matrix or its transpose."""
         codes, scales, block = self.expected(columnwise)
         decoded = FORMATS[self.quantizer.dtype.name].decode(codes).astype(np.float64)
         is_mxfp8 = scales.dtype == np.uint8
@@ -411,7 +411,7 @@ class Nvfp4Write(Write):
         return nvfp4_numpy.unpack(data.reshape(len(self.matrix(columnwise)), -1).numpy())
 
     def numbers(self, columnwise: bool) -> torch.Tensor:
-        """What the data stand for: float64, the matrix or its (transformed) transpose."""
+        """Values of the data: float64, the matrix or its (transformed) transpose."""
         _, scales, _ = self.codes(columnwise)
         amax = self.buffer("amax_{}", columnwise).numpy()
         return torch.from_numpy(

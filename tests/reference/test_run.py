@@ -72,7 +72,7 @@ def test_a_traceback_is_the_scripts_own(script: Path) -> None:
 
 
 @pytest.mark.processes
-def test_torchrun(tmp_path: Path) -> None:
+def test_a_script_under_torchrun_trains_and_saves(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         dedent(
@@ -161,7 +161,7 @@ def test_torch_compile(tmp_path: Path) -> None:
             """
         )
     )
-    # Graphs are made anew. What the compiler makes of the same code with the same options is there from other tests.
+    # Graphs are made again. The compiler's results for the same code and options are there from other tests.
     anew = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     done = te_precision("run", str(script), str(tmp_path), **anew)
     assert done.returncode == 0, done.stderr

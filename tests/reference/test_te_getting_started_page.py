@@ -1,4 +1,4 @@
-"""Transformer Engine's getting-started page for precision debugging, done as it says: its script, its config, its logs.
+"""Transformer Engine's getting-started page for precision debugging, followed literally: its script, config and logs.
 
 The script is a GPU script (it calls ``.cuda()``); ``te-precision run`` runs it here. The config is the one of the page,
 which is also the one of the demo.

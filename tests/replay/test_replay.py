@@ -33,7 +33,7 @@ FLOORS = {"nvfp4": (0.08, 0.3), "nvfp4 without": (0.08, 0.3)}
 
 
 @pytest.mark.parametrize(("name", "accumulates"), half(RECIPES, (False, True)))
-def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
+def test_healthy_records_have_no_faults(tmp_path: Path, name: str, accumulates: bool) -> None:
     files = train(tmp_path, name, accumulates=accumulates)
     folder = replay_folder(tmp_path)
     assert (list(folder.records), folder.unread, folder.first_bad) == (files, {}, None)
@@ -45,7 +45,7 @@ def test_healthy(tmp_path: Path, name: str, accumulates: bool) -> None:
         if record.gemm.gemm == "wgrad":
             assert lanes["original"] is None
             assert "the quantizer of activation" in record.verdict
-        elif name != "delayed":  # whose first scale is 1
+        elif name != "delayed":  # its first scale is 1
             low, high = FLOORS.get(name, (0.02, 0.08))
             assert low < lanes["original"] < high
 
@@ -122,7 +122,7 @@ def test_exit_codes(tmp_path: Path) -> None:
         run(tmp_path / "empty")
 
 
-def test_json(tmp_path: Path) -> None:
+def test_json_has_the_faults_and_the_first_bad_record(tmp_path: Path) -> None:
     with faults.quantizer(faults.QUANTIZER["all-zero codes"]):
         train(tmp_path, "mxfp8", gemms="fprop")
     result = json.loads(run(tmp_path, "--json", code=1))
@@ -136,7 +136,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_records_are_in_the_order_of_their_time(tmp_path: Path) -> None:
-    """Also those of two runs, in two folders or in one."""
+    """Also records of two runs, in two folders or in one."""
     (good,) = train(tmp_path / "b", "current", gemms="fprop")
     with faults.kernel(faults.KERNEL["rows swapped"][0]):
         (bad,) = train(tmp_path / "a", "current", gemms="fprop", steps=2)

@@ -1,4 +1,4 @@
-"""A browser that opens reports, and sees what they say on the console and what they ask for."""
+"""A browser that opens reports, and records their console messages and requests."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ class Look:
 
     Attributes:
         page: the browser's page.
-        complaints: what the console said but for plain messages, and uncaught exceptions.
+        complaints: warnings and errors of the console, and uncaught exceptions.
         asked_for: all that was requested.
         place: where a report is opened, as a copy; None for where it is.
         opened: the report that is open: its file, when that was written, and whether the system prefers dark pages.
@@ -42,11 +42,11 @@ class Look:
     def open(self, report: Path, address: str = "", *, dark: bool = False) -> None:
         """Open a report, turn to a page, and wait until it is drawn.
 
-        A report that is open already is only turned: what it shows is all in its address.
+        A report that is open already is only turned: its address has the whole state.
 
         Args:
             report: the file.
-            address: what the page shows.
+            address: the page's state.
             dark: whether the system prefers dark pages.
         """
         wanted = (report, report.stat().st_mtime_ns, dark)
@@ -100,12 +100,12 @@ class Look:
             assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
 
     def plot(self, script: str) -> Any:
-        """What a script gives for the first plot, ``plot``, when it is drawn."""
+        """A script's result for the first plot, ``plot``, when it is drawn."""
         self.page.locator(".plot").first.locator("xpath=self::*[@data-drawn]").wait_for()
         return self.page.evaluate(f"(() => {{ const plot = document.querySelector('.plot'); return {script}; }})()")
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Where a place of the first plot, in its own coordinates, lies in the window."""
+        """Window coordinates of a place in the first plot's own coordinates."""
         self.page.locator(".plot").first.scroll_into_view_if_needed()
         box, left, top = (
             self.plot(script)

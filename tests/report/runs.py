@@ -1,4 +1,4 @@
-"""Runs to look at, made in memory: a model of blocks whose numbers drift as those of a training do.
+"""Runs to look at, made in memory: a model of blocks with numbers that drift as in a training.
 
 run = drifting(blocks=12, steps=200)
 """
@@ -143,7 +143,7 @@ BEGIN = datetime(2026, 3, 1, 9, 30, tzinfo=timezone.utc)
 
 
 def drifting(**wanted: Any) -> RecordedRun:
-    """A run in which one layer drifts away after :data:`BAD_STEP` of its steps; its name is the run's ``run_id``.
+    """A run with one layer that drifts away after :data:`BAD_STEP` of its steps; its name is the run's ``run_id``.
 
     Args:
         **wanted: as in :class:`Plan`.

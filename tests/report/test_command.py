@@ -201,7 +201,7 @@ LOSSES = {
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """Ten steps; eight more from the state of step 8; and twelve from that of step 4, which replace what is later. No
+    """Ten steps; eight more from the state of step 8; and twelve from step 4's, which replace all later ones. No
     start has scales."""
     folder = tmp_path_factory.mktemp("resumed")
     states: dict[int, dict[str, Any]] = {}

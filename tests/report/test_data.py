@@ -1,4 +1,4 @@
-"""What goes into a page: each cell the worst of its steps, each number within half a level, all within the size."""
+"""Data of a page: each cell the worst of its steps, each number within half a level, all within the size."""
 
 import math
 from collections import namedtuple
@@ -84,7 +84,7 @@ def test_of_several_ranks_the_worst_counts() -> None:
 
 
 def with_values(run: RecordedRun, change: dict[tuple[str, int], float]) -> RecordedRun:
-    """A run in which some numbers of activation underflows% are others: (layer, iteration) -> value."""
+    """A run with some changed values of activation underflows%: (layer, iteration) -> value."""
     numbers = {layer: run.select(statistic="underflows%", tensor="activation", layer=layer)[0] for layer, _ in change}
 
     def read(wanted: list[int] | None) -> pa.Table:
@@ -236,7 +236,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A run under delayed scaling.
 
     In its first step, with the scale 1, nearly all of each gradient underflows. Later, the weights of the lossy layers
-    lose most: a tenth of their elements vanish beside an outlier, which is kept so well that their SQNR is the best.
+    lose most: a tenth of their elements vanish next to an outlier, which is kept so well that their SQNR is the best.
     """
     torch.manual_seed(0)
     model = torch.nn.ModuleList(te.Linear(32, 32, bias=False) for _ in range(LAYERS))

@@ -36,7 +36,7 @@ def recorded(steps: LastSteps, *, is_problem: bool = True) -> dict[str, object]:
 
 
 def last_of(layers: int, steps: int, bad: tuple[int, int] | None = None, start: int = 0) -> LastSteps:
-    """Steps of a model; ``bad``: the layer and the step in which its activation and all later tensors become nan."""
+    """Steps of a model; ``bad``: the layer and step where its activation and all later tensors become nan."""
     slots = [TensorSlot(f"decoder.layers.{layer}.mlp.fc1", tensor) for layer in range(layers) for tensor in TENSORS]
     order = sorted(range(len(slots)), key=lambda slot: _time(slots, slot, layers))
     draw = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_500_layers(look: Look, tmp_path: Path, width: int) -> None:
 
 
 def test_the_earliest_bad_cell_of_several_records(tmp_path: Path) -> None:
-    """The ranks write what each has; only one of them has the first nan."""
+    """Each rank writes its values; only one of them has the first nan."""
     made(tmp_path, last_of(2, 5), last_of(2, 9, (1, 7)), last_of(2, 9, (0, 5)))
     data = last_steps(open_run(tmp_path))
     assert data is not None

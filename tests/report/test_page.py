@@ -1,4 +1,4 @@
-"""The report in a browser: every plot is drawn, nothing is requested, and what can be pressed does its work."""
+"""The report in a browser: every plot is drawn, nothing is requested, and every control works."""
 
 from pathlib import Path
 from urllib.parse import quote
@@ -28,7 +28,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_plot_of_every_page_is_drawn(look: Look, report: Path) -> None:
-    """In the dark: the tests below draw those of all pages in the light."""
+    """In the dark: the tests below draw all pages' plots in the light."""
     plots_of = {"findings": 0, "heatmap": 1, "layer": 10, "profile": 1, "speed": 0, "config": 0, "summary": 2}
     look.open_in_the_dark(report, plots_of)
 
@@ -210,7 +210,7 @@ ESM2 = [f"model.esm.encoder.layers.{n}.self_attention.{part}" for n in range(3) 
 
 
 def default_run(folder: Path, steps: int = 30) -> RecordedRun:
-    """As a default config records it, with long names, in a folder with a name of its own."""
+    """As a default config records it, with long names, in a folder with a chosen name."""
     draw = np.random.default_rng(0)
     numbers = {(layer, tensor, statistic): least + least * draw.uniform(0, 0.3, steps)
                for layer in ESM2 for tensor in ("activation", "weight")

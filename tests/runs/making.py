@@ -65,7 +65,7 @@ def info(folder: Path, *, rank: int = 0, world: int = 1, start: int = 0) -> RunI
 
 
 def records(iteration: int, table: SeriesTable, values: list[float], **keywords: Any) -> StepRecords:
-    """Numbers of ``layer0``, ``layer1``, ..., reduced over ranks unless ``own`` says otherwise."""
+    """Numbers of ``layer0``, ``layer1``, ..., reduced over ranks unless ``own`` is given."""
     series = np.array([table.intern(f"layer{n}", "weight", "amax") for n in range(len(values))], np.int32)
     own = keywords.pop("own", [False] * len(values))
     return StepRecords(iteration, iteration, table, series, array("d", values), own=own, **keywords)

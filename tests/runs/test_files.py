@@ -1,4 +1,4 @@
-"""What is in the files of a run, whatever happens to the process, the disk or the files."""
+"""Content of a run's files, whatever happens to the process, the disk or the files."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def rank_folder(folder: Path, segment: int = 0) -> Path:
     return result
 
 
-# ---------------------------------------------------------------------- reading what was written
+# ---------------------------------------------------------------------- reading the written files
 
 
 def test_a_run_reads_as_it_was_written(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_pat
     assert run.steps["iteration"].to_pylist() == run.scalars["iteration"].to_pylist() == list(range(7))
 
 
-# ---------------------------------------------------------------------- what is no run, or only a part of one
+# ---------------------------------------------------------------------- folders without a run, or with a part of one
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:
     assert open_run(tmp_path).segments[0].status == "ended"
 
 
-def test_events(tmp_path: Path) -> None:
+def test_events_are_read_in_order(tmp_path: Path) -> None:
     run = RunWriter.begin(tmp_path)
     run.add_event("finding", "second \ud800", iteration=2, wall_time=3.0)
     run.flush()
@@ -398,7 +398,7 @@ def test_what_is_written_again_after_an_interruption_is_there_once(tmp_path: Pat
     assert len(open_run(tmp_path).values()) == 1
 
 
-def test_flags(tmp_path: Path) -> None:
+def test_local_and_unscaled_values_are_flagged(tmp_path: Path) -> None:
     with sink_in(tmp_path, ValueError("bad batch")) as write:
         write(0, [1.0, 2.0], unscaled=frozenset({"layer1"}))
         write(1, [1.0, 2.0], local=True)

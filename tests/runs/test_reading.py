@@ -157,7 +157,7 @@ def test_a_log_and_its_event_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "read"), [("-1.5", -1.5), ("nan", None), ("inf", float("inf")), ("-inf", -float("inf")), ("1e-30", 1e-30)]
 )
-def test_values(tmp_path: Path, value: str, read: float | None) -> None:
+def test_every_number_of_a_log_is_read(tmp_path: Path, value: str, read: float | None) -> None:
     log(tmp_path, line("fc1_weight_min", 0, value) + line("fc1_weight_min", 1, 2))
     (result,) = rows(tmp_path).values()
     assert result[0] == read or (read is None and result[0] != result[0])

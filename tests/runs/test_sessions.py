@@ -1,4 +1,4 @@
-"""What sessions record, through every front door."""
+"""Records of sessions, through every integration."""
 
 import importlib.metadata
 import json
@@ -247,7 +247,7 @@ class Logs(lightning.Plain):
         self.log("val_loss", 7.0)
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_a_lightning_fit_records_its_scalars(tmp_path: Path) -> None:
     module = Logs()
     fit = lightning.trainer(tmp_path, callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
                             accumulate_grad_batches=2, val_check_interval=4)  # fmt: skip
@@ -278,7 +278,7 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_accelerate(tmp_path: Path, after: bool) -> None:
+def test_an_accelerate_loop_records_its_scalars(tmp_path: Path, after: bool) -> None:
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(project_dir=str(tmp_path)))
     model, optimizer, batches = loops.prepared(accelerator, loops.Plain(), batches=4)
     losses, original = [], accelerator.log
@@ -321,7 +321,7 @@ def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
     assert run.steps["iteration"].to_pylist() == [0, 1, 2, 3]
 
 
-def test_histograms(tmp_path: Path, keeper: Keeper) -> None:
+def test_histograms_of_exponents_are_recorded(tmp_path: Path, keeper: Keeper) -> None:
     config = {"s": feature("LogTensorStats", ["0"], tensors=["weight"], stats=["exponent_histogram"], freq=1)}
     run = observed(tmp_path, config, 2, sinks=[keeper])
     for row, records in zip(run.vectors().to_pylist(), keeper.steps, strict=True):

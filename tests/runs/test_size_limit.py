@@ -52,7 +52,7 @@ def record(
     watch: Callable[[], object] = lambda: None,
     keywords: Callable[[int], dict[str, Any]] = lambda iteration: {},
 ) -> None:
-    """Steps in which series n has a number in each (1 + n % 3)-th iteration that is a multiple of ``every``."""
+    """Steps with a value of series n in each (1 + n % 3)-th iteration that is a multiple of ``every``."""
     table = SeriesTable()
     for name in range(SERIES):
         table.intern(f"layer{name}", "weight", "amax")
@@ -81,7 +81,7 @@ def layer_numbers(run: RecordedRun) -> dict[int, int]:
 
 
 def check(run: RecordedRun, truth: Truth) -> int:
-    """Hold what is left against all that was recorded; return the iteration from which on all steps are there."""
+    """Compare the remaining records with all recorded ones; return the first iteration of the unthinned steps."""
     assert all(item.table == "values" for item in run.thinned)
     table = run.values()
     name_of = layer_numbers(run)
@@ -256,7 +256,7 @@ def test_which_rows_are_kept() -> None:
 
 
 class _Dead(BaseException):
-    """The process was killed: what it would still do has no effect."""
+    """The process was killed: later calls have no effect."""
 
 
 class _Killed:
@@ -283,7 +283,7 @@ class _Killed:
 
 
 def fill(folder: Path, limit: int, truth: Truth, steps: int = 900) -> Recording:
-    """A run in which thinning is just about to begin."""
+    """A run just before thinning begins."""
     recording = begin(folder, limit)
     with mock.patch.object(size_limit.SizeLimit, "keep"):
         record(recording, range(steps), truth)

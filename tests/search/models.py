@@ -61,7 +61,7 @@ class Net(torch.nn.Module):
 
 def plant(block: Block, power: int = 18) -> None:
     """Scale a channel of the norm and its column of the weight against each other: nothing changes in high precision,
-    but the weight's other columns vanish beside it in FP8 with one scale."""
+    but the weight's other columns vanish next to it in FP8 with one scale."""
     with torch.no_grad():
         block.up.layer_norm_weight[3] = 2.0**-power
         block.up.weight[:, 3] *= 2.0**power

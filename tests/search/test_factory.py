@@ -1,4 +1,4 @@
-"""The factory of quantizers: all-low gives the bits of the built-in recipe, a choice those of the debug features."""
+"""The factory of quantizers: all-low gives the bits of the built-in recipe, a choice the debug features' bits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """FP32, in which norms and activation functions that are fused with casts round as all others; NVFP4 needs BF16."""
+    """FP32, so that norms and activation functions fused with casts round as all others; NVFP4 needs BF16."""
     return torch.bfloat16 if name == "nvfp4" else torch.float32
 
 

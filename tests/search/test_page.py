@@ -17,7 +17,7 @@ PAGE = "docs/search.md"
 
 
 def words(text: str) -> str:
-    """Without figures, which depend on the Python whose library the model reads."""
+    """Without figures, which depend on the Python that provides the model's library."""
     return re.sub(r"[-+]?\d[\d.]*", "#", " ".join(text.replace("─", "").split()))
 
 

@@ -1,4 +1,4 @@
-"""The search on models with planted layers: what it finds, what it writes, and that it leaves no trace."""
+"""The search on models with planted layers: its findings, its files, and that it leaves no trace."""
 
 import json
 import math

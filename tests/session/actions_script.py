@@ -1,4 +1,4 @@
-"""One of two gloo processes, of which the second one alone meets a nan: python actions_script.py RANK FOLDER"""
+"""One of two gloo processes; only the second one meets a nan: python actions_script.py RANK FOLDER"""
 
 import json
 import sys

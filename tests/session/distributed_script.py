@@ -67,7 +67,7 @@ def loop(
     batch: Callable[[int], torch.Tensor] = lambda _: torch.ones(16, 32),
     fp8: Callable[[int], bool] | None = None,
 ) -> Iterator[int]:
-    """Forward and backward of each step, then what the caller does in it, then the session's step."""
+    """Forward and backward of each step, then the caller's actions, then the session's step."""
     for step in range(steps):
         with te.autocast(enabled=fp8(step), recipe=Float8CurrentScaling()) if fp8 else contextlib.nullcontext():
             out = net(batch(step))
@@ -155,7 +155,7 @@ def contract(rank: int, folder: Path) -> None:
 
 
 def stopped(rank: int, folder: Path) -> None:
-    """A nan in the third step of rank 1: its statistics are not reduced into those of another layer of rank 0."""
+    """A nan in the third step of rank 1: its statistics are not reduced into another layer's on rank 0."""
     net = te.Linear(32, 32)
     options: dict[str, Any] = {"on_finding": "stop: nonfinite", "scope": f"pp{rank}"}
     with InspectSession(statistics(stats=["nonfinite_num"]), model=net, log_dir=folder, **options) as session:
@@ -251,7 +251,7 @@ def gemm_errors(rank: int, folder: Path) -> None:
 
 
 def stages(rank: int, folder: Path) -> None:
-    """What a stage of a pipeline has of a model: a list from index 0 on, with the numbers of the whole model."""
+    """A pipeline stage's part of a model: a list from index 0 on, with the numbers of the whole model."""
     block, experts = torch.nn.Sequential(te.Linear(32, 32)), te.GroupedLinear(2, 32, 32)
     block.layer_number = rank + 1
     mixture = torch.nn.ModuleDict({"experts": experts})

@@ -1,4 +1,4 @@
-"""Runs that dump, in a process of their own: python dumps_script.py CASE FOLDER [RANK]"""
+"""Runs that dump, in a separate process: python dumps_script.py CASE FOLDER [RANK]"""
 
 # ruff: noqa: E402  # the backend is installed before what imports Transformer Engine
 

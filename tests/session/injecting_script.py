@@ -1,7 +1,7 @@
-"""One of several gloo processes, in which a rank runs out of memory: python injecting_script.py RANK WORLD FOLDER EVERY
+"""One of several gloo processes; a rank runs out of memory: python injecting_script.py RANK WORLD FOLDER EVERY
 
 At every EVERY-th place of step() and attach() in turn, on each rank in turn, an exception is raised. Behind each step
-stand collectives of the training, whose results are compared with those that they must have. The test runs a sample;
+come collectives of the training, and their results are compared with the expected ones. The test runs a sample;
 with INJECT_EVERY=1 it runs all places, some 6,000 on two ranks in 20 minutes and 12,000 on four ranks. All are tried in
 the same processes and process group, one after another, and FOLDER/RANK.jsonl has what came of each as soon as it is
 known.
@@ -160,9 +160,9 @@ def everywhere(value: str) -> list[str]:
 
 
 def one(folder: Path, where: str, victim: int, place: Place | None) -> tuple[dict[str, Any], Injection]:
-    """A run in which something fails on one rank, at a place in attach(), or in the first or the third step."""
+    """A run with a failure on one rank, at a place in attach(), or in the first or the third step."""
     begun = time.monotonic()
-    faulthandler.dump_traceback_later(_SLOW)  # says on stderr where a rank waits
+    faulthandler.dump_traceback_later(_SLOW)  # writes to stderr where a rank waits
     injection = Injection(place)
     own = injection if dist.get_rank() == victim else None
     running = Training(folder)

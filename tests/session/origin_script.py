@@ -1,4 +1,4 @@
-"""A training on two ranks, of which the second one's model gets a nan: ``origin_script.py FOLDER STEP``."""
+"""A training on two ranks; the second one's model gets a nan: ``origin_script.py FOLDER STEP``."""
 
 import math
 import sys

@@ -165,7 +165,7 @@ def test_a_dump_for_another_rule_is_of_the_next_step(tmp_path: Path) -> None:
 
 
 def test_several_findings_in_one_step(tmp_path: Path) -> None:
-    """Two rules ask for the same layer, and for different things: each is done once."""
+    """Two rules request actions on the same layer, and different actions: each is done once."""
     reactions = {
         "nonfinite": "dump, high precision: 4, protect checkpoint",
         "nonfinite-loss": "high precision: 4, protect checkpoint",
@@ -295,7 +295,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("case", "begin"), [("every step", NAN_AT + 2), ("default", 11), ("alone", 0), ("too late", 0)]
 )
 def test_all_ranks_act_in_the_same_step(of_ranks: Path, case: str, begin: int) -> None:
-    """After a nan of one rank: in the next step in which they exchange values."""
+    """After a nan of one rank: in the next step that exchanges values."""
     first, second = (json.loads((of_ranks / f"{case} {rank}.json").read_text()) for rank in range(2))
     assert first == second
     is_high = [step for step in range(STEPS) if first["low"][step] < max(first["low"])]

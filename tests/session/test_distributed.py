@@ -1,4 +1,4 @@
-"""Several gloo processes: what is reduced, which files each rank makes, and what comes of a failure on one rank."""
+"""Several gloo processes: reduced values, the files of each rank, and the effects of a failure on one rank."""
 
 import ast
 import json
@@ -42,7 +42,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("no reduction", [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 2.0}]),
     ],
 )
-def test_reduction(two: Path, case: str, expected: list[dict[int, float] | None]) -> None:
+def test_statistics_are_reduced_over_the_chosen_ranks(
+    two: Path, case: str, expected: list[dict[int, float] | None]
+) -> None:
     for rank in range(2):
         if expected[rank] is None:
             assert not log_of(two / case, rank).exists(), "the numbers are those of rank 0, which writes them"
@@ -118,7 +120,7 @@ def test_errors_of_gemms_are_merged(two: Path) -> None:
 
 
 def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
-    """Both ranks have them at one path; what each is in the whole model say attributes that Megatron has."""
+    """Both ranks have them at one path; Megatron's attributes give each one's place in the whole model."""
     lines = logged_lines(two / "stages", 0)
     assert {name: value for (name, _), value in lines.items() if name.endswith("activation_max")} == {
         "layers.0.0_activation_max": 1.0,
@@ -130,7 +132,7 @@ def test_layers_of_a_pipeline_and_experts_are_not_mixed(two: Path) -> None:
 
 @pytest.mark.parametrize("case", ["said", "mesh"])
 def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: str) -> None:
-    """Two stages, and four experts on two ranks: told apart by ``scope=``, or by the dimension of a device mesh."""
+    """Two stages, and four experts on two ranks: distinguished by ``scope=``, or by the dimension of a device mesh."""
     whole = logged_lines(two / "whole", 0)
     split = logged_lines(two / case, 0)
     in_one = {f"pp{stage}.blocks.0_": f"blocks.{stage}_" for stage in range(2)}
@@ -208,7 +210,7 @@ def test_a_finding_of_one_rank_stops_all_in_one_step(two: Path) -> None:
 
 
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
-    """The loss of rank 1, which is not recorded, is nan before that of rank 0."""
+    """The loss of rank 1, which is not recorded, is nan before rank 0's."""
     (finding,) = diagnose(two / "lost").wrong
     said = "loss is nan (nonfinite-loss, since step 3, on rank 1)"
     assert str(finding) == said
@@ -221,7 +223,7 @@ def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two:
 
 @pytest.mark.parametrize("reduce", [False, True])
 def test_what_one_rank_alone_has_is_found(two: Path, reduce: bool) -> None:
-    """Either by the rank's own numbers of each step, or by those that were gathered when the run has ended."""
+    """Either by the rank's own numbers of each step, or by the numbers gathered when the run has ended."""
     folder = two / f"on one rank {reduce}"
     verdict = diagnose(folder)
     actual, *consequences = verdict.wrong
@@ -249,7 +251,7 @@ def test_a_contract_that_one_rank_breaks_is_broken_on_all(two: Path) -> None:
 
 
 def test_what_a_failing_rank_had_gathered_is_its_own(two: Path) -> None:
-    """And that of the other one, for which the collective has failed, under the iteration that it is of."""
+    """And the other rank's, where the collective has failed, under its iteration."""
     assert maxima(two / "one fails", 0) == {0: 2.0, 1: 2.0, 2: 1.0}
     assert maxima(two / "one fails", 1) == {0: 2.0, 1: 2.0, 2: 2.0}
     lines = logged_lines(two / "one fails", 1)
@@ -294,7 +296,7 @@ def test_rank_0_alone_makes_files(runs: Path, case: str, status: int) -> None:
 
 @pytest.mark.parametrize(("case", "wanted"), [("default", {"steps", "values"}), ("failure", {"events", "values"})])
 def test_what_another_rank_writes_is_its_own(runs: Path, case: str, wanted: set[str]) -> None:
-    """With the default config its numbers of the optimizer's step; what it alone has where it fails."""
+    """With the default config its numbers of the optimizer's step; its local values where it fails."""
     result = made(runs, case)
     files = {path for path in result[1] if Path(path).suffix}
     in_records = {path for path in files if "/seg-000/rank-00001/" in path}
@@ -320,7 +322,7 @@ def test_all_ranks_write_if_they_are_told_to(runs: Path) -> None:
 
 # --- a rank runs out of memory inside step() or attach(): the training's own collectives are as without a session ---
 
-EVERY = int(os.environ.get("INJECT_EVERY", "397"))  # something fails at each of so many places
+EVERY = int(os.environ.get("INJECT_EVERY", "397"))  # something fails at each of these places
 LONGEST = 45.0  # seconds: less than the timeout of a message in a step, so no rank has waited; on a busy machine too
 LONGEST_RUN = 4 * 3600.0 if "INJECT_EVERY" in os.environ else TIMEOUT  # seconds
 

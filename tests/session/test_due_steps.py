@@ -1,4 +1,4 @@
-"""Steps in which features act: ``early_steps=``, steps that a run does not reach, spans that change precision."""
+"""Steps that features act in: ``early_steps=``, steps that a run does not reach, spans that change precision."""
 
 import copy
 from collections.abc import Mapping
@@ -125,7 +125,7 @@ def test_values_that_it_does_not_take(wrong: Any) -> None:
         SessionOptions.from_keywords(None, early_steps=wrong)
 
 
-# --- spans that change precision: each step has the bits of one that began from the same state ---
+# --- spans that change precision: each step has the bits of a step from the same state ---
 
 RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
     "delayed": (recipes.DelayedScaling(amax_history_len=3), (9, 0)),
@@ -210,7 +210,7 @@ def trained(
     ],
 )
 def test_each_step_is_that_of_a_run_that_begins_there(tmp_path: Path, name: str, feature: str) -> None:
-    """In a span that of a run whose feature acts always, outside of it that of a run without a session."""
+    """In a span it equals a run with a feature that always acts, outside of it a run without a session."""
     recipe, capability = RECIPES[name]
     flipping = spanned(feature, start_end_list=FLIPPING)
     with any_capability():

@@ -1,4 +1,4 @@
-"""DumpTensors in a session: what is on the disk after a run, and that the run is none the worse for it."""
+"""DumpTensors in a session: the files after a run, and that the run is none the worse for it."""
 
 import contextlib
 import logging
@@ -158,7 +158,7 @@ def model() -> torch.nn.Module:
 
 @pytest.mark.slow
 def test_a_budget_is_not_exceeded_and_training_is_bit_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It asks for some 1.9 MB a step; the other run watches the same tensors, without writing any."""
+    """It dumps some 1.9 MB a step; the other run watches the same tensors, without writing any."""
     trained = {}
     for name, options in (("dumped", {"max_bytes": "10MB"}), ("not", {"max_files": 1, "start_step": 10**9})):
         net, asked = model(), config(tensors=TENSORS, quantized_tensor=True, **options)
@@ -407,7 +407,7 @@ def test_wrong_options_are_told_once_and_training_goes_on(
 ) -> None:
     options = {"enabled": True, "tensors": ["activation", "weight"], "high_precision_tensor": True, **wrong}
     statistics = {"enabled": True, "tensors": ["activation"], "stats": ["max"]}
-    for _ in range(2):  # each run says it
+    for _ in range(2):  # each run warns about it
         caplog.clear()
         with plain({"DumpTensors": options, "LogTensorStats": statistics}, tmp_path) as logged:
             net = linear()

@@ -36,7 +36,7 @@ Hook = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class Blocks(torch.nn.Module):
-    """Three kinds of TE modules, of which each gets the sum of its input and the output of the one before."""
+    """Three kinds of TE modules; each gets the sum of the input and the output of the module before."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ FIRST_OF = {"input": ("mlp.fc1", "input"), "between": ("linear", "activation"), 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize(("place", "step", "batch"), [("input", 6, 1), ("between", 7, 0), ("output", 8, 1)])
 def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: int, tmp_path: Path) -> None:
-    """In steps in which nothing is collected."""
+    """In steps without collection."""
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     session = train(Blocks(recipe), step + 3, tmp_path, nan_at(place, step, batch))
     finding = only(session, "nonfinite")
@@ -442,7 +442,7 @@ def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
 
 
 class Experts(torch.nn.Module):
-    """Experts, of which the middle one gets tokens in the first steps only."""
+    """Experts; the middle one gets tokens in the first steps only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -544,7 +544,7 @@ def test_what_is_not_watched_is_said() -> None:
 
 
 def test_a_recomputed_forward_is_not_read_again(tmp_path: Path) -> None:
-    """Nor in a collection step, whose GEMMs follow plans."""
+    """Nor in a collection step, where GEMMs follow plans."""
     model = te.LayerNormLinear(64, 64)
     with InspectSession(log_dir=tmp_path, model=model) as session:
         run: Any = session._run

@@ -1,4 +1,4 @@
-"""A failure in observation never ends a run, unless that was asked for: it is reported once. What a step may raise."""
+"""A failure in observation never ends a run, unless requested: it is reported once. Exceptions of a step."""
 
 import copy
 import functools
@@ -58,7 +58,7 @@ def test_training_goes_on_where_a_file_cannot_be_written(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     """A file stands where a folder must be: the superuser may write to a folder that is read-only. Each kind of file
-    that is lost is said once, and the others are written."""
+    that is lost is reported once, and the others are written."""
     (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
     (tmp_path / "run" / file).touch()
     dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
@@ -131,7 +131,7 @@ def test_a_log_folder_that_fails_later_is_reported_once(
 def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
-    """What the threads ask of the disk does not return; what the training's thread asks in the step would show."""
+    """File operations of the threads do not return; those in the training's thread during a step would show."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.2)
     monkeypatch.setattr(statistics_log, "MAX_QUEUED", 50)
@@ -193,7 +193,7 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
     config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"]), **statistics()}
     options: dict[str, Any] = {"features": [Broken], "recipe": DelayedScaling()}
     observed(tmp_path / "a", config, **options, sinks=[BrokenSink()])
-    first, also = reports(caplog)  # the same failure on another tensor is not told again
+    first, also = reports(caplog)  # the same failure on another tensor is not reported again
     assert re.search(
         "linear activation: FeatureError: The feature Broken failed in inspect_tensor.*a slip in the feature", first
     )
@@ -298,7 +298,7 @@ INSIDE = {
     "ReportingError": "the Trainer's logs",
 }
 
-# Of commands and functions that read what a run has left, or look at a config.
+# Of commands and functions that read a run's files, or check a config.
 READERS = {
     "BudgetError",
     "SearchError",
@@ -349,7 +349,7 @@ def declared() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, type[PrecisionDebugError]]:
-    """All exceptions of the package, by name, but those of a front door that takes long to import."""
+    """All exceptions of the package, by name, but for an integration that takes long to import."""
     return {
         name: getattr(importlib.import_module(module), name)
         for name, module in declared().items()
@@ -378,7 +378,7 @@ def test_each_exception_is_known_here(kinds: dict[str, type[PrecisionDebugError]
 
 
 def test_exceptions_survive_copies_and_pickle(kinds: dict[str, type[PrecisionDebugError]]) -> None:
-    """A worker process sends its exception to the one that waits for it."""
+    """A worker process sends its exception to the waiting process."""
     for kind in kinds.values():
         error = made(kind)
         error.add_note("on node 3")

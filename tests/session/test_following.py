@@ -1,4 +1,4 @@
-"""What a script forgets, leaves in from upstream, or changes in the model while a session runs."""
+"""Scripts that forget calls, keep calls of upstream, or change the model while a session runs."""
 
 import logging
 from pathlib import Path

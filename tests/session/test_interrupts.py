@@ -61,7 +61,7 @@ class Lines:
         finally:
             sys.settrace(None)
         if sys.exc_info()[1] is not None:
-            # CPython 3.11 goes on to handle the exception of an except block in whose last line Ctrl-C came, and later
+            # CPython 3.11 goes on to handle the exception of an except block if Ctrl-C came in its last line, and later
             # tests in this process would see an error in flight.
             ctypes.pythonapi.PyErr_SetExcInfo(None, None, None)
         return interrupted
@@ -338,6 +338,6 @@ def calls_of_stop(folder: Path, layers: int, *, hurried: bool) -> int:
 @pytest.mark.parametrize(("hurried", "most"), [(True, 400), (False, 600)])
 def test_what_a_layer_adds_to_the_end_is_bounded(tmp_path: Path, hurried: bool, most: int) -> None:
     """At 20,000 layers 600 calls are 12 million, which take a second or two."""
-    calls_of_stop(tmp_path / "first", 20, hurried=hurried)  # imports what it needs
+    calls_of_stop(tmp_path / "first", 20, hurried=hurried)  # imports its dependencies
     few, many = (calls_of_stop(tmp_path / str(layers), layers, hurried=hurried) for layers in (20, 60))
     assert (many - few) / 40 <= most

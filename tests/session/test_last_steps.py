@@ -57,7 +57,7 @@ def test_sigusr1_between_steps_and_in_a_step(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_process_group_that_hangs_is_seen_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host has is in the files without another step."""
+    """Values on the host are in the files without another step."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
     model = te.Linear(32, 32)
     with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:

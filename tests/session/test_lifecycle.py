@@ -246,7 +246,7 @@ for _ in range(2):
 
 @pytest.mark.processes
 def test_a_users_feature_class_works_in_a_fresh_process(tmp_path: Path) -> None:
-    """Where importing its base class has registered Transformer Engine's API, and nothing has a logger yet."""
+    """After importing its base class, which registers Transformer Engine's API, and before anything has a logger."""
     command = [executable(whole=True), "-c", FEATURE_CLASS, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.stdout.split("\n")[:2] == ["saw linear 0", "saw linear 0"], result.stderr
@@ -386,13 +386,13 @@ def growth(
 ) -> tuple[int, int]:
     """By how many blocks Python's memory, and by how many bytes the caches grow in a window of steps.
 
-    Python's memory goes up and down by some 50 blocks: of each window the least counts. What is made once, such as a
+    Python's memory goes up and down by some 50 blocks: of each window the least counts. Objects made once, such as a
     module that another thread imports, takes more: the lesser of two growths counts.
     """
     x = torch.randn(SIZE, SIZE)
     windows: list[list[tuple[int, int]]] = [[], [], []]
     gc.collect()
-    gc.freeze()  # a collection goes through the objects that come now, not through those of all tests before
+    gc.freeze()  # a collection goes through new objects, not through the objects of all tests before
     try:
         for count in range(first + 3 * window):
             train(session, net, 1, x=x, recipe=DelayedScaling())
@@ -417,7 +417,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
         def settle() -> None:
             """A step waits in memory until the threads have written it: on a machine that is busy, for long.
 
-            A thread starts with its first job: that of the statistics log after the first collected step.
+            A thread starts with its first job: the statistics log's after the first collected step.
             """
             running = [writer for writer in writers if writer._thread is not None and writer._thread.is_alive()]
             assert any(writer._what == "statistics log" for writer in running)

@@ -1,4 +1,4 @@
-"""Which forwards are observed: training ones, once each, whatever evaluation or recomputation comes in between."""
+"""Observed forwards: training ones, once each, whatever evaluation or recomputation comes in between."""
 
 import logging
 from collections import OrderedDict
@@ -233,7 +233,7 @@ def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> 
 def test_what_leaves_the_fused_path_under_the_default_config_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A GELU that is fused into its GEMM has no function of its own that could run once more."""
+    """A GELU that is fused into its GEMM has no separate function that could run once more."""
     caplog.set_level(logging.INFO)
     net = torch.nn.Sequential(te.Linear(128, 128), te.LayerNormMLP(128, 128))
     net[1].gemm_gelu_fusion = True  # as NVTE_GEMM_GELU_FUSION=1 makes it where Userbuffers are initialized

@@ -1,4 +1,4 @@
-"""The audit of a resume: what it finds in real runs, and that it says nothing after a good resume."""
+"""The audit of a resume: its findings in real runs, and that it is silent after a good resume."""
 
 import copy
 import gc
@@ -107,7 +107,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------- nothing is said
+# ---------------------------------------------------------------------- silent resumes
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_strict_raises_before_the_parameters_change(tmp_path: Path) -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
-# ---------------------------------------------------------------------- what is found
+# ---------------------------------------------------------------------- findings
 
 
 def without_extra_state(weights: State) -> State:
@@ -186,7 +186,7 @@ def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> None:
-    """Transformer Engine then saves no state, and the fingerprint knows that training was in FP8."""
+    """Transformer Engine then saves no state, and the fingerprint records that training was in FP8."""
     model = net(DELAYED, quantized=False)
     with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
         train(model, session, DELAYED, 3)
@@ -282,7 +282,7 @@ def test_another_config_and_other_versions(tmp_path: Path) -> None:
     ]
 
 
-# ---------------------------------------------------------------------- how it is told
+# ---------------------------------------------------------------------- reports
 
 
 @pytest.mark.parametrize(
@@ -400,8 +400,8 @@ def test_two_ranks_tell_of_what_they_have_lost(tmp_path: Path) -> None:
         **{name: [[], []] for name in ("delayed", "current", "quantized")},
         "sharded without": [[(lost, True)], [(lost, True)]],
         "replicas": [[], [(lost, True)]],  # DistributedDataParallel broadcasts the parameters, and no state of a recipe
-        "another recipe": [[(OTHER_RECIPE, True)], [(OTHER_RECIPE, False)]],  # the first rank tells it for all
-        "rank 0's alone": [[], [(OTHER_SCALES, True)]],  # as with Lightning, whose checkpoints hold what rank 0 has
+        "another recipe": [[(OTHER_RECIPE, True)], [(OTHER_RECIPE, False)]],  # the first rank reports it for all
+        "rank 0's alone": [[], [(OTHER_SCALES, True)]],  # as with Lightning: its checkpoints hold rank 0's state
     }
     for case, expected in cases.items():
         for rank in range(2):

@@ -1,4 +1,4 @@
-"""What docs/resuming.md says: of the state of recipes, which is Transformer Engine's, and of start_step."""
+"""Statements of docs/resuming.md: on the state of recipes, which is Transformer Engine's, and on start_step."""
 
 import io
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def saved(recipe: Recipe) -> dict[str, Any]:
 
 
 def test_start_step_is_the_iteration_of_the_first_step(tmp_path: Path, keeper: Keeper) -> None:
-    """Schedules count from 0 in any case, and attaching again does not begin anew."""
+    """Schedules count from 0 in any case, and attaching again does not restart them."""
     net = te.Linear(128, 128)
     with InspectSession(statistics(freq=5), model=net, log_dir=tmp_path, sinks=[keeper], start_step=7) as session:
         for step in range(7, 17):
@@ -99,7 +99,7 @@ def test_a_layer_that_begins_delayed_scaling_later_has_none_in_its_first_step(
 def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
     tmp_path: Path, keeper: Keeper, start: int, length: int
 ) -> None:
-    """Both leave an amax, from which nothing has been made yet; and micro-batches are one step."""
+    """Both leave an amax that is not used yet; and micro-batches are one step."""
     recipe = DelayedScaling(amax_history_len=length)
     with te.quantized_model_init(recipe=recipe):
         net = te.Linear(128, 128)
@@ -159,7 +159,7 @@ def test_the_default_config_tells_what_quantization_loses(tmp_path: Path, net: t
 def test_the_first_step_of_delayed_scaling_is_nobodys_worst(
     tmp_path: Path, net: torch.nn.Module, keeper: Keeper, recipes: list[Any], start: int | None, left_out: set[int]
 ) -> None:
-    """Its scale is 1: most of a gradient underflows, which says nothing of the steps after it."""
+    """Its scale is 1: most of a gradient underflows, which is no sign of the steps after it."""
     if start is not None:  # a checkpoint brings the scales
         with InspectSession(LOST, model=net, log_dir=tmp_path / "before") as session:
             list(steps_of(session, net, recipes))

@@ -42,7 +42,7 @@ BLOCK: dict[str, tuple[str, dict[str, float], dict[str, float]]] = {
 
 
 class Planted:
-    """Writes a trace, and remembers what is true of it.
+    """Writes a trace, and remembers its true values.
 
     Args:
         ranges: whether the session's ranges are in it.

@@ -313,7 +313,7 @@ ELEMENTS = 128 * 128 * 2
 
 @pytest.fixture
 def round_device() -> Device:
-    """One whose times are counted in the head: 1 TFLOPS is 1e9 operations a millisecond."""
+    """One with round numbers, for mental arithmetic: 1 TFLOPS is 1e9 operations a millisecond."""
     return Device.model_validate(
         {
             "title": "a round one",
@@ -346,7 +346,7 @@ def round_device() -> Device:
         ("fp8_block_scaling", "weight", HOPPER, 2 + 2 * (1 + 4 / 16384), 2 + 1 + 4 / 16384),
         # scales of E8M0 for 32 elements are written, and read and written again by the swizzle
         ("mxfp8", "activation", BLACKWELL, 2 + 2 * (1 + 3 / 32), 2 + 1 + 3 / 32),
-        # scales of E4M3 for 16 elements; the Hadamard transform of the columns is a pass of its own
+        # scales of E4M3 for 16 elements; the Hadamard transform of the columns is a separate pass
         ("nvfp4", "gradient", BLACKWELL, 6 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
         ("nvfp4", "weight", BLACKWELL, 4 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
     ],
@@ -378,7 +378,7 @@ def test_a_thin_product_takes_the_time_of_its_bytes(round_device: Device) -> Non
     assert gemm_ms(Shape(1, 1, 1), "", round_device) == pytest.approx(0.002), "a launch"
 
 
-def test_padding(round_device: Device) -> None:
+def test_shapes_are_padded_to_the_recipes_multiple(round_device: Device) -> None:
     assert pad_shape(Shape(100, 4100, 4090), "fp8_current_scaling", HOPPER) == Shape(100, 4112, 4096)
     assert pad_shape(Shape(100, 4100, 4090), "mxfp8", BLACKWELL) == Shape(128, 4128, 4096)
     assert gemm_ms(Shape(1000, 2000, 4001), CURRENT, round_device) == pytest.approx(2 * 1000 * 2000 * 4008 / 100e9)

@@ -1,4 +1,4 @@
-"""Planned bytes are those of the real tensors that layers keep and that forwards save on the reference backend.
+"""Planned bytes equal the real tensors that layers keep and that forwards save on the reference backend.
 
 A tensor that several layers save counts once, for the first. Read from Transformer Engine 2.20.2: ``tensor_objects`` of
 the Functions in ``pytorch/module/*.py``, which ``restore_from_saved`` and ``prepare_for_saving`` of the storages fill
@@ -238,7 +238,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("recipe", CODES)
-def test_linear(recipe: str) -> None:
+def test_the_planned_bytes_of_a_linear_layer(recipe: str) -> None:
     codes = CODES[recipe]
     gradient = 2 * codes.one_way(M * N) - (4 if "current" in recipe or "delayed" in recipe else 0)  # one scale for both
     expected = {

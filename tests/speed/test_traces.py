@@ -1,4 +1,4 @@
-"""Traces of torch.profiler: planted ones, whose truth is known, and those of ``profile=``."""
+"""Traces of torch.profiler: planted ones, with known times, and traces of ``profile=``."""
 
 import gzip
 import json

@@ -1,7 +1,7 @@
 """A rank of two, as under torchrun, which trains one model under several strategies: sharding_script.py FOLDER KIND
 
-KIND is in the names of the cases that run: CPU, FSDP or ZeRO. The last two ask for a GPU: "cuda" means the CPU, as
-under ``te-precision run``. What the first layer has seen goes to FOLDER/<case>.json, from rank 0.
+KIND is in the names of the cases that run: CPU, FSDP or ZeRO. The last two require a GPU: "cuda" means the CPU, as
+under ``te-precision run``. The first layer's record goes to FOLDER/<case>.json, from rank 0.
 """
 
 import json

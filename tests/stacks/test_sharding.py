@@ -27,7 +27,7 @@ def in_one_process() -> dict[str, dict[str, float]]:
             (net.net[1](hidden).pow(2).mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-        # DDP and fully_shard average what each rank's own mean gives.
+        # DDP and fully_shard average the gradients of each rank's own mean.
         for tensor, parts in (("activation", batches), ("gradient", [2 * part for part in gradients])):
             seen = torch.cat(parts).double()
             results.setdefault(f"{tensor} max", {})[str(step)] = seen.max().item()

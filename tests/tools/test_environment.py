@@ -1,4 +1,4 @@
-"""The set-up of the virtual environment: from one source of pins, resumed where it was interrupted, and told."""
+"""The set-up of the virtual environment: from one source of pins, resumed where it was interrupted, and reported."""
 
 import subprocess
 import sys
@@ -53,13 +53,13 @@ def test_every_package_is_pinned_and_every_pin_is_needed() -> None:
         results = needed("dev")
     except PackageNotFoundError as error:
         pytest.skip(f"an environment that 'make install' did not make: {error}")
-    if sys.version_info[:2] == (3, 11):  # but for what a build of torch for GPUs brings
+    if sys.version_info[:2] == (3, 11):  # but for dependencies of a torch built for GPUs
         assert {name for name in results if not name.startswith(("nvidia-", "cuda-"))} == pins()
 
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a pip and a uv of its own, which write down how they were called and what they found."""
+    """A project with its own pip and uv, which write down their arguments and surroundings."""
     (tmp_path / "requirements.lock").write_text("rich==15.0.0\n")
     (tmp_path / "pyproject.toml").write_text("")
     for name in ("pip", "uv"):
@@ -70,7 +70,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = subprocess.run
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        if command[1:3] == ["-m", "ensurepip"]:  # the tests have a pip of their own, and are done sooner
+        if command[1:3] == ["-m", "ensurepip"]:  # the tests have their own pip, and are done sooner
             command = [sys.executable, "-c", f"print('ensurepip', file=open({str(tmp_path / 'calls')!r}, 'a'))"]
         return real(command, **options)  # type: ignore[call-overload, no-any-return]
 

@@ -1,4 +1,4 @@
-"""Changes of one line: which there are, and that one which no test notices is listed."""
+"""Changes of one line: the kinds, and that a change that no test notices is listed."""
 
 from pathlib import Path
 

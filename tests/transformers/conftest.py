@@ -1,4 +1,4 @@
-"""The Trainer keeps Accelerate's state in classes, and its integrations write where the environment says."""
+"""The Trainer keeps Accelerate's state in classes, and its integrations write to a folder from the environment."""
 
 import pytest
 

@@ -14,7 +14,7 @@ SIZE = 32
 
 
 class Net(torch.nn.Module):
-    """Two TE layers. It keeps the indices of the samples of each forward, and fails in those that are named."""
+    """Two TE layers. It keeps the indices of the samples of each forward, and fails in the named ones."""
 
     _keys_to_ignore_on_save = None  # the Trainer reads it where a key is missing in a checkpoint
 

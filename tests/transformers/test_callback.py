@@ -246,14 +246,14 @@ def test_each_trial_of_a_search_is_a_run(tmp_path: Path) -> None:
     assert running_session() is None
 
 
-# --- each way in which a session is closed after a failure, of which the Trainer raises no event
+# --- each way to close a session after a failure, which the Trainer raises no event for
 
 
 ERRORS = (ValueError("a bad batch"), KeyboardInterrupt(), SystemExit(3))
 
 
 def failing(folder: Path, error: BaseException, kind: Any, **options: Any) -> tuple[Any, Any, Net]:
-    """A trainer whose third training forward raises, the callback, and the model."""
+    """A trainer that raises in its third training forward, the callback, and the model."""
     model = Net()
     model.fail_at = {2: error}
     callback = PrecisionDebugTrainerCallback(statistics(), **options)
@@ -273,7 +273,7 @@ def test_our_trainer_closes_at_once(tmp_path: Path, keeper: Keeper, error: BaseE
     assert global_state()["seams"] == before["seams"]
     assert module_state(model) == modules
     assert largest_inputs(tmp_path) == {step: model.largest(step) for step in range(3)}, "with the step that failed"
-    # The integrations are open, since no event has told them of an end.
+    # The integrations are open, since no event has notified them of an end.
     (events,) = tmp_path.rglob("events.out.tfevents*")
     result = board_scalars(events.parent)["te.net.0/activation/max"]
     assert result == {step + 1: model.largest(step) for step in range(3)}, "where the step would have stood"
@@ -308,7 +308,7 @@ def test_closing_by_hand_says_what_ended_the_training(tmp_path: Path, keeper: Ke
 
 
 def test_what_stops_the_training_itself_ends_the_session(tmp_path: Path, keeper: Keeper) -> None:
-    """The unmodified Trainer tells nobody."""
+    """The unmodified Trainer calls no callback."""
     callback = PrecisionDebugTrainerCallback(statistics(), sinks=[keeper], require="fp8 >= 95%")
     with pytest.raises(PrecisionContractError):
         trainer(arguments(tmp_path), callback, model=Net()).train()
@@ -317,7 +317,7 @@ def test_what_stops_the_training_itself_ends_the_session(tmp_path: Path, keeper:
 
 
 def test_at_the_next_train_begin_of_another_callback(tmp_path: Path, keeper: Keeper) -> None:
-    """As in a notebook, whose traceback keeps the failed trainer and its callback alive."""
+    """As in a notebook: its traceback keeps the failed trainer and its callback alive."""
     _, callback, _ = abandoned(tmp_path, sinks=[keeper])
     model = Net()
     trainer(arguments(tmp_path / "b"), PrecisionDebugTrainerCallback(statistics()), model=model).train()
@@ -406,7 +406,7 @@ def resumed(folder: Path, model: torch.nn.Module, **keywords: Any) -> PrecisionD
 
 
 def in_shards(checkpoint: Path) -> None:
-    """Write the weights anew as those of a large model are: in several files, with an index."""
+    """Write the weights again like a large model's: in several files, with an index."""
     state = safetensors.torch.load_file(checkpoint / WEIGHTS)
     (checkpoint / WEIGHTS).unlink()
     files = {key: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, key in enumerate(sorted(state))}
@@ -498,7 +498,7 @@ def test_a_reaction_protects_the_checkpoints(tmp_path: Path) -> None:
 def test_an_evaluation_before_each_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, in_fp8: bool
 ) -> None:
-    """Transformer Engine saves no state of a module whose last forward ran outside of FP8."""
+    """Transformer Engine saves no state of a module if its last forward ran outside of FP8."""
     monkeypatch.setenv("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL", str(int(in_fp8)))
     keywords: dict[str, Any] = {
         "save_strategy": "steps",

@@ -1,4 +1,4 @@
-"""The drop-in pair: --debug activation_overflow and te_precision, beside all that transformers takes."""
+"""The drop-in pair: --debug activation_overflow and te_precision, with all values that transformers takes."""
 
 import copy
 import dataclasses
@@ -261,7 +261,7 @@ def test_data_parallel_is_refused(tmp_path: Path, debug: str) -> None:
         trainer(args, kind=Trainer)
 
 
-# --- gradient checkpointing in FP8: what docs/transformers.md says of it
+# --- gradient checkpointing in FP8, as in docs/transformers.md
 
 
 class LoRA(torch.nn.Module):
@@ -306,7 +306,7 @@ def warnings_of_checkpoints(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_reentrant_checkpoint_trains_and_recomputes_without_fp8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the products of the seven checkpointed layers only the first forward's are FP8, and `precision` tells both."""
+    """Of the products of the seven checkpointed layers only the first forward's are FP8; `precision` reports both."""
     run: Counter[tuple[str, bool]] = Counter()
     multiply = te_linear.general_gemm
 

@@ -30,7 +30,7 @@ COMMANDS = [call.removeprefix("python train.py ") for call in CALLS.splitlines()
 
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the trackers that other tests need, to which transformers 4 reports unasked."""
+    """Without the trackers that other tests need, since transformers 4 reports to them unasked."""
     monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "TRUE")
     monkeypatch.setenv("WANDB_DISABLED", "true")
     monkeypatch.chdir(tmp_path)

@@ -46,7 +46,7 @@ class Custom(transformers.TrainerCallback):
 
 
 class Printed(Custom, transformers.PrinterCallback):
-    """What is printed."""
+    """Logs by printing, in addition to ``Custom``."""
 
 
 @pytest.mark.slow
@@ -193,11 +193,11 @@ def test_two_ranks_have_one_set_of_statistics(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_rank_that_raises_ends_both(tmp_path: Path) -> None:
-    """With our Trainer, whose session ends before the other rank knows."""
+    """With our Trainer: its session ends before the other rank gets notice."""
     ended = launched(SCRIPT, [str(tmp_path), "ours", "0"])
     assert all(rank.returncode != 0 for rank in ended)
     assert "rank 0 has a bad batch" in ended[0].stderr
-    # What the rank had gathered is written, without a collective; the failed step's numbers are its own.
+    # The rank's gathered values are written, without a collective; the failed step's numbers are its own.
     lines = largest_inputs(tmp_path / "debug")
     assert sorted(lines) == [0, 1]
     own = [sample(index).max().item() for batch in trained_on(tmp_path, 0)[2:4] for index in batch]

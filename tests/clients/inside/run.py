@@ -5,9 +5,9 @@ Usage::
     te-precision run inside/run.py SCRIPT ARGS...
     te-precision run inside/run.py -m MODULE ARGS...
 
-The environment says the rest: ``CLIENTS_RECORD`` is the folder of the spy's notes; with ``CLIENTS_FRONT_DOOR`` the
-debugger watches, with the config ``CLIENTS_CONFIG`` and logs in ``CLIENTS_LOGS``. What the script sees of itself
-(``__main__``, ``sys.argv``, ``sys.path[0]``) is what it sees without.
+The environment gives the rest: ``CLIENTS_RECORD`` is the folder of the spy's notes; with ``CLIENTS_FRONT_DOOR`` the
+debugger watches, with the config ``CLIENTS_CONFIG`` and logs in ``CLIENTS_LOGS``. The script's view of itself
+(``__main__``, ``sys.argv``, ``sys.path[0]``) is the same as without the debugger.
 Generators of random numbers have a seed, since some scripts set none.
 """
 

@@ -57,7 +57,7 @@ class Spy:
     """Writes what one process computes, as it computes it.
 
     Args:
-        folder: made if it is not there; each rank has a file of its own in it.
+        folder: made if it is not there; each rank has its own file in it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,12 +128,12 @@ class Spy:
         return spied
 
     def _link(self, result: Any, source: Summary) -> None:
-        """Remember what a quantized tensor was made of. As long as its codes live, nothing else has their address."""
+        """Remember the source of a quantized tensor. As long as its codes live, nothing else has their address."""
         for part in codes(result):
             self._sources[part.data_ptr()] = (weakref.ref(part), source)
 
     def _source(self, quantized: Any) -> Summary | None:
-        """What was remembered; None of what a fused kernel has quantized."""
+        """The remembered source; None if a fused kernel has quantized it."""
         for part in codes(quantized):
             alive, source = self._sources.get(part.data_ptr(), (None, None))
             if alive is not None and alive() is not None:
@@ -141,7 +141,7 @@ class Spy:
         return None
 
     def _is_primary(self, quantized: Any) -> bool:
-        """Whether this is a weight that is kept in FP8 only: what it was made of is no tensor of training."""
+        """Return whether this is a weight kept in FP8 only: its source is no tensor of training."""
         results = (self._primary.get(part.data_ptr()) for part in codes(quantized))
         return any(alive is not None and alive() is not None for alive in results)
 
@@ -219,7 +219,7 @@ class Spy:
         return (self._experts[id(module)] - 1) % int(module.num_gemms)
 
     def _layer(self) -> tuple[str | None, bool | None, str | None]:
-        """The name of the Transformer Engine layer whose forward is running, whether it trains, and its class."""
+        """The name of the Transformer Engine layer that runs its forward, whether it trains, and its class."""
         for module, trains in reversed(self._running):
             for base in type(module).__mro__:
                 if base.__module__.startswith("transformer_engine") and base.__name__ in LAYERS:

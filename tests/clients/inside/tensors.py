@@ -21,7 +21,7 @@ SCALES = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_ro
 
 @dataclass(frozen=True)
 class Summary:
-    """What the statistics of a high-precision tensor are made of.
+    """Source of the statistics of a high-precision tensor.
 
     Attributes:
         hash: of its bytes.
@@ -80,7 +80,7 @@ def all_parts(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def read_by_gemm(tensor: Any, *, rowwise: bool) -> list[torch.Tensor]:
-    """What a GEMM reads: a plain tensor, or codes and scales of one direction, both in logical order."""
+    """An operand of a GEMM: a plain tensor, or codes and scales of one direction, both in logical order."""
     if not is_quantized(tensor):
         return [tensor]
     if not hasattr(tensor, "_scale_inv"):
@@ -97,9 +97,9 @@ def read_by_gemm(tensor: Any, *, rowwise: bool) -> list[torch.Tensor]:
 def scales_of_blocks(tensor: Any, *, rowwise: bool) -> torch.Tensor | None:
     """Scales of one direction by block row and block column, without padding, whatever order they lie in.
 
-    Those of MXFP8 and NVFP4 lie either so, or in the order of "1D Block Scaling Factors Layout" of cuBLAS's manual:
+    Scales of MXFP8 and NVFP4 lie either so, or in the order of "1D Block Scaling Factors Layout" of cuBLAS's manual:
     tiles of 128 rows and 4 columns, one after the other along the row of tiles; in a tile the scale of row i and
-    column j is at ``(i % 32) * 16 + (i // 32) * 4 + j``. Rows are those of the operand as the GEMM sums over it, which
+    column j is at ``(i % 32) * 16 + (i // 32) * 4 + j``. Rows are the operand's rows as the GEMM sums over it, which
     are the columns of MXFP8's columnwise data. Others have one order, and are left as they lie.
     """
     direction = "_rowwise" if rowwise else "_columnwise"
@@ -134,7 +134,7 @@ def content(tensor: torch.Tensor) -> bytes:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """A copy. A tensor whose memory numpy shares cannot be resized any more, as FSDP2 does with gathered parameters."""
+    """A copy. Once numpy shares a tensor's memory it cannot be resized, as FSDP2 does with gathered parameters."""
     return tensor.clone().numpy()
 
 
@@ -147,7 +147,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def losses_of_quantization(array: np.ndarray, tensor: Any) -> dict[str, float] | None:
-    """What quantization with one scale made of ``array``: squared error, underflows, scale; None of other formats."""
+    """Result of quantizing ``array`` with one scale: squared error, underflows, scale; None of other formats."""
     back = dequantized(tensor)
     if back is None:
         return None

@@ -1,10 +1,10 @@
-"""Train LoRA adapters of a tiny BERT in FP8: PEFT wraps the layers, Accelerate converts what they are made of.
+"""Train LoRA adapters of a tiny BERT in FP8: PEFT wraps the layers, Accelerate converts the layers inside.
 
 Usage::
 
     python train_lora.py
 
-Knows nothing of the debugger: it stands for a script of a user of PEFT and Accelerate.
+Without any code for the debugger: it stands for a script of a user of PEFT and Accelerate.
 """
 
 import torch

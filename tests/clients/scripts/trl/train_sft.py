@@ -4,8 +4,8 @@ Usage::
 
     ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=TE python train_sft.py
 
-Knows nothing of the debugger: it stands for a script of a user of TRL. The vocabulary is not a multiple of 16, so
-``lm_head`` stays a layer of torch, whose weight and bias SFTTrainer's loss takes.
+Without any code for the debugger: it stands for a script of a user of TRL. The vocabulary is not a multiple of 16, so
+``lm_head`` stays a layer of torch; SFTTrainer's loss takes its weight and bias.
 """
 
 import torch
