@@ -136,13 +136,13 @@ def test_a_lost_run_is_in_the_table_and_beyond(tmp_path: Path) -> None:
     output = " ".join(result.output.split())
     assert "2 2.1102 nan 30" in output
     assert "b1 is nan from step 0 on" in output
-    assert "A loss in B is inf or nan: NOT within the tolerance of 0.25 %." in output
+    assert "In B, a loss is inf or nan: NOT within the tolerance of 0.25 %." in output
     found = json.loads(command("--a", *a, "--b", *b, "--json").output)
     assert found["paired"]["decision"] == "beyond"
     assert found["losses_b"][1] == "nan"
     reverse = command("--a", *b, "--b", *a)
     assert reverse.exit_code == 1
-    assert "A loss in A is inf or nan, so B cannot be compared with it." in " ".join(reverse.output.split())
+    assert "In A, a loss is inf or nan, so B cannot be compared with it." in " ".join(reverse.output.split())
 
 
 def test_wrong_use_names_the_remedy(tmp_path: Path) -> None:

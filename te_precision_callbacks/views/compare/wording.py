@@ -320,10 +320,10 @@ def describe_pairs(paired: PairedDifference, loss: str = "loss", a: str = "A", b
     values = f"{number_of_loss(paired.a)} in {a}, {number_of_loss(paired.b)} in {b} ({_percent(paired.difference)})"
     bound = _percent(paired.tolerance, signed=False)
     if not math.isfinite(paired.a):
-        yield f"A {loss} in {a} is inf or nan, so {b} cannot be compared with it."
+        yield f"In {a}, a {loss} is inf or nan, so {b} cannot be compared with it."
         return
     if not math.isfinite(paired.b):
-        yield f"A {loss} in {b} is inf or nan: NOT within the tolerance of {bound}."
+        yield f"In {b}, a {loss} is inf or nan: NOT within the tolerance of {bound}."
         return
     if paired.pairs == 1:
         yield f"{loss}: {values}, of one seed a side."
