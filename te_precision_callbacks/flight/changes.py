@@ -78,8 +78,8 @@ class Change:
         if self.now in LARGEST_CODES:
             more += ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
         return (
-            f"the {first.magnitude} of the {first.tensor} is {self.now:.3g} in step {self.since}, and was at most"
-            f" {self.before:.3g} in the {LEAST_HISTORY} to {HISTORY} steps before{more}"
+            f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g} in the"
+            f" {LEAST_HISTORY} to {HISTORY} steps before{more}"
         )
 
 
