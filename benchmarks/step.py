@@ -1,6 +1,6 @@
 """Cost of debugging in a training step, beside Transformer Engine's own features and transformers' detector.
 
-    python benchmarks/step.py [statistics | default | gemms | overflow] [--json] [--layers 4 --hidden 256 ...]
+    python benchmarks/step.py [statistics | default | watch | gemms | overflow] [--json] [--layers 4 --hidden 256 ...]
 
 A step with debugging and a step without it are timed in pairs, see measuring.py. *_added_percent is the median of the
 pairs by wall time, *_processor_percent by processor time. With OMP_NUM_THREADS=1, no thread that waits for a core uses
@@ -13,6 +13,9 @@ statistics  The model of examples/byte_lm.py trains in FP8, with all six tensors
             activation functions, which are written in FP8 alone, are computed once more.
 default     The default config, for a Llama of transformers that Accelerate has converted: start, first step and stop
             together; a collection step; five other steps.
+watch       A step that is no collection step, for the same model: processor time of the session's own functions, as a
+            share of the step that they are in. Unlike pairs of steps, that resolves 0.1 % on a busy machine; hooks that
+            torch calls are not in it.
 gemms       LogGemmError with default options, for the model of the example: a step in which all GEMMs are measured, and
             another one.
 overflow    DebugActivationOverflow, which watches gradients too, and transformers' DebugUnderflowOverflow, which
@@ -27,12 +30,15 @@ import functools
 import io
 import logging
 import runpy
+import statistics as statistics_of
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -345,6 +351,44 @@ def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
     return cases
 
 
+def watch(options: argparse.Namespace, device: torch.device) -> list[Case]:
+    from te_precision_callbacks.instrumentation.every_step import EveryStep
+    from te_precision_callbacks.parameters.watch import ParameterWatch
+    from te_precision_callbacks.session import InspectSession
+
+    parts = {
+        "GEMMs": (EveryStep, "note"),
+        "gradients": (ParameterWatch, "before_step"),
+        "weights and end of step": (InspectSession, "step"),
+    }
+    spent = dict.fromkeys(parts, 0)
+
+    def timed(part: str, function: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+        begin = time.process_time_ns()
+        try:
+            return function(*given, **keywords)
+        finally:
+            spent[part] += time.process_time_ns() - begin
+
+    training = Training(options, device, converted_llama, fp8_llama_loss)
+    steps: list[dict[str, float]] = []
+    with contextlib.ExitStack() as patches:
+        for part, (owner, name) in parts.items():
+            wrapped = functools.partialmethod(functools.partial(timed, part, getattr(owner, name)))
+            patches.enter_context(mock.patch.object(owner, name, wrapped))
+        end = patches.enter_context(with_ours(training.model, None, early_steps=False))
+        training.step(end)  # the first one has more to do
+        for _ in range(options.least):
+            spent.update(dict.fromkeys(parts, 0))
+            begin = time.process_time_ns()
+            training.step(end)
+            whole = time.process_time_ns() - begin
+            steps.append({"ms": whole / 1e6, **{part: 100 * of_part / whole for part, of_part in spent.items()}})
+    medians = {name: statistics_of.median(step[name] for step in steps) for name in steps[0]}
+    shares = {**{part: medians[part] for part in parts}, "all": sum(medians[part] for part in parts)}
+    return [{"case": part, "none_ms": medians["ms"], "ours_processor_percent": share} for part, share in shares.items()]
+
+
 def gemms(options: argparse.Namespace, device: torch.device) -> list[Case]:
     training = Training(options, device, byte_model, next_byte_loss)
     runs: dict[str, Run] = {}
@@ -375,6 +419,7 @@ def overflow(options: argparse.Namespace, device: torch.device) -> list[Case]:
 MODES: Mapping[str, tuple[Callable[[argparse.Namespace, torch.device], list[Case]], tuple[int, int, int, int]]] = {
     "statistics": (statistics, (4, 256, 256, 8)),
     "default": (default, (4, 128, 128, 4)),
+    "watch": (watch, (1, 1024, 256, 8)),
     "gemms": (gemms, (1, 768, 512, 4)),
     "overflow": (overflow, (4, 256, 512, 4)),
 }

@@ -81,6 +81,13 @@ def test_step_benchmark_measures_every_case(mode: str) -> None:
     assert [name for name, case in cases.items() if case["upstream_added_percent"]] == compared
 
 
+def test_the_parts_of_a_watched_step() -> None:
+    cases = cases_of("step.py", "watch", "--hidden=64", "--sequence=32", "--batch=2", *SHORTEST)
+    *parts, whole = (case["ours_processor_percent"] for case in cases.values())
+    assert list(cases) == ["GEMMs", "gradients", "weights and end of step", "all"]
+    assert 0 < min(parts) <= sum(parts) == pytest.approx(whole) < 100
+
+
 # --- host_path.py -----------------------------------------------------------------------------------------------------
 
 HOST_PATH = {
