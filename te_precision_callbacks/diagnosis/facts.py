@@ -228,10 +228,17 @@ class Facts:
         return kept
 
     def order_key(self, layer: str, tensor: str) -> tuple[int, int]:
-        """A key that orders the tensors of a step by execution: the forward's first, then the backward's."""
+        """A key that orders the tensors of a step by execution: the forward's first, then the backward's.
+
+        A module with several layers has the place of the first one.
+        """
         known = self.layers.get(layer)
+        of_layers = [known] if known is not None else []
+        if known is None:
+            of_layers = [one for name, one in self.layers.items() if name.startswith(f"{layer}.")]
         backward = tensor in ("gradient", "dgrad", "wgrad")
-        place = None if known is None else known.backward if backward else known.forward
+        places = [one.backward if backward else one.forward for one in of_layers]
+        place = min((one for one in places if one is not None), default=None)
         return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
 
     def sort_by_execution(self, layers: Iterable[str], tensor: str) -> list[str]:
