@@ -236,6 +236,9 @@ class Diagnosis:
     ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
         until = None if sighting.since is None else iteration
+        remedy = sighting.remedy or rule.remedy
+        if sighting.since == 0:
+            remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
         if known is None:
             layers = tuple(self._facts.sort_by_execution(sighting.layers, sighting.tensor))
             return (
@@ -252,7 +255,7 @@ class Diagnosis:
                     checkpoint=None,
                     seen=without_exponents(sighting.seen),
                     why=rule.why,
-                    remedy=sighting.remedy or rule.remedy,
+                    remedy=remedy,
                     patch=sighting.patch,
                     disproof=rule.disproof,
                     source=rule.source,

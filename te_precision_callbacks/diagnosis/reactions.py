@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.diagnosis.rules import RULES
 
 WARN = "warn"
@@ -39,28 +40,39 @@ class Action:
 
 def read_reactions(on_finding: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """Return rule -> its reactions -> their number of steps; raises OptionError."""
-    from te_precision_callbacks.config.problems import suggestion
-
     rules = [rule.id for rule in RULES]
     reactions: dict[str, dict[str, int]] = {}
     for rule, text in on_finding.items():
-        if rule not in rules:
-            more = suggestion(str(rule), rules)
-            raise OptionError(f"on_finding={dict(on_finding)!r}: there is no rule {rule!r}.{more}")
-        if not isinstance(text, str):
-            raise OptionError(
-                f"on_finding={dict(on_finding)!r}: the reactions to {rule!r} must be a text with commas, such as"
-                f" 'dump, protect checkpoint', not {text!r}."
-            )
-        reactions[rule] = {}
-        for part in str(text).split(","):
-            match = _REACTION.fullmatch(part)
-            name = match[1] if match else part.strip()
-            if match is None or name not in _STEPS or (match[2] and name != HIGH_PRECISION):
-                raise OptionError(
-                    f"on_finding={dict(on_finding)!r}: {part.strip()!r} is not a reaction to {rule!r}. Reactions:"
-                    f" {', '.join(map(repr, _STEPS))}; 'high precision: 50' lasts for 50 steps."
-                    f"{suggestion(name, _STEPS)}"
-                )
-            reactions[rule][name] = int(match[2] or _STEPS[name])
+        try:
+            if rule not in rules:
+                raise OptionError(f"there is no rule {rule!r}.{suggestion(str(rule), rules)}")
+            reactions[rule] = _read(text)
+        except OptionError as error:
+            raise OptionError(f"on_finding={dict(on_finding)!r}, {rule!r}: {error}") from None
     return reactions
+
+
+def _read(text: object) -> dict[str, int]:
+    """Return reactions -> their number of steps."""
+    if not isinstance(text, str):
+        raise OptionError(
+            f"the reactions must be a text with commas, such as 'dump, protect checkpoint', not {text!r}."
+        )
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = _REACTION.fullmatch(part)
+        name = match[1] if match else part.strip()
+        if match is None or name not in _STEPS or (match[2] and name != HIGH_PRECISION):
+            raise OptionError(
+                f"{part.strip()!r} is not a reaction. Reactions: {', '.join(map(repr, _STEPS))}; 'high precision: 50'"
+                f" lasts for 50 steps, and at least one.{suggestion(name, _STEPS)}"
+            )
+        if name in found:
+            raise OptionError(f"{name!r} is given twice.")
+        found[name] = int(match[2] or _STEPS[name])
+    without_effect = [name for name in (WARN, DUMP, HIGH_PRECISION) if name in found]
+    if STOP in found and without_effect:
+        raise OptionError(
+            f"'stop' ends the training, so {without_effect[0]!r} would have no effect. Remove one of them."
+        )
+    return found

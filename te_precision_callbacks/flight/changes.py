@@ -5,9 +5,10 @@ Each tensor is compared with its own last steps. A change is data (:class:`Chang
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ HISTORY = 32
 LEAST_HISTORY = 16
 """The steps that a tensor is compared with, and how many of them it must have."""
 
-SPIKE = {"activation": 4.0, "weight": 2.0}
+SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0}
 SPIKE_OF_GRADIENT = 8.0
 """Powers of two above the largest magnitude of the last steps; of weights also below the smallest one. The magnitude of
 a weight in scaled blocks is doubled where its largest scale, a power of two, is."""
@@ -29,6 +30,9 @@ STEADY = 1.0
 
 GAP = 8
 """The most steps of a gap in low precision, and the least without a call or a wgrad."""
+
+SHARE = 4
+"""The least number of steps in low precision for each step in high precision in gaps."""
 
 LARGEST_CODES = (448.0, 57344.0)
 """Magnitudes of an inf in FP8 current scaling: Transformer Engine then sets the scale to 1, and the cast saturates."""
@@ -74,9 +78,16 @@ class Change:
         if self.now in LARGEST_CODES:
             more += ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
         return (
-            f"the largest magnitude of the {first.tensor} is {self.now:.3g} in step {self.since}, and was at most"
-            f" {self.before:.3g} in the {LEAST_HISTORY} to {HISTORY} steps before{more}"
+            f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g} in the"
+            f" {LEAST_HISTORY} to {HISTORY} steps before{more}"
         )
+
+
+class _Begin(NamedTuple):
+    """A step: its iteration, and as counted here."""
+
+    iteration: int
+    step: int
 
 
 class Changes:
@@ -95,8 +106,9 @@ class Changes:
         self._are_wgrads = np.empty(0, bool)
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
         self._low_from: dict[str, int] = {}  # layer -> the step, as counted here
+        self._highs: Counter[str] = Counter()  # layer -> its steps in high precision since then
         self._called_from: dict[TensorSlot, int] = {}
-        self._high_since: dict[str, int] = {}  # layer -> iteration
+        self._high_since: dict[str, _Begin] = {}  # layer -> the first step of the last ones in high precision
         self._uncalled_since: dict[TensorSlot, int] = {}
 
     def add(self, row: StepRow) -> Iterator[Change]:
@@ -147,13 +159,20 @@ class Changes:
     def _precision(self, row: StepRow, layers: Iterable[str]) -> Iterator[Change]:
         gaps: dict[int, list[TensorSlot]] = {}
         for layer in layers:
+            began = self._high_since.get(layer)
             if layer not in row.high:
                 self._low_from.setdefault(layer, self._steps)
-                since = self._high_since.pop(layer, None)
-                if since is not None and row.iteration - since <= GAP:
-                    gaps.setdefault(since, []).append(TensorSlot(layer, "activation"))
-            elif self._steps - self._low_from.pop(layer, self._steps) >= LEAST_HISTORY:
-                self._high_since[layer] = row.iteration
+                if began is None:
+                    continue
+                del self._high_since[layer]
+                lows = began.step - self._low_from[layer] - self._highs[layer]
+                if lows >= max(LEAST_HISTORY, SHARE * self._highs[layer]):
+                    gaps.setdefault(began.iteration, []).append(TensorSlot(layer, "activation"))
+                self._highs[layer] += self._steps - began.step
+            elif began is None and layer in self._low_from:
+                self._high_since[layer] = _Begin(row.iteration, self._steps)
+            elif began is not None and self._steps - began.step >= GAP:  # for good
+                del self._high_since[layer], self._low_from[layer], self._highs[layer]
         for since, slots in gaps.items():
             yield Change("precision", tuple(slots), since, row.iteration - 1)
 

@@ -13,10 +13,15 @@ _NEVER = np.iinfo(np.int32).max
 
 
 class TensorSlot(NamedTuple):
-    """A tensor of a layer."""
+    """A tensor of a layer; ``input`` is what its norm gets."""
 
     layer: str
     tensor: str
+
+    @property
+    def magnitude(self) -> str:
+        """The name of the number in :attr:`StepRow.magnitudes`."""
+        return "largest RMS of a token" if self.tensor == "input" else "largest magnitude"
 
 
 @dataclass
@@ -26,7 +31,8 @@ class StepRow:
     Attributes:
         order: the slots in the order in which GEMMs read or wrote them; one appears once for each micro-batch.
         magnitudes: float32, [slots]: the largest magnitude over the micro-batches, with inf and nan; -1 for a tensor
-            that was not read. Of tensors with scaled blocks, an upper bound, at most twice as large (MXFP8).
+            that was not read. Of tensors with scaled blocks, an upper bound, at most twice as large (MXFP8). Of the
+            input of a norm, the largest RMS of a token (LayerNorm: standard deviation).
         first: the place in ``order`` of the first tensor with inf or nan; None without one.
         high: the layers with an activation in high precision.
         unwatched: tensors and GEMMs of the step that were not added -> their number.

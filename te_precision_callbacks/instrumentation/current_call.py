@@ -35,6 +35,7 @@ class Forward:
         plans: the plans of the module's GEMMs; None if they have none.
         kept: values that listeners keep until the backward has run.
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
+        norm: 1 / RMS of each token before the norm, which the ring gets with the next GEMM; None without one.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Forward:
         "kept",
         "kind",
         "layers",
+        "norm",
         "plans",
         "read",
         "recipe",
@@ -71,6 +73,7 @@ class Forward:
         self.read: set[tuple[int, str]] = set()
         self.plans: dict[tuple[object, ...], Any] | None = None
         self.watched: set[tuple[int, str]] | None = None
+        self.norm: Any = None
 
     def wants(self, index: int, tensor: str) -> bool:
         """Return whether listeners need a tensor that no GEMM has read yet."""

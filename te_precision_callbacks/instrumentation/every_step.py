@@ -3,12 +3,13 @@
 Each operand counts where the first GEMM reads it, in the codes that this GEMM gets: a weight once in a step, an
 activation in each fprop, a gradient in each dgrad or wgrad. A result counts if no other GEMM reads it, which is true of
 wgrad; and in float16, where finite operands can overflow. A wgrad that is added to others, as in ``main_grad``, does
-not count.
+not count. Of the input of a norm, the largest RMS of a token counts (LayerNorm: standard deviation), whose reciprocal
+the norm keeps for its backward: a wrong result of an earlier GEMM is seen there, and the norm hides it from the next.
 
 What the codes say of inf and nan follows from the casts of Transformer Engine 2.20.2: FP8 keeps nan, and MXFP8 keeps
 inf in its scales. Casts saturate otherwise. With delayed scaling, the largest magnitude is read from the quantizer,
-which has it before the cast, with inf; with NVFP4, the tensor that a module gets is read before the cast. Otherwise an
-inf in FP8 is a large number, and so is a nan in a gradient in NVFP4, which the check of gradients then finds.
+which has it before the cast, with inf; with NVFP4, what a module without a norm gets is read before the cast. Otherwise
+an inf in FP8 is a large number, and so is a nan in a gradient in NVFP4, which the check of gradients then finds.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     FLOAT32,
     FORMATS,
     MAGNITUDE,
+    RECIPROCAL,
     SCALE,
     Largest,
     of_amax,
@@ -81,6 +83,11 @@ class EveryStep:
         try:
             tensors: list[Largest] = []
             order = self.ring.order
+            if forward.norm is not None:
+                of_norm = self.ring.slot(forward.layers[0], "input")
+                tensors.append(Largest(forward.norm, RECIPROCAL, None, of_norm, len(order)))
+                order.append(of_norm)
+                forward.norm = None
             for index, (a, b, out) in enumerate(gemms, first):
                 layer = forward.layers[index]
                 result = None if accumulates else out
@@ -115,20 +122,17 @@ class EveryStep:
         except Exception as error:
             self._fail(forward.layers[first], error)
 
-    def note_before_cast(self, forward: Forward, name: str, tensor: Any) -> None:
-        """Add the tensor that a module gets, which NVFP4 quantizes afterwards: its cast hides nan.
+    def note_before_cast(self, forward: Forward, tensor: Any) -> None:
+        """Add the activation that a module without a norm gets, which NVFP4 quantizes afterwards: its cast hides nan.
 
         Gradients are not read before their cast: that would cost more than all else together.
-
-        Args:
-            name: ``input``, of a norm; otherwise ``activation``.
         """
         if forward.watched is None or not self.is_on or type(tensor) not in PLAIN or tensor.dtype not in FORMATS:
             return
         try:
-            forward.watched.add((0, name))
+            forward.watched.add((0, "activation"))
             place = len(self.ring.order)
-            slot = self.ring.slot(forward.layers[0], name)
+            slot = self.ring.slot(forward.layers[0], "activation")
             self.ring.order.append(slot)
             self._add([Largest(tensor, FORMATS[tensor.dtype], None, slot, place)] if tensor.numel() else [])
         except Exception as error:

@@ -248,9 +248,8 @@ class GemmTap:
                 self._running.thread_state.entered = self._unobserved_forward(module)
             if self._every_step.cast_hides_nan and id(module) in self._layers:
                 row = te_modules.of(module)
-                if not row.groups:
-                    name = "input" if row.has_norm else "activation"
-                    self._every_step.note_before_cast(self._running.thread_state.entered, name, result)
+                if not row.groups and not row.has_norm:
+                    self._every_step.note_before_cast(self._running.thread_state.entered, result)
             return result
 
         return absent_from_graphs(prepare_forward, upstream)

@@ -181,6 +181,8 @@ class _Parameter:
         apart_before: share of elements that differ from the master weight before the last step.
         checks: last checks against the master weight: ``apart``, ``late`` or empty, iteration and percentage.
         kept: last sampled iterations, and whether the next backward added to its uncleared gradient.
+        removed: first iteration in which its gradient was there after the backward, but not at the optimizer's step,
+            and the version of the weight; or None.
     """
 
     name: str
@@ -200,6 +202,7 @@ class _Parameter:
     apart_before: float = 0.0
     checks: tuple[tuple[str, int, float], ...] = ()
     kept: dict[int, bool] = field(default_factory=dict)
+    removed: tuple[int, int] | None = None
 
     @property
     def is_left_out(self) -> bool:
@@ -514,7 +517,9 @@ class ParameterWatch:
         if weight.grad is not None or held.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
             parameter.has_gradient = True
             parameter.at_step = True
+            parameter.removed = None
         elif parameter.gap is not None and parameter.gap.reached:
+            parameter.removed = (parameter.gap.since, weight._version) if parameter.at_step else None
             parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
         elif parameter.at_step or not parameter.has_gradient:
             self._count_missing_gradient(parameter)
@@ -772,6 +777,9 @@ class ParameterWatch:
                     what = "checkpointed" if gap.checkpointed else "no_gradient"
                 yield Problem(what, parameter.name, gap.since, gap.steps)
         for parameter in self._parameters.values():
+            since, version = parameter.removed or (self._ended, -1)
+            if self._ended - since >= LOST and version == parameter.weight._version:
+                yield Problem("lost_gradient", parameter.name, since, self._ended - since)
             if parameter.checks or (parameter.moves and not parameter.has_moved):
                 yield from _weight_problems(parameter)
             if parameter.writes.found is not None:

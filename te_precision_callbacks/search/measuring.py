@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.check.factory import format_failure
 from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.factory import custom_recipe
 from te_precision_callbacks.search.state import TrainingState
@@ -216,10 +218,15 @@ def mean_over_ranks(values: torch.Tensor) -> Any:
 
 
 def run_closure(closure: Closure, batch: Any, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Call the closure; raises a SearchError if it steps the optimizer, runs the backward, or returns no loss."""
+    """Call the closure; raises a SearchError if it fails, steps the optimizer, runs the backward, or gives no loss."""
     before = [parameter._version for parameter in parameters]
     gradients = [_version_of(parameter.grad) for parameter in parameters]
-    loss = closure(batch)
+    try:
+        loss = closure(batch)
+    except (torch.OutOfMemoryError, PrecisionDebugError):
+        raise
+    except Exception as error:
+        raise SearchError(format_failure("The closure failed", error)) from error
     changed = [p for p, version in zip(parameters, before, strict=True) if p._version != version]
     if changed:
         raise SearchError(

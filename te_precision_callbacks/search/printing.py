@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from te_precision_callbacks.base import terminal
@@ -12,6 +13,7 @@ from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.search.measuring import GradientEffect
 from te_precision_callbacks.search.searching import SearchResult
 from te_precision_callbacks.search.solving import Point
+from te_precision_callbacks.search.sweep import MeasuredGroup
 from te_precision_callbacks.views.compare.wording import describe_pairs
 
 _MOST_ROWS = 12
@@ -20,19 +22,10 @@ _MOST_ROWS = 12
 def show(result: SearchResult, folder: Path) -> None:
     terminal.show_text(f"Recipe {result.recipe}; {result.passes} forwards with backward.")
     terminal.show("\n[bold]Effect of low precision, alone in a layer[/bold]")
-    table = terminal.table("level", "where", "gradient error", "cosine", "loss")
-    for entry in result.measured[:_MOST_ROWS]:
-        effect = entry.effect
-        cells = (entry.level, entry.group.name, f"{effect.error:.3g}", f"{effect.cosine:.6f}", f"{effect.loss:.6g}")
-        table.add_row(*map(terminal.cell, cells))
-    terminal.show(table)
-    if result.measured[_MOST_ROWS:]:
-        terminal.show_text(f"and {len(result.measured) - _MOST_ROWS} more, which --json has.")
+    _show_rows(("level", "where", "gradient error", "cosine", "loss"), list(map(_cells_of_group, result.measured)))
     terminal.show("\n[bold]Cost against quality[/bold]")
-    table = terminal.table("also in high precision", "low share", "ms over all-low", "expected error")
-    for point in result.frontier[:_MOST_ROWS]:
-        table.add_row(*map(terminal.cell, _cells(point)))
-    terminal.show(table)
+    heads = ("also in high precision", "low share", "ms over all-low", "expected error")
+    _show_rows(heads, list(map(_cells_of_point, result.frontier)))
     terminal.show("\n[bold]Choice[/bold]")
     for gemms, names in group_by_key((gemms, name) for name, gemms in result.high.items()).items():
         of_gemms = "" if gemms == GEMMS else f" ({', '.join(gemms)})"
@@ -55,6 +48,20 @@ def _effect(effect: GradientEffect) -> str:
     return f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
 
 
-def _cells(point: Point) -> tuple[str, ...]:
+def _show_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = terminal.table(*heads)
+    for cells in rows[:_MOST_ROWS]:
+        table.add_row(*map(terminal.cell, cells))
+    terminal.show(table)
+    if rows[_MOST_ROWS:]:
+        terminal.show_text(f"and {len(rows) - _MOST_ROWS} more, which --json has.")
+
+
+def _cells_of_group(entry: MeasuredGroup) -> tuple[str, ...]:
+    effect = entry.effect
+    return entry.level, entry.group.name, f"{effect.error:.3g}", f"{effect.cosine:.6f}", f"{effect.loss:.6g}"
+
+
+def _cells_of_point(point: Point) -> tuple[str, ...]:
     extra = "" if point.extra_ms is None else f"{point.extra_ms:.3g}"
     return point.kept or "nothing", f"{percent(point.low_share)} %", extra, f"{point.expected_error:.3g}"

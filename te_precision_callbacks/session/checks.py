@@ -13,7 +13,7 @@ import torch
 
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
-from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.errors import OptionError, SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.contract import Contract
@@ -163,7 +163,10 @@ class RuleChecks:
         if not callable(self._on_finding):
             return False
         try:
-            return bool(self._on_finding(finding) == "stop")
+            wanted = self._on_finding(finding)
+            if wanted not in (None, "stop"):
+                raise OptionError(f"the function may return 'stop' or None, not {wanted!r}")
+            return wanted is not None
         except Exception as error:
             self._context.failures.report("calling on_finding= for", finding.rule, error)
             return False

@@ -128,12 +128,28 @@ def test_pairs_of_different_lengths_are_said(tmp_path: Path) -> None:
     assert "these means are not from the same steps" in " ".join(result.output.split())
 
 
+def test_a_lost_run_is_in_the_table_and_beyond(tmp_path: Path) -> None:
+    a = runs(tmp_path, "a", [0, 0, 0])
+    b = runs(tmp_path, "b", [0.001, math.nan, 0.001])
+    result = command("--a", *a, "--b", *b)
+    assert result.exit_code == 1, result.output
+    output = " ".join(result.output.split())
+    assert "2 2.1102 nan 30" in output
+    assert "b1 is nan from step 0 on" in output
+    assert "In B, a loss is inf or nan: NOT within the tolerance of 0.25 %." in output
+    found = json.loads(command("--a", *a, "--b", *b, "--json").output)
+    assert found["paired"]["decision"] == "beyond"
+    assert found["losses_b"][1] == "nan"
+    reverse = command("--a", *b, "--b", *a)
+    assert reverse.exit_code == 1
+    assert "In A, a loss is inf or nan, so B cannot be compared with it." in " ".join(reverse.output.split())
+
+
 def test_wrong_use_names_the_remedy(tmp_path: Path) -> None:
     a = runs(tmp_path, "a", [0, 0])
     b = runs(tmp_path, "b", [0, math.nan])
     assert "a1 is given twice" in refusal("--a", *a, "--b", b[0], a[1])
     assert "not 2 and 1" in refusal("--a", *a, "--b", b[0])
-    assert "b1 is nan from step 0 on, so it has no final loss" in refusal("--a", *a, "--b", *b)
     assert "a tolerance is for several" in refusal(*a, "--tolerance", 0.1)
     assert "A, B, --noise, --run" in refusal("--a", *a, "--b", *a, "--noise", b[0])
 

@@ -255,6 +255,11 @@ def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "on_finding=" in caplog.text, "the failure is reported"
 
 
+def test_a_function_that_returns_something_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, 3, on_finding=lambda finding: "dump")  # type: ignore[arg-type,return-value]
+    assert "the function may return 'stop' or None, not 'dump'" in caplog.text
+
+
 def test_a_function_stops_the_training(tmp_path: Path) -> None:
     with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}"):
         train(tmp_path, steps=31, on_finding=lambda finding: "stop" if finding.rule == "sibling" else None)

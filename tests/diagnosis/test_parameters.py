@@ -537,6 +537,12 @@ def remove(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.param_groups.pop()
 
 
+def drop(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 12:
+        for parameter in model.head.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+
+
 @pytest.mark.parametrize(
     ("change", "steps", "place", "seen"),
     [
@@ -545,12 +551,19 @@ def remove(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
             cut,
             25,
             ("missing-gradient", "warning", 8, OF_BLOCK_1),
-            "had gradients, and received none since step 8, although",
+            "had gradients at the optimizer's step, but none since step 8, although",
         ),
         (skip, 80, ("missing-gradient", "note", 12, OF_BLOCK_1), ""),  # it may be meant, as in training by phases
         (remove, 25, ("missing-gradient", "warning", 12, ("head",)), ""),
+        (drop, 40, ("missing-gradient", "warning", 12, ("head",)), "none since step 12"),
     ],
-    ids=["an optimizer stops", "a block is cut off", "a block is no longer called", "a group leaves the optimizer"],
+    ids=[
+        "an optimizer stops",
+        "a block is cut off",
+        "a block is no longer called",
+        "a group leaves the optimizer",
+        "gradients are removed",
+    ],
 )
 def test_what_changes_in_a_run(tmp_path: Path, change: Any, steps: int, place: tuple[Any, ...], seen: str) -> None:
     model = Model(3)

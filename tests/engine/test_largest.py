@@ -17,6 +17,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     FORMATS,
     MAGNITUDE,
     NEVER,
+    RECIPROCAL,
     SCALE,
     Largest,
 )
@@ -65,6 +66,8 @@ def decoded(tensor: Largest) -> torch.Tensor:
         exponents = values.double()
         numbers = torch.exp2(exponents - 127)
         return torch.where(exponents == 255, math.nan, torch.where(exponents == 254, math.inf, numbers))
+    if tensor.format == RECIPROCAL:
+        return values.reciprocal().double()
     return values.double()
 
 
@@ -111,8 +114,14 @@ def test_drawn_tensors(add: Add, broken: float | None) -> None:
         drawn[-1, -1] = broken
     plain = [(drawn.to(dtype), number) for dtype, number in FORMATS.items()]
     codes = [(drawn.to(dtype).view(torch.uint8), number) for number, dtype in CODES.items()]
-    check(add, tensors_of(plain))
+    check(add, tensors_of([*plain, (drawn, RECIPROCAL)]))
     check(add, tensors_of(codes, SCALED))
+
+
+@pytest.mark.parametrize("special", [0.0, -0.0, 1e-45, 3e38, math.inf, -math.inf, math.nan])
+def test_reciprocals_of_special_numbers(special: float, add: Add) -> None:
+    check(add, tensors_of([(torch.tensor([0.5, 2.0, special, -4.0]), RECIPROCAL)]))
+    check(add, tensors_of([(torch.full((4,), special), RECIPROCAL)]))
 
 
 def test_a_slot_keeps_the_largest_and_the_first(add: Add) -> None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
+from te_precision_callbacks.search import SearchError
 from tests.docs.pages import ROOT, blocks, run
 from tests.docs.test_task_pages import lines
 
@@ -68,3 +69,23 @@ def test_every_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["confirmation"]["choice"]["tolerance"] == 0.5
     assert "blocks.0.up + blocks.1.up" in {entry["name"] for entry in found["measured"]}
     assert Path("found/megatron.yaml").exists()
+
+
+def test_a_closure_that_fails_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "from tests.search import models\n\ndef setup():\n"
+    Path("failing.py").write_text(f"{text}    return {{**models.setup(), 'closure': lambda batch: losss(batch)}}\n")
+    result = CliRunner().invoke(cli.app, ["search", "failing:setup", "--cosine", "0.9"])
+    assert isinstance(result.exception, SearchError), result.exception
+    assert "The closure failed: NameError: name 'losss' is not defined (" in str(result.exception)
+    assert "failing.py, line 4: return" in str(result.exception)
+    assert "losss(batch)" in str(result.exception)
+
+
+def test_long_tables_say_how_many_rows_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("long_setup.py").write_text("from tests.search.models import setup\n")
+    result = CliRunner().invoke(cli.app, ["search", "long_setup:setup", "--low-share", "0.5", "--seeds", "0"])
+    found = json.loads(Path("search/search.json").read_text())["result"]
+    left = [str(len(found[table]) - 12) for table in ("measured", "frontier")]
+    assert re.findall(r"^and (\d+) more, which --json has\.$", result.output, re.M) == left, result.output

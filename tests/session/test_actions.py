@@ -254,13 +254,16 @@ def test_a_conflict_with_the_config(tmp_path: Path) -> None:
     ("value", "message"),
     [
         ({"nonfinit": "dump"}, "there is no rule 'nonfinit'. Did you mean 'nonfinite'"),
-        ({"nonfinite": "dumpp"}, "'dumpp' is not a reaction to 'nonfinite'.*Did you mean 'dump'"),
+        ({"nonfinite": "dumpp"}, "'nonfinite': 'dumpp' is not a reaction.*Did you mean 'dump'"),
         ({"nonfinite": "dump: 5"}, "'dump: 5' is not a reaction"),
         ({"nonfinite": "high precision: 0"}, "'high precision: 0' is not a reaction"),
         ({"nonfinite": "high precision: many"}, "not a reaction"),
         ({"nonfinite": ""}, "'' is not a reaction"),
         ({"nonfinite": None}, "must be a text with commas, such as 'dump, protect checkpoint', not None"),
         ({3: "dump"}, "there is no rule 3"),
+        ({"nonfinite": "dump, stop"}, "'stop' ends the training, so 'dump' would have no effect"),
+        ({"nonfinite": "stop, warn"}, "'warn' would have no effect"),
+        ({"spike": "high precision: 5, high precision: 9"}, "'high precision' is given twice"),
     ],
 )
 def test_a_wrong_rule_or_reaction(value: Any, message: str) -> None:

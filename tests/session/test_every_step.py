@@ -1,5 +1,6 @@
 """The watch of every step: where inf and nan begin, and what changes between two steps."""
 
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -107,7 +108,7 @@ def nan_at(place: str, step: int, batch: int) -> Callable[[int, int, Blocks], Ho
     return choose
 
 
-FIRST_OF = {"input": ("mlp.fc1", "activation"), "between": ("linear", "activation"), "output": ("head", "activation")}
+FIRST_OF = {"input": ("mlp.fc1", "input"), "between": ("linear", "activation"), "output": ("head", "input")}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +125,6 @@ def test_the_first_tensor_with_nan(recipe: str, nan: tuple[str, int, int], tmp_p
     session = train(Blocks(recipe), step + 3, tmp_path, nan_at(place, step, batch))
     finding = only(session, "nonfinite")
     layer, tensor = FIRST_OF[place]
-    if recipe == "nvfp4" and layer != "linear":  # which has no norm
-        tensor = "input"
     assert (finding.layers, finding.tensor) == ((layer,), tensor)
     assert (finding.since, finding.severity) == (step, "error")
     assert f"in micro-batch {batch} of step {step}" in finding.seen
@@ -197,8 +196,33 @@ def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:
         return None
 
     finding = only(train(Blocks("current"), 26, tmp_path, at), "spike")
-    assert (finding.tensor, finding.since, finding.severity) == ("activation", 22, "note")
-    assert finding.layers[0] == "linear", "the norm of the first layer takes the factor away"
+    assert (finding.layers[0], finding.tensor, finding.since, finding.severity) == ("mlp.fc1", "input", 22, "note")
+    assert "the largest RMS of a token of the input" in finding.seen
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "block", "nvfp4"])
+def test_a_wrong_element_of_a_result_that_a_norm_hides(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
+    gemms = importlib.import_module("transformer_engine.pytorch.module.linear")
+    general_gemm = gemms.general_gemm
+    model = Blocks(recipe)
+    step = 0
+
+    def wrong(a: Any, b: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = general_gemm(a, b, *arguments, **keywords)
+        if step == 22 and not keywords.get("grad"):
+            result[0][3, 5] = 2.0**12 * result[0].abs().max()
+        return result
+
+    def at(now: int, batch: int, model: Blocks) -> None:
+        nonlocal step
+        step = now
+
+    monkeypatch.setattr(gemms, "general_gemm", wrong)
+    finding = only(train(model, 26, tmp_path, at), "spike")
+    assert (finding.layers, finding.tensor, finding.since) == (("head",), "input", 22)
 
 
 @pytest.mark.parametrize("number", [math.inf, 2.0**12])
@@ -249,6 +273,19 @@ def test_a_step_without_low_precision(tmp_path: Path) -> None:
     finding = only(session, "precision-gap")
     assert (finding.since, finding.severity, len(finding.layers)) == (22, "warning", 4)
     assert "in step 22 alone" in finding.seen
+
+
+def test_every_tenth_step_without_low_precision(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 32, tmp_path, calls=lambda step: {"enabled": step % 10 != 0 or step == 0})
+    finding = only(session, "precision-gap")
+    assert (finding.since, finding.severity, len(finding.layers)) == (20, "warning", 4)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_precision_that_changes_often_is_no_gap(every: int, tmp_path: Path) -> None:
+    session = train(Blocks("current"), 50, tmp_path, calls=lambda step: {"enabled": step % every != 0}, records="off")
+    assert session is not None
+    assert not [finding for finding in session.findings if finding.rule == "precision-gap"]
 
 
 def test_precision_that_changes_for_good_is_no_gap(tmp_path: Path) -> None:
@@ -403,11 +440,11 @@ def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
             session.step()
         layers = ("mlp.fc1", "mlp.fc2", "linear", "head")
         tensors = ("weight", "activation", "gradient", "wgrad")
-        assert set(run.hooks.every_step.ring.slots) == {
-            TensorSlot(layer, tensor) for layer in layers for tensor in tensors
-        }
+        of_gemms = {TensorSlot(layer, tensor) for layer in layers for tensor in tensors}
+        of_norms = {TensorSlot(layer, "input") for layer in ("mlp.fc1", "head")}
+        assert set(run.hooks.every_step.ring.slots) == of_gemms | of_norms
         for row in run._every_step.steps.rows:
-            assert len(row.magnitudes) == 16
+            assert len(row.magnitudes) == 18
             assert (row.magnitudes > 0).all()
 
 

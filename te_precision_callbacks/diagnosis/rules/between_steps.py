@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
-from te_precision_callbacks.flight.changes import GAP, HISTORY, LARGEST_CODES, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
+from te_precision_callbacks.flight.changes import (
+    GAP,
+    HISTORY,
+    LARGEST_CODES,
+    LEAST_HISTORY,
+    SHARE,
+    SPIKE,
+    SPIKE_OF_GRADIENT,
+)
 from te_precision_callbacks.sinks.step_records import Event
 
 
@@ -45,10 +53,14 @@ RULES = (
         needs=_NEEDS,
         collect=_COLLECT,
         condition=(
-            f"the activation of a layer was quantized in {LEAST_HISTORY} steps in a row, is not quantized for 1 to"
-            f" {GAP} steps, and is again after them; in one micro-batch or in all"
+            f"the activation of a layer was quantized in {LEAST_HISTORY} steps or more, is not quantized for 1"
+            f" to {GAP} steps, and is again after them; in one micro-batch or in all; in at most 1 of {SHARE + 1} steps"
+            " since the first quantized one"
         ),
-        silent="layers that change their precision for good, as at the end of a warm-up or for the last part of a run",
+        silent=(
+            "layers that change their precision for good, as at the end of a warm-up or for the last part of a run, or"
+            " that change it often"
+        ),
         severity="warning",
         source="this project",
         why="steps in another precision are slower, and hide what low precision does",
@@ -94,8 +106,10 @@ RULES = (
         disproof="the script freezes the layer on purpose from that step on",
         remedy=(
             "Look for what stops the gradient: requires_grad_(False), detach(), torch.no_grad(), a loss term or a gate"
-            " that is 0 from that step on"
+            " that is 0 from that step on. After a spike under delayed scaling, gradients may be 0 until its amax"
+            " leaves the history: use a shorter amax_history_len, or current scaling"
         ),
+        consequence_of=("spike", "stale-scale", "uncalled-layer"),
         check=lambda: Changed("frozen"),
     ),
     Rule(

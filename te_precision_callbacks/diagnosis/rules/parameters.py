@@ -42,7 +42,7 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
             " frozen embedding",
         ),
         "lost_gradient": _Kind(
-            "{names} had gradients, and received none since step {since}, although the module still runs",
+            "{names} had gradients at the optimizer's step, but none since step {since}, although the module runs",
         ),
         "arrived": _Kind(
             "{all_names} received no gradient in {number:.0f} optimizer steps from step {since} on, and later did"

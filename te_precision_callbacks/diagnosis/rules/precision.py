@@ -165,7 +165,7 @@ class NoLowPrecision(RuleCheck):
         ends_in_high = self._has_low and of_te and not any(layer.low for layer in facts.layers.values())
         if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
             seen = "the last steps ran in high precision, earlier steps in low precision"
-            yield Sighting((), "", "", seen, None, "note")
+            yield Sighting((), "", "", seen, max(layer.since for layer in of_te), "note")
 
     def _sighting(self, facts: Facts) -> Iterator[Sighting]:
         ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]

@@ -187,8 +187,9 @@ FLOAT32 = 0
 E4M3 = 3
 E5M2 = 4
 E8M0 = 5
+RECIPROCAL = 6
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: 1, torch.float16: 2}
-"""dtype -> its number in the kernels; FP8 codes are uint8."""
+"""dtype -> its number in the kernels; FP8 codes are uint8; ``RECIPROCAL`` is float32, of which 1/x counts."""
 
 NOT_ADDED = -1
 NEVER = 2**31 - 1
@@ -207,7 +208,7 @@ class Largest(NamedTuple):
 
     Attributes:
         values: as stored.
-        format: a number of :data:`FORMATS`, ``E4M3``, ``E5M2`` or ``E8M0``.
+        format: a number of :data:`FORMATS`, ``E4M3``, ``E5M2``, ``E8M0`` or ``RECIPROCAL``.
         scale: float32, [1]: the factor of all codes; None without one.
         slot: the place in the row.
         order: the place in the order of execution.

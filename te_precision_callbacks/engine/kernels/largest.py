@@ -25,6 +25,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     INFINITE,
     NEVER,
     NOT_ADDED,
+    RECIPROCAL,
     Largest,
 )
 from te_precision_callbacks.engine.kernels.native import ONE_PASS
@@ -110,7 +111,8 @@ def _in_torch(tensor: Largest, row: torch.Tensor) -> None:
         magnitude = torch.where(largest >= 254.0, torch.inf, magnitude)  # an inf of the tensor, as TE stores it
         magnitude = torch.where(largest == 255.0, torch.nan, magnitude)
     else:
-        plain = values if number in FORMATS.values() else values.view(_OF_CODES[number]).to(torch.bfloat16)
+        values = values.reciprocal() if number == RECIPROCAL else values
+        plain = values if values.dtype in FORMATS else values.view(_OF_CODES[number]).to(torch.bfloat16)
         magnitude = plain.abs().amax().float()
     if scale is not None:
         magnitude = magnitude * scale[0]

@@ -827,6 +827,18 @@ uint32_t largest_word(const char* values, int64_t count, int threads) {
   return found;
 }
 
+// The largest reciprocal of float32 numbers without their sign, or a NaN if there is one.
+float largest_reciprocal(const char* values, int64_t count) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(values);
+  uint32_t least = 0x7F800000;
+  for (int64_t place = 0; place < count; ++place) {
+    const uint32_t word = words[place] & 0x7FFFFFFF;
+    if (word > 0x7F800000) return std::numeric_limits<float>::quiet_NaN();
+    least = word < least ? word : least;
+  }
+  return 1.0f / bits_of<float>(least);
+}
+
 float magnitude_of(uint32_t word, int format) {
   if (format == 0) return bits_of<float>(word);
   if (format == 1) return bits_of<float>(word << 16);
@@ -843,14 +855,19 @@ float magnitude_of(uint32_t word, int format) {
 }  // namespace
 
 // Raise `largest` to the bits of the largest magnitude, a float32, times a scale if there is one; lower `first` to `order`
-// if it is inf or NaN. Formats: 0 float32, 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2.
+// if it is inf or NaN. Formats: 0 float32, 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2, 6 float32 of which 1/x counts.
 extern "C" void te_precision_largest(const char* values, int format, int64_t count, const float* scale, int threads,
                                      int32_t order, int32_t* largest, int32_t* first) {
   if (values == nullptr) count = 0;  // FSDP has freed the memory
-  const uint32_t word = format == 0   ? largest_word<uint32_t>(values, count, threads)
-                        : format <= 2 ? largest_word<uint16_t>(values, count, threads)
-                                      : largest_word<uint8_t>(values, count, threads);
-  const float magnitude = magnitude_of(word, format) * (scale == nullptr ? 1.0f : *scale);
+  float magnitude;
+  if (format == 6) {
+    magnitude = largest_reciprocal(values, count);
+  } else {
+    const uint32_t word = format == 0   ? largest_word<uint32_t>(values, count, threads)
+                          : format <= 2 ? largest_word<uint16_t>(values, count, threads)
+                                        : largest_word<uint8_t>(values, count, threads);
+    magnitude = magnitude_of(word, format) * (scale == nullptr ? 1.0f : *scale);
+  }
   int32_t bits = bits_of<int32_t>(magnitude) & 0x7FFFFFFF;
   if (bits > *largest) *largest = bits;
   if (bits >= 0x7F800000 && order < *first) *first = order;

@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.base.devices import is_lost, raw_stream_of
-from te_precision_callbacks.engine.kernels.columns import COLUMNS, E8M0, FIRST, FLOAT32, INFINITE, Largest, single_one
+from te_precision_callbacks.engine.kernels.columns import (
+    COLUMNS,
+    E8M0,
+    FIRST,
+    FLOAT32,
+    INFINITE,
+    RECIPROCAL,
+    Largest,
+    single_one,
+)
 from te_precision_callbacks.engine.kernels.triton_parts import (
     decode,
     jit,
@@ -24,7 +33,8 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     select,
 )
 
-TOGETHER = 4
+TOGETHER = 5
+"""As many as a GEMM of delayed scaling behind a norm has: weight and activation, the amax of each, and the norm."""
 _WORDS = 2048
 """Words that a program reads at a time."""
 
@@ -34,6 +44,7 @@ _FLOAT16 = tl.constexpr(2)
 _E4M3 = tl.constexpr(3)
 _E5M2 = tl.constexpr(4)
 _E8M0 = tl.constexpr(E8M0)
+_RECIPROCAL = tl.constexpr(RECIPROCAL)
 
 _GENERAL = [
     "row",
@@ -105,18 +116,22 @@ def _add(
     values1: tl.tensor,
     values2: tl.tensor,
     values3: tl.tensor,
+    values4: tl.tensor,
     scale0: tl.tensor,
     scale1: tl.tensor,
     scale2: tl.tensor,
     scale3: tl.tensor,
+    scale4: tl.tensor,
     row: tl.tensor,
     words0: tl.tensor,
     words1: tl.tensor,
     words2: tl.tensor,
     words3: tl.tensor,
+    words4: tl.tensor,
     begin1: tl.tensor,
     begin2: tl.tensor,
     begin3: tl.tensor,
+    begin4: tl.tensor,
     number0: tl.tensor,
     at0: tl.tensor,
     first0: tl.tensor,
@@ -133,16 +148,21 @@ def _add(
     at3: tl.tensor,
     first3: tl.tensor,
     order3: tl.tensor,
+    number4: tl.tensor,
+    at4: tl.tensor,
+    first4: tl.tensor,
+    order4: tl.tensor,
     WORDS: tl.constexpr,
 ) -> None:
     """Each program reads every n-th piece of a tensor, and raises the tensor's number in the row."""
     program = tl.program_id(0)
     which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
-    begin = select(which, 0, begin1, begin2, begin3)
-    programs = select(which, begin1, begin2, begin3, tl.num_programs(0)) - begin
-    values = tl.multiple_of(select(which, values0, values1, values2, values3), 16)
-    words = select(which, words0, words1, words2, words3)
-    number = select(which, number0, number1, number2, number3)
+    which += (program >= begin4).to(tl.int32)
+    begin = _select(which, 0, begin1, begin2, begin3, begin4)
+    programs = _select(which, begin1, begin2, begin3, begin4, tl.num_programs(0)) - begin
+    values = tl.multiple_of(_select(which, values0, values1, values2, values3, values4), 16)
+    words = _select(which, words0, words1, words2, words3, words4)
+    number = _select(which, number0, number1, number2, number3, number4)
     place = tl.arange(0, WORDS)
     found = tl.full([WORDS], 0, tl.int32)
     first = (program - begin) * WORDS
@@ -151,21 +171,35 @@ def _add(
         found = _larger(found, tl.load(values + piece + place), number)
     rest = words // WORDS * WORDS  # the piece that is not whole, if any, of the program whose turn it is
     if (rest // WORDS) % programs == program - begin:
-        found = _larger(found, tl.load(values + rest + place, mask=place < words - rest, other=0), number)
-    scale = tl.load(select(which, scale0, scale1, scale2, scale3))
+        none = (number == _RECIPROCAL).to(tl.int32) * 0x7F800000
+        found = _larger(found, tl.load(values + rest + place, mask=place < words - rest, other=none), number)
+    scale = tl.load(_select(which, scale0, scale1, scale2, scale3, scale4))
     magnitude = _decode(tl.max(found, 0), number) * scale
     bits = tl.where(magnitude == magnitude, magnitude.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
-    tl.atomic_max(row + select(which, at0, at1, at2, at3), bits, sem="relaxed")
+    tl.atomic_max(row + _select(which, at0, at1, at2, at3, at4), bits, sem="relaxed")
     if bits >= _INFINITE:
-        order = select(which, order0, order1, order2, order3)
-        tl.atomic_min(row + select(which, first0, first1, first2, first3), order, sem="relaxed")
+        order = _select(which, order0, order1, order2, order3, order4)
+        tl.atomic_min(row + _select(which, first0, first1, first2, first3, first4), order, sem="relaxed")
+
+
+@jit
+def _select(
+    which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor, fifth: tl.tensor
+) -> tl.tensor:
+    return tl.where(which == 4, fifth, select(which, first, second, third, fourth))
 
 
 @jit
 def _larger(found: tl.tensor, word: tl.tensor, number: tl.tensor) -> tl.tensor:
-    """Raise each number to the largest magnitude in a word, as bits without their sign."""
+    """Raise each number to the largest magnitude in a word, as bits without their sign.
+
+    Of a reciprocal, the smallest bits count, as their distance to those of inf.
+    """
     if number == _FLOAT32:
         found = tl.maximum(found, word & 0x7FFFFFFF)
+    elif number == _RECIPROCAL:
+        bits = word & 0x7FFFFFFF
+        found = tl.maximum(found, tl.where(bits > _INFINITE, 0x7FC00000, 0x7F800000 - bits))
     elif number <= _FLOAT16:
         found = tl.maximum(found, tl.maximum(word & 0x7FFF, (word >> 16) & 0x7FFF))
     else:
@@ -186,4 +220,7 @@ def _decode(word: tl.tensor, number: tl.tensor) -> tl.tensor:
     half_or_float = tl.where(number == _FLOAT16, of_half, of_float)
     of_e5m2_or_e8m0 = tl.where(number == _E5M2, decode(word, "e5m2"), of_e8m0)
     fp8 = tl.where(number == _E4M3, decode(word, "e4m3"), of_e5m2_or_e8m0)
-    return tl.where(number >= _E4M3, fp8, half_or_float)
+    divisor = (0x7F800000 - word).to(tl.float32, bitcast=True)
+    reciprocal = tl.where(word == 0x7FC00000, float("nan"), 1.0 / divisor)
+    fp8_or_reciprocal = tl.where(number == _RECIPROCAL, reciprocal, fp8)
+    return tl.where(number >= _E4M3, fp8_or_reciprocal, half_or_float)

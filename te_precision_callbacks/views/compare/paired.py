@@ -11,14 +11,14 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.views.compare.departures import side_of_run
 from te_precision_callbacks.views.compare.loss import compare_losses
-from te_precision_callbacks.views.compare.result import ComparisonError
+from te_precision_callbacks.views.compare.result import ComparisonError, LossComparison
 
 TOLERANCE = 0.0025
 """Share of A's loss: the bound for FP8 against BF16 of DeepSeek-V3, arXiv 2412.19437, 3.3."""
@@ -31,6 +31,8 @@ Decision = Literal["within", "beyond", "undecided"]
 @dataclass(frozen=True)
 class PairedDifference:
     """The difference of paired losses, b - a.
+
+    A run of ``b`` whose loss is inf or nan is beyond the tolerance; one of ``a`` leaves it undecided.
 
     Attributes:
         a, b: mean losses.
@@ -73,6 +75,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float =
         spread = math.sqrt(sum((value - mean) ** 2 for value in differences) / (count - 1))
     wide, narrow = (_interval(mean, spread, count, confidence) for confidence in (0.95, 0.9))
     decision = _decide(narrow, tolerance)
+    if math.isfinite(mean_a) and not math.isfinite(sum(b)):
+        decision = "beyond"
     needed = None
     if decision == "undecided" and count > 1:
         counts = range(count, _MOST_PAIRS + 1)
@@ -137,6 +141,7 @@ class SeedComparison:
     Attributes:
         loss: the name of the metric.
         since: the first of these steps, by pair.
+        lost: the runs that end with inf or nan, so that their final loss is nan, and since when.
     """
 
     a: tuple[str, ...]
@@ -146,13 +151,14 @@ class SeedComparison:
     losses_a: tuple[float, ...]
     losses_b: tuple[float, ...]
     paired: PairedDifference
+    lost: tuple[str, ...] = ()
 
 
 def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance: float = TOLERANCE) -> SeedComparison:
     """Compare runs with several seeds; a[i] and b[i] have the same seed.
 
     Raises:
-        ComparisonError: a pair has no common loss, or it ends as inf or nan.
+        ComparisonError: a pair has no common loss.
         OptionError: a run is given twice; see also :func:`paired_difference`.
     """
     ids = [run.run_id for run in (*a, *b)]
@@ -160,18 +166,11 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
     if twice:
         raise OptionError(f"{twice[0]} is given twice: each run counts once, as one seed of one side.")
     losses = []
+    lost: list[str] = []
     for ours, theirs in zip(a, b, strict=False):
-        pair = f"{ours.path} and {theirs.path}"
-        loss = compare_losses(side_of_run(ours, str(ours.path)), side_of_run(theirs, str(theirs.path)), (), ({}, {}))
-        if loss is None:
-            raise ComparisonError(f"{pair} have no loss at common steps. Record it: docs/records.md.")
-        for run, lost in ((ours, loss.lost_a), (theirs, loss.lost_b)):
-            if lost is not None:
-                raise ComparisonError(
-                    f"The {loss.name} of {run.path} is {lost.what} from step {lost.since} on, so it has no final loss."
-                    f" Compare the pair alone: te-precision compare {ours.path} {theirs.path}"
-                )
+        loss, lost_runs = _final_losses(ours, theirs)
         losses.append(loss)
+        lost += lost_runs
     losses_a = tuple(loss.a for loss in losses)
     losses_b = tuple(loss.b for loss in losses)
     if len(a) != len(b):
@@ -179,4 +178,23 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
     paired = paired_difference(losses_a, losses_b, tolerance)
     names = [tuple(f"{run.path} ({run.run_id})" for run in runs) for runs in (a, b)]
     since = tuple(loss.stable_since for loss in losses)
-    return SeedComparison(names[0], names[1], losses[0].name, since, losses_a, losses_b, paired)
+    return SeedComparison(names[0], names[1], losses[0].name, since, losses_a, losses_b, paired, tuple(lost))
+
+
+def _final_losses(ours: RecordedRun, theirs: RecordedRun) -> tuple[LossComparison, list[str]]:
+    """Return the losses of a pair, nan for a run that ends with inf or nan, and a line for each such run."""
+    a, b = (side_of_run(run, str(run.path)) for run in (ours, theirs))
+    loss = compare_losses(a, b, (), ({}, {}))
+    if loss is None:
+        raise ComparisonError(
+            f"{ours.path} and {theirs.path} have no loss at common steps. Record it: docs/records.md."
+        )
+    lost = ((ours, loss.lost_a), (theirs, loss.lost_b))
+    lines = [f"The {loss.name} of {run.path} is {it.what} from step {it.since} on." for run, it in lost if it]
+    if loss.lost_a is not None and loss.lost_b is not None:
+        return replace(loss, a=math.nan, b=math.nan), lines
+    if loss.lost_b is not None:  # A against itself: all its steps, not only those before B's loss is lost
+        return replace(compare_losses(a, a, (), ({}, {})) or loss, b=math.nan), lines
+    if loss.lost_a is not None:
+        return replace(compare_losses(b, b, (), ({}, {})) or loss, a=math.nan), lines
+    return loss, lines

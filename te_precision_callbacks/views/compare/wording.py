@@ -297,12 +297,14 @@ def _show_departures(comparison: Comparison) -> None:
 def show_seeds(comparison: SeedComparison) -> None:
     table = terminal.table("seed", "A", "B", "difference", "from step")
     for number, (a, b) in enumerate(zip(comparison.losses_a, comparison.losses_b, strict=True)):
-        change = _percent(b / a - 1) if a else ""
+        change = _percent(b / a - 1) if a and math.isfinite(b / a) else ""
         cells = (number + 1, number_of_loss(a), number_of_loss(b), change, comparison.since[number])
         table.add_row(*map(terminal.cell, cells))
     for name, runs in (("A", comparison.a), ("B", comparison.b)):
         terminal.show_text(f"{name}: {', '.join(runs)}")
     terminal.show(table)
+    for line in comparison.lost:
+        terminal.show_text(line)
     if len(set(comparison.since)) > 1:
         terminal.show_text("The pairs have different lengths, so these means are not from the same steps.")
     for line in describe_pairs(comparison.paired, comparison.loss):
@@ -317,6 +319,12 @@ def describe_pairs(paired: PairedDifference, loss: str = "loss", a: str = "A", b
     """Yield the difference of paired final losses, and whether it is within the tolerance."""
     values = f"{number_of_loss(paired.a)} in {a}, {number_of_loss(paired.b)} in {b} ({_percent(paired.difference)})"
     bound = _percent(paired.tolerance, signed=False)
+    if not math.isfinite(paired.a):
+        yield f"In {a}, a {loss} is inf or nan, so {b} cannot be compared with it."
+        return
+    if not math.isfinite(paired.b):
+        yield f"In {b}, a {loss} is inf or nan: NOT within the tolerance of {bound}."
+        return
     if paired.pairs == 1:
         yield f"{loss}: {values}, of one seed a side."
         yield f"Cannot decide with 1 seed: it has no spread. Give at least 3 seeds a side, to test against {bound}."
