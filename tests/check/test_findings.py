@@ -25,6 +25,7 @@ from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.instrumentation import upstream
 from te_precision_callbacks.session import InspectSession
 from tests.check.running import BF16, RECIPES, gpu_with
+from tests.combinations import half
 from tests.conftest import feature, statistics
 from tests.functions import Function
 
@@ -58,9 +59,12 @@ SIZES = [(64, 32, 32), (40, 32, 32), (30, 32, 32), (64, 48, 32), (64, 32, 40), (
 
 
 @pytest.mark.parametrize(
-    "config", [WATCHED, {"s": feature("DisableFP8GEMM", ["all"], gemms=["wgrad"])}], ids=["no GEMM off", "wgrad off"]
+    ("recipe", "config"),
+    half(
+        [recipe for recipe in RECIPES if recipe != "none"],
+        [WATCHED, {"s": feature("DisableFP8GEMM", ["all"], gemms=["wgrad"])}],
+    ),
 )
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "none"])
 def test_a_shape_is_found_where_a_run_refuses_it(recipe: str, config: Any, tmp_path: Path) -> None:
     with gpu_with(recipe):
         for tokens, in_features, out_features in SIZES:

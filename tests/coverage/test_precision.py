@@ -18,7 +18,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_recipe
 from te_precision_callbacks.session import GemmPrecision, InspectSession, running_session
-from tests.combinations import half
+from tests.combinations import half, pairs
 from tests.conftest import feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.forked import executable
@@ -208,14 +208,14 @@ def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
     quantized = [recipe for recipe in recipes if recipe != "none"]
     some = quantized[:2]
     results: dict[str, Any] = {
-        "modules": half(MODULES, recipes, ["none", "LogTensorStats"]),
+        "modules": pairs(MODULES, recipes, ["none", "LogTensorStats"]),
         "features": itertools.product(["LayerNormLinear"], quantized, list(FEATURES)[2:]),
-        "schedules": itertools.product(["Linear"], some[:1], FEATURES, [10], ["none"], CHANGES),
+        "schedules": [("Linear", some[0], name, 10, "none", change) for name, change in half(FEATURES, CHANGES)],
         "checkpoints": itertools.product(["LayerNormLinear"], some[-1:], ["none", "LogTensorStats"], [1], CHECKPOINTS),
-        "checkpoints and schedules": itertools.product(
+        "checkpoints and schedules": pairs(
             ["Linear"], some[:1], ["none", "LogTensorStats"], [10], list(CHECKPOINTS)[1:], [LATER, EARLIER]
         ),
-        "gradients": half(
+        "gradients": pairs(
             MODULES,
             ["none", *some[-1:]],
             ["none", "LogTensorStats"],

@@ -17,7 +17,7 @@ from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, Parameter
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.session import InspectSession
-from tests.combinations import half
+from tests.combinations import pairs
 from tests.conftest import statistics
 from tests.diagnosis.planted import Loss, in_fp8, outside, trained
 from tests.forked import ranks
@@ -96,7 +96,7 @@ def adamw(model: torch.nn.Module, lr: float = 1e-3, **keywords: Any) -> torch.op
     [
         (adamw, 2),
         (lambda model: adamw(model, weight_decay=0.0), 4),
-        (lambda model: torch.optim.SGD(model.parameters(), lr=1e-2), 6),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=1e-2), 2),
         (lambda model: torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9), 2),
         (lambda model: FusedAdam(model.parameters(), lr=1e-3), 4),
         (lambda model: FusedSGD(model.parameters(), lr=1e-2), 2),
@@ -108,7 +108,7 @@ def test_healthy_optimizers_have_no_findings(
     tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], blocks: int
 ) -> None:
     model = Model(blocks, tied=blocks == 4)
-    assert_healthy(train(tmp_path, model, make(model), micro_batches=1 + blocks % 4, around=in_fp8))
+    assert_healthy(train(tmp_path, model, make(model), micro_batches=3 - blocks // 2, around=in_fp8))
 
 
 def test_a_config_without_statistics_of_weights_checks_parameters_too(tmp_path: Path) -> None:
@@ -305,22 +305,19 @@ class ListOfExperts(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "used", "share"), [([0], [0], 80), ([0, 1, 2, 3], [0, 1, 4], 40)])
-def test_listed_experts_without_tokens_for_many_steps_are_a_note_with_their_share(
-    tmp_path: Path, first: list[int], used: list[int], share: int
-) -> None:
+def test_listed_experts_without_tokens_for_many_steps_are_a_note_with_their_share(tmp_path: Path) -> None:
     model = ListOfExperts(5)
     verdict = train(
         tmp_path,
         model,
         adamw(model),
-        loss=lambda step: model.loss(first if step < 2 else used),
+        loss=lambda step: model.loss([0, 1, 2, 3] if step < 2 else [0, 1, 4]),
         steps=72,
         config=statistics(freq=50),
     )
     (idle,) = of_parameters(verdict)
-    assert (idle.severity, len(idle.layers)) == ("note", 4 * share // 20)
-    assert f"{share} % of similar weights" in idle.seen
+    assert (idle.severity, len(idle.layers)) == ("note", 8)
+    assert "40 % of similar weights" in idle.seen
 
 
 @pytest.mark.parametrize(
@@ -594,7 +591,7 @@ def test_heads_that_join_the_training_late(tmp_path: Path, joins: int) -> None:
 
 @pytest.mark.parametrize("gaps", [1, 2])
 def test_a_block_that_leaves_the_training_for_a_while(tmp_path: Path, gaps: int) -> None:
-    model = Model(4)
+    model = Model()
 
     def loss(step: int) -> torch.Tensor:
         model.blocks[1].cut = 4 <= step < 16 or (gaps == 2 and step >= 20)
@@ -754,7 +751,7 @@ class Masters:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lr", "copies"), half(["bfloat16", "current", "block"], [1e-3, 1e-4], ["at once", "late", "never"])
+    ("kind", "lr", "copies"), pairs(["bfloat16", "current", "block"], [1e-3, 1e-4], ["at once", "late", "never"])
 )
 def test_masters_that_do_not_reach_the_weights_are_found(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from te_precision_callbacks.coverage.contract_keeper import PrecisionContractErr
 from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
+from tests.combinations import half
 
 STEPS = 9
 WIDTH = 32
@@ -160,8 +161,7 @@ def test_a_forward_in_each_step_is_of_the_training(tmp_path: Path, evaluates: bo
     assert ("Not observed: torch.no_grad() (0.base" in str(session.coverage())) == (not evaluates)
 
 
-@pytest.mark.parametrize("call", [checkpointed, te_checkpointed])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("base", "call"), half(BASES, [checkpointed, te_checkpointed]))
 def test_a_checkpoint_whose_inputs_need_no_gradient(
     tmp_path: Path, base: type[torch.nn.Module], call: Callable[..., torch.Tensor]
 ) -> None:

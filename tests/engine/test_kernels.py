@@ -24,6 +24,7 @@ from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import compiled, eager, native
 from te_precision_callbacks.engine.kernels.eager_blocks import largest_range
 from te_precision_callbacks.statistics.names import Blocks
+from tests.combinations import pairs
 from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.forms import spread
@@ -574,10 +575,7 @@ IN_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["as it is", "both orientations"])
-@pytest.mark.parametrize("dims", [1, 2])
-@pytest.mark.parametrize("size", [1, 8, 16, 10**6])
-@pytest.mark.parametrize("name", IN_BLOCKS)
+@pytest.mark.parametrize(("name", "size", "dims", "both"), pairs(IN_BLOCKS, [1, 8, 16, 10**6], [1, 2], [False, True]))
 def test_the_largest_range_equals_a_loop_over_blocks(name: str, size: int, dims: int, both: bool) -> None:
     blocks = Blocks(size, dims, both)
     result = largest_range(IN_BLOCKS[name], blocks)

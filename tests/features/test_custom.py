@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Flo
 
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.session import InspectSession
-from tests.combinations import half
+from tests.combinations import half, pairs
 from tests.conftest import Keeper
 from tests.docs.pages import blocks
 from tests.features import probes
@@ -48,7 +48,7 @@ def train_with_probe(folder: Path, way: str, **how: Any) -> None:
 
 @pytest.mark.parametrize(
     ("way", "api_method", "base", "signatures"),
-    half(
+    pairs(
         ["alone, from a folder", "session with a folder", "session with a class"],
         (True, False),
         ["TEConfigAPIMapper", "TEDefaultFeatures", ""],

@@ -31,6 +31,7 @@ from te_precision_callbacks.gemm_error.kernel_check import (
     thin,
 )
 from te_precision_callbacks.statistics.table import STATISTICS
+from tests.combinations import pairs
 from tests.docs.pages import PAGES
 from tests.gemm_error.gemms import BF16, RECIPES, SIZES, Gemm, gemm_of, quantizer
 from tests.replay.faults import KERNEL, QUANTIZER
@@ -256,10 +257,10 @@ def test_a_right_quantizer(recipe: str, which: str, columnwise: bool) -> None:
             assert abs(result.rounded_to_0 - result.expected_0) / result.rounded < 0.01
 
 
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize("which", ["weight", "gradient"])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "value", "which", "columnwise"),
+    pairs(RECIPES, [math.inf, -math.inf, math.nan], ["weight", "gradient"], [False, True]),
+)
 def test_what_inf_and_nan_do_is_not_blamed_on_the_quantizer(
     recipe: str, value: float, which: str, columnwise: bool
 ) -> None:

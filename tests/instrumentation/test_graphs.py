@@ -18,6 +18,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.session import InspectSession
+from tests.combinations import half
 from tests.conftest import Keeper, statistics
 from tests.instrumentation.test_refusals import warnings_of
 
@@ -131,11 +132,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("observe", ["fused", "debug"])
-@pytest.mark.parametrize(("name", "when"), CASES)
+@pytest.mark.parametrize(("case", "observe"), half(CASES, ["fused", "debug"]))
 def test_it_is_as_in_an_eager_training(
-    name: str, when: str, observe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: tuple[str, str], observe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    name, when = case
     recipe, config = RECIPES[name](), statistics(tensors=["activation", "weight", "gradient"], freq=FREQ)
     eager, in_graph = Keeper(), Keeper()
     net = model()

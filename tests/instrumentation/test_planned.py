@@ -129,7 +129,7 @@ def test_planned_results_are_those_of_events(recipe: str) -> None:
 
 @pytest.mark.slow
 @given(draw=randoms())
-@examples(12, shrink=False)
+@examples(8, shrink=False)
 def test_planned_results_are_those_of_events_in_any_training(draw: random.Random) -> None:
     with any_capability():
         module, recipe = draw.choice(NETS), draw.choice(SHOWN)

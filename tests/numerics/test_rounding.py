@@ -12,6 +12,7 @@ from te_precision_callbacks.base.numerics.conversions import block_amaxes, decod
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat, _code_table
 from te_precision_callbacks.base.numerics.nvfp4 import random_hadamard_transform
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, round_blocks, round_to_mxfp8
+from tests.combinations import pairs
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy
 
@@ -166,11 +167,10 @@ def numbers(
         return fmt.decode(codes) * spec.spread(factors, block, values.shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", spec.DTYPES, ids=str)
-@pytest.mark.parametrize("square", [False, True], ids=["rows", "squares"])
-@pytest.mark.parametrize("epsilon", [0.0, 0.3])
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["float32 scales", "powers of two"])
-@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize(
+    ("dtype", "square", "epsilon", "power_of_two", "e5m2"),
+    pairs(spec.DTYPES, [False, True], [0.0, 0.3], [False, True], [False, True]),
+)
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling", "mxfp8"])
 def test_fp8_in_every_setting(
     recipe: str, e5m2: bool, power_of_two: bool, epsilon: float, square: bool, dtype: torch.dtype

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.quantization import _amax_and_scale_update
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError
+from tests.combinations import pairs
 
 # --- activations ------------------------------------------------------------------------------------------------------
 
@@ -286,11 +287,10 @@ def test_each_pair_is_multiplied_by_a_complex_number() -> None:
     torch.testing.assert_close(out.double(), torch.view_as_real(pairs * turn).flatten(-2), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotated", [8, 16])
-@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "interleaved", "rotated", "layout", "started"),
+    pairs([torch.float32, torch.bfloat16], [False, True], [8, 16], ["sbhd", "bshd", "thd"], [False, True]),
+)
 def test_like_transformer_engines_own_torch(
     dtype: torch.dtype, interleaved: bool, rotated: int, layout: str, started: bool
 ) -> None:

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from tests.capability import stand_for
-from tests.combinations import half
+from tests.combinations import pairs
 
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),
@@ -91,7 +91,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("activation", "groups", "normalization", "rotary"),
-    half(["gelu", "swiglu"], [4, 2], ["LayerNorm", "RMSNorm"], [False, True]),
+    pairs(["gelu", "swiglu"], [4, 2], ["LayerNorm", "RMSNorm"], [False, True]),
 )
 def test_transformer_layer(activation: str, groups: int, normalization: str, rotary: bool) -> None:
     module = te.TransformerLayer(

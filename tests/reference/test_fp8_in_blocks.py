@@ -11,7 +11,7 @@ from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
-from tests.combinations import half
+from tests.combinations import pairs
 from tests.quantizers import quantizer
 from tests.reference import block_formats as spec
 
@@ -75,7 +75,7 @@ def _assert_is(out: Any, x: torch.Tensor, recipe: str, **options: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "e5m2", "variant"), half(spec.KINDS, spec.DTYPES, (False, True), VARIANTS), ids=str
+    ("kind", "dtype", "e5m2", "variant"), pairs(spec.KINDS, spec.DTYPES, (False, True), VARIANTS), ids=str
 )
 def test_bytes_and_scales(kind: str, dtype: torch.dtype, e5m2: bool, variant: tuple[str, Options]) -> None:
     recipe, options = variant

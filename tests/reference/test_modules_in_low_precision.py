@@ -25,7 +25,7 @@ from transformer_engine.common.recipe import (
 
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
 from tests.capability import any_capability, stand_for
-from tests.combinations import half
+from tests.combinations import half, pairs
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy
 
@@ -181,7 +181,7 @@ class History:
 
 @pytest.mark.parametrize(
     ("name", "options", "dtype"),
-    half(
+    pairs(
         MODULES,
         [("max", 0, Format.HYBRID), ("most_recent", 1, Format.E4M3)],
         [torch.float32, torch.bfloat16, torch.float16],
@@ -318,7 +318,7 @@ class BlockWrite(Write):
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe", "dtype"), half(BLOCK_MODULES, BLOCK_RECIPES, (torch.bfloat16, torch.float32))
+    ("name", "recipe", "dtype"), pairs(BLOCK_MODULES, BLOCK_RECIPES, (torch.bfloat16, torch.float32))
 )
 def test_bytes_of_blocks(name: str, recipe: str, dtype: torch.dtype, writes: list[BlockWrite], stand_for: Any) -> None:
     capability, make = BLOCK_RECIPES[recipe]

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4Quant
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
-from tests.combinations import half
+from tests.combinations import pairs
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy as expected
 from tests.reference.processes import answers
@@ -51,7 +51,7 @@ def check_both(quantized: Any, source: torch.Tensor, *, by_row: bool = False, **
         check(quantized, direction, codes, scales, amax)
 
 
-@pytest.mark.parametrize(("shape", "kind", "dtype", "square"), half(SHAPES, spec.KINDS, TYPES, (False, True)), ids=str)
+@pytest.mark.parametrize(("shape", "kind", "dtype", "square"), pairs(SHAPES, spec.KINDS, TYPES, (False, True)), ids=str)
 def test_bytes_scales_and_amax_are_those_of_the_definitions(
     shape: tuple[int, int], kind: str, dtype: str, square: bool
 ) -> None:
@@ -61,7 +61,7 @@ def test_bytes_scales_and_amax_are_those_of_the_definitions(
 
 @pytest.mark.parametrize(
     ("kind", "square", "largest_scale", "error", "in_e4m3_units"),
-    half(spec.KINDS, (False, True), (448, 256), ("MAE", "MSE"), (False, True)),
+    pairs(spec.KINDS, (False, True), (448, 256), ("MAE", "MSE"), (False, True)),
 )
 def test_four_over_six_takes_the_better_scale(
     kind: str, square: bool, largest_scale: int, error: str, in_e4m3_units: bool, monkeypatch: pytest.MonkeyPatch

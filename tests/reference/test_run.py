@@ -148,8 +148,7 @@ def test_torch_compile(tmp_path: Path) -> None:
                 return x.grad
 
             expected = gradient(function)
-            for mode in ("default", "reduce-overhead"):
-                torch.testing.assert_close(gradient(torch.compile(function, mode=mode)), expected)
+            torch.testing.assert_close(gradient(torch.compile(function, mode="reduce-overhead")), expected)
 
             features = {"LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"], "freq": 1}}
             section = {"enabled": True, "layers": {"layer_types": ["linear"]}, "transformer_engine": features}

@@ -203,10 +203,10 @@ def test_each_command_reads_a_run_with_a_damaged_file(tmp_path: Path, good: Path
                 shutil.rmtree("run", ignore_errors=True)
                 shutil.copytree("good", "run", symlinks=True)
                 KINDS[kind](Path("run", *file.parts[1:]), draw)
-                for command in (COMMANDS[0], draw.choice(COMMANDS[1:])):
-                    result = invoke(*command)
-                    if command[0] == "diagnose" and result.exit_code == 1 and result.exception is None:
-                        assert json.loads(result.stdout)["state"] == "problems found", file
+                command = draw.choice(COMMANDS)
+                result = invoke(*command)
+                if command[0] == "diagnose" and result.exit_code == 1 and result.exception is None:
+                    assert json.loads(result.stdout)["state"] == "problems found", file
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "strange values"])

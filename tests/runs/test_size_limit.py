@@ -115,9 +115,9 @@ def check(run: RecordedRun, truth: Truth) -> int:
 def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limit, truth = 400_000, {}
+    limit, truth = 300_000, {}
     recording, sizes = begin(tmp_path, limit), []
-    record(recording, range(5000), truth, watch=lambda: sizes.append(size(tmp_path)))
+    record(recording, range(3000), truth, watch=lambda: sizes.append(size(tmp_path)))
     recording.end(None)
     assert max(sizes) <= limit
     run = open_run(tmp_path)
@@ -125,16 +125,16 @@ def test_recent_steps_are_whole_and_the_interval_of_old_ones_doubles(
     intervals = [item.every for item in run.thinned]
     assert intervals == sorted(intervals, reverse=True)
     assert {2, 4, 8} & {*intervals}
-    assert 300 < 5000 - whole_from < 3000, "recent steps, and not a handful"
+    assert 200 < 3000 - whole_from < 1800, "recent steps, and not a handful"
     for number, name in layer_numbers(run).items():
         if 777 + name in truth[name]:
             assert 1e6 + name in run.values([number])["value"].to_pylist(), "what happened long ago is there"
-    assert run.steps["iteration"].to_pylist() == list(range(5000))
-    assert len(run.scalars) == 5000, "the loss is kept whole"
+    assert run.steps["iteration"].to_pylist() == list(range(3000))
+    assert len(run.scalars) == 3000, "the loss is kept whole"
     (note,) = run.notes
     assert note.startswith("The limit of records= was reached: of the statistics in iterations 0 to ")
     assert f" one step in {min(intervals)} to {max(intervals)} is kept, and the lowest and highest value" in note
-    assert caplog.text.count("have reached their limit of 400,000 bytes") == 1
+    assert caplog.text.count("have reached their limit of 300,000 bytes") == 1
     assert run.events["kind"].to_pylist().count("records_thinned") == 1
 
 

@@ -48,9 +48,7 @@ def find(model: Net, data: Any, **options: Any) -> SearchResult:
 # ---------------------------------------------------------------------- planted layers
 
 
-@pytest.mark.parametrize(
-    ("recipe", "place"), [("current", 0), ("current", 2), ("block", 1), ("mxfp8", 1), ("nvfp4", 0)]
-)
+@pytest.mark.parametrize(("recipe", "place"), [("current", 2), ("block", 1), ("nvfp4", 0)])
 def test_a_planted_layer_and_its_gemm_come_first(recipe: str, place: int) -> None:
     with on_gpu_of(recipe):
         model, _, data = trained(recipe, steps=0)
@@ -138,7 +136,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
 def test_a_search_in_a_training_changes_no_bit(recipe: str, tmp_path: Path) -> None:
     with on_gpu_of(recipe):
         losses = []
@@ -263,12 +261,12 @@ def test_one_seed_cannot_decide(tmp_path: Path) -> None:
 
 
 def test_the_choice_closes_the_gap_of_the_loss() -> None:
-    """A planted layer costs loss in all-low, which the choice gets back; three seeds each."""
+    """A planted layer costs loss in all-low, which the choice gets back; two seeds each."""
     with on_gpu_of("nvfp4"):
         model, optimizer, data = trained("nvfp4", steps=0)
         plant(model.blocks[0])
         plant(model.blocks[2])
-        result = find(model, data, optimizer=optimizer, steps=20, low_share=0.8, cosine=None)
+        result = find(model, data, optimizer=optimizer, seeds=2, steps=20, low_share=0.8, cosine=None)
         assert result.confirmation is not None
         gap = result.confirmation.low.difference
         assert gap > 0.01

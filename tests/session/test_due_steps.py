@@ -205,7 +205,6 @@ def trained(
         ("delayed", "DisableFP8Layer"),
         ("delayed", "PerTensorScaling"),
         ("current", "FakeQuant"),
-        ("block", "DisableQuantizationGEMM"),
         ("nvfp4", "DisableQuantizationGEMM"),
     ],
 )

@@ -24,6 +24,7 @@ from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.sinks.step_records import Event
 from tests.capability import stand_for
+from tests.combinations import half
 from tests.conftest import feature
 from tests.forked import launched
 from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
@@ -110,10 +111,16 @@ def nan_at(place: str, step: int, batch: int) -> Callable[[int, int, Blocks], Ho
 FIRST_OF = {"input": ("mlp.fc1", "input"), "between": ("linear", "activation"), "output": ("head", "input")}
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize(("place", "step", "batch"), [("input", 6, 1), ("between", 7, 0), ("output", 8, 1)])
-def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "nan"),
+    half(
+        ["nvfp4", "delayed", "none", "block", "mxfp8", "current"],
+        [("input", 6, 1), ("between", 7, 0), ("output", 8, 1)],
+    ),
+)
+def test_the_first_tensor_with_nan(recipe: str, nan: tuple[str, int, int], tmp_path: Path) -> None:
     """In steps without collection."""
+    place, step, batch = nan
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     session = train(Blocks(recipe), step + 3, tmp_path, nan_at(place, step, batch))
     finding = only(session, "nonfinite")
@@ -126,7 +133,7 @@ def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: in
 
 @pytest.mark.slow
 def test_each_step_is_read(tmp_path: Path) -> None:
-    for step in range(1, 14):
+    for step in (1, 2, 3, 4, 8, 13):
         session = train(Blocks("current"), step + 1, tmp_path / str(step), nan_at("between", step, 0), records="off")
         assert only(session, "nonfinite").since == step
 
@@ -156,7 +163,7 @@ def test_the_gradient_of_one_weight(tmp_path: Path) -> None:
     assert (finding.layers, finding.tensor, finding.since) == (("linear",), "gradient", 6)
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
 def test_training_has_the_same_bits(recipe: str, tmp_path: Path) -> None:
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     watched, without = Blocks(recipe), Blocks(recipe)

@@ -90,7 +90,7 @@ def test_ctrl_c_in_any_line_of_a_step_loses_no_step_and_takes_it_for_no_other(tm
     options: dict[str, Any] = {"log_dir": tmp_path, "sinks": [keeper], "strict": True}
     with InspectSession(statistics(), model=net, **options) as session:
         step = 0
-        for at in [None, None, *range(0, 10_000, 1 if EVERY_LINE else 17)]:
+        for at in [None, None, *range(0, 10_000, 1 if EVERY_LINE else 37)]:
             net(batch(step)).sum().backward()
             interrupted = Lines(at)(session.step)
             if session.iteration == step:
@@ -131,7 +131,7 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
 
     whole = end(None, tmp_path / "whole").count
     assert whole > 100
-    for at in range(0, whole, 1 if EVERY_LINE else 401):
+    for at in range(0, whole, 1 if EVERY_LINE else 797):
         end(at, tmp_path / str(at))
 
 
