@@ -147,7 +147,8 @@ the sections that would select other layers by those names; `layer_names: path` 
 - The three GEMMs of a linear layer: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies
   `gradient` and `weight` to `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
 - Both operands of a GEMM are quantized, or both are in high precision. PerTensorScaling quantizes; FakeQuant and the
-  Disable features use high precision. They cannot act on the same GEMM in the same step.
+  Disable features use high precision. They cannot act on the same GEMM in the same step, and only one feature can
+  change a tensor of a GEMM.
 - In plain Transformer Engine, features that change precision act in every step, without keys for ranges of steps.
 
 """  # noqa: E501
