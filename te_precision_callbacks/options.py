@@ -224,9 +224,9 @@ class SessionOptions:
         reduce: reduce statistics over the ranks. False: keep local values, without collectives.
         statistics_log: ranks and size limit of the statistics log. ``"rank0"``: the group's first rank writes all
             values, the others local values. ``"all"``: every rank writes all values. ``"off"`` or False: no log.
-            ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB, at which the log ends.
+            ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB; then the log ends.
         records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
-            such as ``"64GiB"``, at which old steps are downsampled (docs/records.md#old-steps-of-a-long-run).
+            such as ``"64GiB"``; then old steps are downsampled (docs/records.md#old-steps-of-a-long-run).
         report: write the run's page to ``<log_dir>/report.html`` when it has ended without an error
             (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.

@@ -3,7 +3,7 @@
 Usage::
 
     config = load_config("config.yaml")  # or a mapping, or None for the defaults
-    plan = config.plan(layers, registered)  # which features act on which layer
+    plan = config.plan(layers, registered)  # the features of each layer
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planning: which features act on which layers.
+"""Planning: the features that act on each layer.
 
 nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward: it silently ignores a selector that matches no
 layer, and two sections that select the same layer end the run. Here sections are merged per layer before the run, and

@@ -133,7 +133,7 @@ class DisableQuantizationGEMM(Spans, GemmChoice[DisableQuantizationGemmItem], Fe
     It excludes PerTensorScaling on these GEMMs.
 
     One exception, as in Transformer Engine's own feature: under autocast, the float32 bias of a GroupedLinear, and of
-    fc2 in a LayerNormMLP whose fc1 runs in FP8, is still rounded to bfloat16.
+    fc2 in a LayerNormMLP with fc1 in FP8, is still rounded to bfloat16.
     """
 
     example = """

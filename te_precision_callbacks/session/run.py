@@ -298,7 +298,7 @@ class Run:
         return records
 
     def _exchange(self, *, losses: bool, origins: bool) -> None:
-        """Send the first rank what only other ranks know; all ranks must call this."""
+        """Send losses and origins of inf and nan to the first rank; all ranks must call this."""
         ranks = self.context.ranks
         if origins:
             of_others = self._every_step.exchange_origins(ranks)

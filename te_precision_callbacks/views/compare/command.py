@@ -26,7 +26,7 @@ _SIDES = ("--a", "--b")
 
 
 class SeveralRuns(TyperCommand):
-    """A command whose options ``--a`` and ``--b`` take several values each."""
+    """A command with several values for each of the options ``--a`` and ``--b``."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         side = ""
