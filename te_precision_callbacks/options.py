@@ -34,7 +34,7 @@ from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
 from te_precision_callbacks.sinks.step_records import Sink
 
-__all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
+__all__ = ["SessionKeywords", "SessionOptions", "StepOn"]
 
 StrPath = str | os.PathLike[str]
 

@@ -24,13 +24,13 @@ from te_precision_callbacks.check.findings import (
     unsized_finding,
     unsized_shares,
 )
-from te_precision_callbacks.config import Config, ConfigError, Plan, Section
+from te_precision_callbacks.config import Config, ConfigError, Plan
 from te_precision_callbacks.config.contract import Contract, ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.effects import NAMESPACE, spans_of
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.loading import notes_of
-from te_precision_callbacks.config.planning import draft
+from te_precision_callbacks.config.planning import Section, draft
 from te_precision_callbacks.config.schemas import LogGemmError, known_features
 from te_precision_callbacks.config.steps import read_early_steps, with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers

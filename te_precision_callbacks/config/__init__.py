@@ -8,18 +8,8 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
-from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
+from te_precision_callbacks.config.loading import Config, load_config
+from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.config.selection import LayerSelector
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "ConfigSource",
-    "LayerPlan",
-    "LayerSelector",
-    "Plan",
-    "Section",
-    "load_config",
-]
+__all__ = ["Config", "ConfigError", "Plan", "load_config"]
