@@ -32,7 +32,7 @@ Options = dict[str, Any]
 def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str | None) -> list[Options]:
     """The options of a custom feature for a tensor and a GEMM, one for each entry that names them.
 
-    Without ``tensors`` and ``tensors_struct`` the options apply to every tensor; likewise for GEMMs.
+    Without ``tensors`` and ``tensors_struct`` the options apply to every tensor; the same holds for GEMMs.
     """
     entries: list[tuple[Options, Nested]] = [({}, Nested.of(config))]
     calls: tuple[tuple[Literal["gemm", "tensor"], str | None], ...] = (("gemm", gemm), ("tensor", tensor))

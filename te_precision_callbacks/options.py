@@ -34,7 +34,7 @@ from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
 from te_precision_callbacks.sinks.step_records import Sink
 
-__all__ = ["SessionKeywords", "SessionOptions", "StatisticsLogRanks", "StepOn"]
+__all__ = ["SessionKeywords", "SessionOptions", "StepOn"]
 
 StrPath = str | os.PathLike[str]
 
@@ -223,20 +223,18 @@ class SessionOptions:
         process_group: the group that reduces statistics. None: all ranks.
         reduce: reduce statistics over the ranks. False: keep local values, without collectives.
         statistics_log: ranks and size limit of the statistics log. ``"rank0"``: the group's first rank writes all
-            values, the others their local values. ``"all"``: every rank writes all values. ``"off"`` or False: no log.
-            ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB. At the limit, the log
-            ends and the records continue.
+            values, the others local values. ``"all"``: every rank writes all values. ``"off"`` or False: no log.
+            ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB; then the log ends.
         records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
-            such as ``"64GiB"``; at the limit, old steps are downsampled (docs/records.md).
+            such as ``"64GiB"``; then old steps are downsampled (docs/records.md#old-steps-of-a-long-run).
         report: write the run's page to ``<log_dir>/report.html`` when it has ended without an error
             (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.
         early_steps: additional collection steps at the start. True: steps 1, 2, 5, 10, 20 and 50. A list: its steps.
             False: none. None: True with the default config or a section named ``default_statistics``, otherwise False.
             DumpTensors ignores it.
-        layer_names: layer names in selectors and all output. ``"path"``: paths in the module tree. ``"upstream"``:
-            nvidia-dlfw-inspect's names and numbers. None: the config's key ``layer_names``, otherwise paths
-            (docs/features.md#names).
+        layer_names: ``"path"``: layer names are paths in the module tree. ``"upstream"``: nvidia-dlfw-inspect's names
+            and numbers. None: the config's key ``layer_names``, otherwise paths (docs/features.md#names).
         scope: prefix of this rank's layer names, if ranks have different layers at the same path: a text such as
             ``"pp1"``, or a function of a module's path. Empty: derived from Megatron's parallel state or device meshes
             (docs/statistics.md#aggregation).
@@ -245,26 +243,23 @@ class SessionOptions:
             all, up to a limit (docs/statistics.md#in-the-loggers).
         debug: ``"activation_overflow"`` stops where an activation or a gradient becomes inf or nan
             (docs/activation-overflow.md). ``"te_precision"`` is accepted without effect.
-        observe: call path of observed layers. ``"fused"``: TE's fused path, with bit-identical training; features that
-            need another path are refused. ``"debug"``: TE's unfused debug path, which rounds some tensors differently.
-            ``"auto"``: the fused path where a layer's features allow it (docs/observing.md).
-        every_step: watch the largest magnitude of each GEMM's tensors in every step, also between collection steps
-            (docs/observing.md#in-every-step). False: outside of collection steps, layers run no code of the session.
+        observe: call path of observed layers (docs/observing.md). ``"fused"``: TE's fused path, with bit-identical
+            training; other features are refused. ``"debug"``: TE's unfused debug path. ``"auto"``: the fused path where
+            a layer's features allow it.
+        every_step: watch the largest magnitude of each GEMM's tensors in every step (docs/observing.md#in-every-step).
         precision_features_in_eval: whether features that change precision also act in evaluation.
         allow_unmatched: warn instead of raising about sections that match no layer.
         strict: raise instead of warning about a failed observation, a layer refused by TE's debug path, or a difference
             found by the audit of a resume (docs/resuming.md#the-audit).
-        require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract). Checked
-            after the third step, when precision changes, and at the end of a shorter run.
+        require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract).
         require_same: the map of another side, such as a rollout engine, whose layers the run must quantize too: the
             path of a map or a checkpoint, or a mapping with ``map`` and ``alignment``
             (docs/rollout.md#stop-a-run-that-differs). Checked like ``require``.
         on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
         on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: log
-            each finding once. ``"stop"``: raise a PrecisionFindingError on all ranks, for errors and warnings, or for
-            the listed severities or rules, such as ``"stop: nonfinite, dead-gradient"``. A mapping of rules to
-            reactions, such as ``{"nonfinite": "dump, protect checkpoint"}``. A function of the finding may return
-            ``"stop"``.
+            each finding once. ``"stop"``, ``"stop: nonfinite, dead-gradient"``: raise a PrecisionFindingError on all
+            ranks. A mapping of rules to reactions, such as ``{"nonfinite": "dump, protect checkpoint"}``, or a function
+            of the finding.
         profile: iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13, all"`` on
             all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
         quiet: omit the lines printed to stderr when the run ends, as does the environment variable

@@ -11,8 +11,8 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks import PrecisionDebugError
-from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords, metric_name
-from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, names_for_mlflow
+from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords
+from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, metric_name, names_for_mlflow
 from te_precision_callbacks.sinks.worst import worst_of_all
 from te_precision_callbacks.statistics.series import family_of
 from tests.conftest import feature

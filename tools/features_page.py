@@ -99,7 +99,7 @@ statistics:                      # a section: any name
 ```
 
 A layer may be in several sections with different features. A section or feature with `enabled: False` is not checked.
-Feature names are case-insensitive. All problems of a config are reported in one error, with line numbers.
+Feature names are case-insensitive.
 
 ## Select layers
 
@@ -125,9 +125,8 @@ If ranks have different layers at the same path, the names get [a prefix or Mega
 numbers](statistics.md#aggregation).
 
 nvidia-dlfw-inspect names some layers differently: with an attribute `layer_number`, `model.layers.3.q_proj` is
-`model.layers.4.q_proj`. For a config with nvidia-dlfw-inspect's names, pass `layer_names="upstream"`, or write
-`layer_names: upstream` above the sections. A warning names the sections that would select other layers by those names;
-`layer_names: path` suppresses it.
+`model.layers.4.q_proj`. For a config with its names, write `layer_names: upstream` above the sections. A warning names
+the sections that would select other layers by those names; `layer_names: path` suppresses it.
 
 ## Keys of all features
 
@@ -144,14 +143,14 @@ nvidia-dlfw-inspect names some layers differently: with an attribute `layer_numb
 | `end_step` | an integer >= -1 | The last step, inclusive. -1, the default: no end. |
 | `start_end_list` | a list of [start, end] pairs | Several ranges of steps instead, ends included: `[[0, 20], [80, -1]]`. |
 
-- Steps are *debug iterations*: an optimizer step with all of its micro-batches is one iteration.
+- Steps are *debug iterations*: optimizer steps with all of their micro-batches.
 - The three GEMMs of a linear layer: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies
   `gradient` and `weight` to `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
 - Both operands of a GEMM are quantized, or both are in high precision. PerTensorScaling quantizes; FakeQuant and the
-  Disable features use high precision. They cannot act on the same GEMM in the same step.
-- In plain Transformer Engine, features that change precision act in every step: their keys for ranges of steps are an
-  extension of this project.
-- The keys of [your own features](custom-features.md) are not checked.
+  Disable features use high precision. They cannot act on the same GEMM in the same step, and only one feature can
+  change a tensor of a GEMM.
+- In plain Transformer Engine, features that change precision act in every step, without keys for ranges of steps.
+
 """  # noqa: E501
 
 

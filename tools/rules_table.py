@@ -10,8 +10,8 @@ from te_precision_callbacks.diagnosis.rules import RULES
 
 def table() -> str:
     """The table, in Markdown."""
-    lines = ["| rule | severity | what is wrong | needs |", "|---|---|---|---|"]
-    lines += [f"| `{rule.id}` | {rule.severity} | {rule.title} | {rule.needs} |" for rule in RULES]
+    lines = ["| rule | severity | what is wrong |", "|---|---|---|"]
+    lines += [f"| `{rule.id}` | {rule.severity} | {rule.title} |" for rule in RULES]
     return "\n".join(lines)
 
 

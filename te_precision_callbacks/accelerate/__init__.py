@@ -21,14 +21,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.accelerate", "accelerate") from error
 
-from te_precision_callbacks.accelerate.debugger import STATE_FILE, PrecisionDebugger, scales_loss
-from te_precision_callbacks.accelerate.unconverted import convert_to_te, unconverted_layers, warn_of_unconverted
+from te_precision_callbacks.accelerate.debugger import PrecisionDebugger
+from te_precision_callbacks.accelerate.unconverted import convert_to_te, unconverted_layers
 
-__all__ = [
-    "STATE_FILE",
-    "PrecisionDebugger",
-    "convert_to_te",
-    "scales_loss",
-    "unconverted_layers",
-    "warn_of_unconverted",
-]
+__all__ = ["PrecisionDebugger", "convert_to_te", "unconverted_layers"]

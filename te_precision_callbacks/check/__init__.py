@@ -18,16 +18,14 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.check.accelerate_conversion import ConversionError
-    from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel, check_model
-    from te_precision_callbacks.check.factory import BatchError, ModelFactoryError, RecipeError
+    from te_precision_callbacks.check.checked_model import CheckedModel, check_model
+    from te_precision_callbacks.check.factory import BatchError, RecipeError
     from te_precision_callbacks.check.findings import PlanFinding
 
 __all__ = [
-    "ActingFeature",
     "BatchError",
     "CheckedModel",
     "ConversionError",
-    "ModelFactoryError",
     "PlanFinding",
     "RecipeError",
     "check_model",

@@ -24,13 +24,13 @@ from te_precision_callbacks.check.findings import (
     unsized_finding,
     unsized_shares,
 )
-from te_precision_callbacks.config import Config, ConfigError, Plan, Section
-from te_precision_callbacks.config.contract import ContractSource, read_contract
+from te_precision_callbacks.config import Config, ConfigError, Plan
+from te_precision_callbacks.config.contract import Contract, ContractSource, read_contract
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.effects import NAMESPACE, spans_of
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.loading import notes_of
-from te_precision_callbacks.config.planning import draft
+from te_precision_callbacks.config.planning import Section, draft
 from te_precision_callbacks.config.schemas import LogGemmError, known_features
 from te_precision_callbacks.config.steps import read_early_steps, with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
@@ -145,12 +145,8 @@ def check_model(
         OptionError: ``tokens`` is not positive, or given with a batch; ``observe`` is not a valid path.
         BatchError: the forward or backward fails with ``batch``.
     """
-    if tokens is not None and batch is not None:
-        raise OptionError(
-            "tokens= and batch= cannot be combined: a batch already sets the tokens of each layer. Give one of the two."
-        )
-    if tokens is not None and tokens < 1:
-        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
+    if tokens is not None:
+        _require_positive(tokens, batch)
     check_value("observe", observe)
     is_wanted = recipe != NONE
     if isinstance(recipe, str):
@@ -170,10 +166,23 @@ def check_model(
     ).check()
     if contract is None:
         return checked
-    require_layers(contract, {product.layer for product in checked.coverage})
     with_regions: Sequence[str] = ()
     if batch is None and recipe is not None:
         with_regions = modules_with_regions(model)
+    return _with_broken_clauses(checked, contract, with_regions)
+
+
+def _require_positive(tokens: int, batch: Any) -> None:
+    if batch is not None:
+        raise OptionError(
+            "tokens= and batch= cannot be combined: a batch already sets the tokens of each layer. Give one of the two."
+        )
+    if tokens < 1:
+        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
+
+
+def _with_broken_clauses(checked: CheckedModel, contract: Contract, with_regions: Sequence[str]) -> CheckedModel:
+    require_layers(contract, {product.layer for product in checked.coverage})
     findings, checkable = unsized_shares(
         contract, checked.coverage, checked.not_counted, checked.attention, with_regions
     )
@@ -242,12 +251,7 @@ class _Check:
         products = by_span.pop(next(iter(spans)))
         self._findings += find_recipe_problems(self._recipe, acting)
         self._findings += find_refused_options(recipes, self._modules)
-        if ran is not None and ran.enters_region:
-            self._notes.append("The model enters te.autocast itself, so the plan assumes no region around it.")
-        elif ran is None and self._is_wanted and (with_regions := modules_with_regions(self._model)):
-            self._notes.append(
-                f"The plan assumes one region of te.autocast around the model: {region_note(with_regions)}."
-            )
+        self._note_regions(ran)
         self._findings += find_shape_problems(
             self._recipe,
             self._modules,
@@ -266,11 +270,8 @@ class _Check:
             )
         if products.not_counted:
             self._findings.append(unsized_finding(products.not_counted))
-        if self._is_wanted and not any(product.is_low for product in products.coverage):
-            why = "the model has no Transformer Engine layer"
-            if any(product.family in ("te", "te_ops") for product in products.coverage):
-                why = "see the reasons in the plan"
-            self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
+        if self._is_wanted:
+            self._require_low_precision(products.coverage)
         return CheckedModel(
             products.coverage,
             recipe_text(self._recipe),
@@ -285,6 +286,22 @@ class _Check:
             products.attention,
             {steps: planned.coverage for steps, planned in by_span.items()},
         )
+
+    def _note_regions(self, ran: Ran | None) -> None:
+        if ran is not None and ran.enters_region:
+            self._notes.append("The model enters te.autocast itself, so the plan assumes no region around it.")
+        elif ran is None and self._is_wanted and (with_regions := modules_with_regions(self._model)):
+            self._notes.append(
+                f"The plan assumes one region of te.autocast around the model: {region_note(with_regions)}."
+            )
+
+    def _require_low_precision(self, coverage: Coverage) -> None:
+        if any(product.is_low for product in coverage):
+            return
+        why = "the model has no Transformer Engine layer"
+        if any(product.family in ("te", "te_ops") for product in coverage):
+            why = "see the reasons in the plan"
+        self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
 
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
         sections = {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -51,89 +51,109 @@ Alignment = Annotated[
     ),
 ]
 
+ModelFunction = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="A function without arguments that returns a torch.nn.Module: print the precision of its matrix"
+        " products. The model is created on the meta device if possible, otherwise on the CPU.",
+    ),
+]
+
+Convert = Annotated[
+    Conversion | None,
+    typer.Option(
+        help="accelerate: plan the model after Accelerate's FP8 conversion, which replaces Linear layers with"
+        " Transformer Engine layers.",
+    ),
+]
+
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4, none, or"
+        " package.module:function, the factory of a CustomRecipe;"
+        " auto (default): Transformer Engine's default for the GPU; with --convert, Accelerate's default,"
+        " fp8_delayed_scaling.",
+    ),
+]
+
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens per step on one rank, to compute multiply-adds and to find shapes that GEMMs do not support.",
+    ),
+]
+
+BatchFunction = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="Instead of --tokens: a function without arguments that returns the arguments of the model's"
+        " forward, as a tensor, a mapping of keywords, or a tuple. The plan then has the sizes of all"
+        " products.",
+    ),
+]
+
+Require = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONTRACT",
+        help="A precision contract that the plan must meet, such as 'fp8 >= 95%', or the path of a YAML file"
+        " with a precision_contract.",
+    ),
+]
+
+SameAsMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MAP",
+        help="A map or a checkpoint whose quantized layers the plan must quantize too, as for te-precision map.",
+    ),
+]
+
+ObservedPath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="The path of layers while features observe them, as in a run: auto (default), fused or debug.",
+    ),
+]
+
+AllowUnmatched = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unmatched",
+        help="Report a section that matches no layer as a note, not a finding, like allow_unmatched=True in a run.",
+    ),
+]
+
+WithMemory = Annotated[
+    bool,
+    typer.Option(
+        "--memory",
+        help="Print the memory that low precision adds and saves, by kind. --tokens is then the number of tokens"
+        " in one forward.",
+    ),
+]
+
 
 def check_command(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file.")],
     *,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PACKAGE.MODULE:FUNCTION",
-            help="A function without arguments that returns a torch.nn.Module: print the precision of its matrix"
-            " products. The model is created on the meta device if possible, otherwise on the CPU.",
-        ),
-    ] = None,
-    convert: Annotated[
-        Conversion | None,
-        typer.Option(
-            help="accelerate: plan the model after Accelerate's FP8 conversion, which replaces Linear layers with"
-            " Transformer Engine layers.",
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4, none, or"
-            " package.module:function, the factory of a CustomRecipe;"
-            " auto (default): Transformer Engine's default for the GPU; with --convert, Accelerate's default,"
-            " fp8_delayed_scaling.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens per step on one rank, to compute multiply-adds and to find shapes that GEMMs do not support.",
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PACKAGE.MODULE:FUNCTION",
-            help="Instead of --tokens: a function without arguments that returns the arguments of the model's"
-            " forward, as a tensor, a mapping of keywords, or a tuple. The plan then has the sizes of all"
-            " products.",
-        ),
-    ] = None,
-    require: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CONTRACT",
-            help="A precision contract that the plan must meet, such as 'fp8 >= 95%', or the path of a YAML file"
-            " with a precision_contract.",
-        ),
-    ] = None,
-    same_as: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MAP",
-            help="A map or a checkpoint whose quantized layers the plan must quantize too, as for te-precision map.",
-        ),
-    ] = None,
+    model: ModelFunction = None,
+    convert: Convert = None,
+    recipe: RecipeName = None,
+    tokens: Tokens = None,
+    batch: BatchFunction = None,
+    require: Require = None,
+    same_as: SameAsMap = None,
     alignment: Alignment = None,
-    observe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="The path of layers while features observe them, as in a run: auto (default), fused or debug.",
-        ),
-    ] = None,
-    allow_unmatched: Annotated[
-        bool,
-        typer.Option(
-            "--allow-unmatched",
-            help="Report a section that matches no layer as a note, not a finding, like allow_unmatched=True in a run.",
-        ),
-    ] = False,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="Print the memory that low precision adds and saves, by kind. --tokens is then the number of tokens"
-            " in one forward.",
-        ),
-    ] = False,
+    observe: ObservedPath = None,
+    allow_unmatched: AllowUnmatched = False,
+    memory: WithMemory = False,
     speed: Annotated[
         bool,
         typer.Option("--speed", help="Also print the expected speedup of low precision on the GPU given by --device."),
@@ -147,7 +167,7 @@ def check_command(
 
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the planned GPU if there is none.
     """
-    given: dict[str, object] = {
+    of_plan = {
         "--convert": convert,
         "--recipe": recipe,
         "--tokens": tokens,
@@ -155,19 +175,17 @@ def check_command(
         "--require": require,
         "--same-as": same_as,
         "--observe": observe,
-        "--allow-unmatched": allow_unmatched or None,
-        "--memory": memory or None,
-        "--speed": speed or None,
+        "--allow-unmatched": allow_unmatched,
+        "--memory": memory,
+        "--speed": speed,
     }
-    for name, value in given.items():
-        if model is None and value is not None:
-            raise typer.BadParameter("also give --model: this option is for a plan", param_hint=name)
-    speed_options: dict[str, object] = {"--device": device, "--calibrate": calibrate or None, "--table": table}
-    for name, value in speed_options.items():
-        if value is not None and not speed:
-            raise typer.BadParameter("also give --speed: this option is for expected times", param_hint=name)
-    if alignment is not None and same_as is None:
-        raise typer.BadParameter("an alignment is for --same-as", param_hint="--alignment")
+    if model is None:
+        _refuse(of_plan, "also give --model: this option is for a plan")
+    if not speed:
+        of_speed = {"--device": device, "--calibrate": calibrate, "--table": table}
+        _refuse(of_speed, "also give --speed: this option is for expected times")
+    if same_as is None:
+        _refuse({"--alignment": alignment}, "an alignment is for --same-as")
     if speed and tokens is None and batch is None:
         raise typer.BadParameter("expected times need --tokens or --batch", param_hint="--speed")
     if speed and device is None:
@@ -182,14 +200,7 @@ def check_command(
         )
     loaded, warnings = _load(config, as_json=as_json)
     if model is None:
-        from te_precision_callbacks.config.loading import notes_of
-
-        notes = (*warnings, *notes_of(loaded))
-        if as_json:
-            terminal.show_json({"config": config, "errors": [], "notes": notes})
-        else:
-            terminal.show_text(_first_line(config, loaded))
-            terminal.show_notes(notes)
+        _show_config(config, loaded, warnings, as_json=as_json)
         return
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
@@ -236,6 +247,23 @@ def check_command(
             show_step(expected)
     if checked.findings:
         raise typer.Exit(1)
+
+
+def _refuse(options: Mapping[str, object], text: str) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise typer.BadParameter(text, param_hint=name)
+
+
+def _show_config(path: str, config: Config, warnings: list[str], *, as_json: bool) -> None:
+    from te_precision_callbacks.config.loading import notes_of
+
+    notes = (*warnings, *notes_of(config))
+    if as_json:
+        terminal.show_json({"config": path, "errors": [], "notes": notes})
+    else:
+        terminal.show_text(_first_line(path, config))
+        terminal.show_notes(notes)
 
 
 def _load(path: str, *, as_json: bool) -> tuple[Config, list[str]]:

@@ -12,10 +12,10 @@ import torch
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
-from te_precision_callbacks.config import Section
 from te_precision_callbacks.config.conditions import Share
 from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.effects import NAMESPACE
+from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.coverage import Coverage, list_uncounted
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.layers.folding import fold_names

@@ -77,7 +77,7 @@ def map_command(
     alignment: Alignment = None,
     as_json: Json = False,
 ) -> None:
-    """Show which format each module has, and where that is said; of two sources, what only one of them quantizes."""
+    """Show the format of each module and its origin; of two sources, the modules that only one of them quantizes."""
     from te_precision_callbacks.maps.alignment import read_alignment
     from te_precision_callbacks.maps.comparing import compare_maps
     from te_precision_callbacks.maps.tool_files import Surroundings

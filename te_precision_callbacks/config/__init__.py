@@ -3,23 +3,13 @@
 Usage::
 
     config = load_config("config.yaml")  # or a mapping, or None for the defaults
-    plan = config.plan(layers, registered)  # which features act on which layer
+    plan = config.plan(layers, registered)  # the features of each layer
 """
 
 from __future__ import annotations
 
-from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
-from te_precision_callbacks.config.planning import LayerPlan, Plan, Section
+from te_precision_callbacks.config.loading import Config, load_config
+from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.config.selection import LayerSelector
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "ConfigSource",
-    "LayerPlan",
-    "LayerSelector",
-    "Plan",
-    "Section",
-    "load_config",
-]
+__all__ = ["Config", "ConfigError", "Plan", "load_config"]

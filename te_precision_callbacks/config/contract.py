@@ -83,7 +83,7 @@ class Contract(BaseModel):
         share: conditions on shares of the multiply-adds, by key or index.
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
-        by_step: the number of steps after which the contract must hold.
+        by_step: the contract must hold after this number of steps.
         on_broken: by default the integration's keyword ``on_broken``.
     """
 

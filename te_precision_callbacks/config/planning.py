@@ -1,4 +1,4 @@
-"""Planning: which features act on which layers.
+"""Planning: the features that act on each layer.
 
 nvidia-dlfw-inspect 0.2.2 decides this in each layer's first forward: it silently ignores a selector that matches no
 layer, and two sections that select the same layer end the run. Here sections are merged per layer before the run, and
@@ -160,6 +160,24 @@ def draft(
                     missing.add(text + _AS_WARNING)
                 else:
                     idle.add(text)
+    planned = _plan_layers(layers, hit, sections, resolved, problems)
+    return Draft(Plan(planned, tuple(unmatched)), problems, missing, idle)
+
+
+def _plan_layers(
+    layers: Sequence[Layer],
+    hit: Sequence[Sequence[int]],
+    sections: Sequence[Section],
+    resolved: Sequence[NamespacedFeatures],
+    problems: Problems,
+) -> tuple[LayerPlan, ...]:
+    """Merge the sections of each layer.
+
+    Args:
+        hit: for each layer, the numbers of its sections.
+        resolved: for each section, its features.
+        problems: gets the conflicts.
+    """
     merged: dict[tuple[int, ...], NamespacedFeatures] = {}
     planned: list[LayerPlan] = []
     for layer, numbers in zip(layers, map(tuple, hit), strict=True):
@@ -173,7 +191,7 @@ def draft(
                 if len(meeting) > 1:
                     raise_problems(conflicts(meeting, f"the layer {layer.name!r}"))
         planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
-    return Draft(Plan(tuple(planned), tuple(unmatched)), problems, missing, idle)
+    return tuple(planned)
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:

@@ -128,12 +128,12 @@ class DisableQuantizationGemmItem(Spans, OneGemm):
 
 
 class DisableQuantizationGEMM(Spans, GemmChoice[DisableQuantizationGemmItem], FeatureSchema):
-    """Runs the listed GEMMs in high precision under every recipe, in every step or in ranges of steps.
+    """Runs the listed GEMMs in high precision under every recipe.
 
     It excludes PerTensorScaling on these GEMMs.
 
     One exception, as in Transformer Engine's own feature: under autocast, the float32 bias of a GroupedLinear, and of
-    fc2 in a LayerNormMLP whose fc1 runs in FP8, is still rounded to bfloat16.
+    fc2 in a LayerNormMLP with fc1 in FP8, is still rounded to bfloat16.
     """
 
     example = """
@@ -152,7 +152,7 @@ backward_in_high_precision:
 
 
 class DisableFP8GEMM(DisableQuantizationGEMM):
-    """The older name of DisableQuantizationGEMM, with the same effect under every recipe."""
+    """The older name of DisableQuantizationGEMM."""
 
     example = """
 forward_in_high_precision:
@@ -168,7 +168,7 @@ forward_in_high_precision:
 
 
 class DisableQuantizationLayer(Spans, FeatureSchema):
-    """Runs all GEMMs of the layer in high precision under every recipe, in every step or in ranges of steps.
+    """Runs all GEMMs of the layer in high precision under every recipe.
 
     It excludes PerTensorScaling on the layer. The exception for the bias is the same as for DisableQuantizationGEMM.
     """
@@ -188,7 +188,7 @@ last_layer_in_high_precision:
 
 
 class DisableFP8Layer(DisableQuantizationLayer):
-    """The older name of DisableQuantizationLayer, with the same effect under every recipe."""
+    """The older name of DisableQuantizationLayer."""
 
     example = """
 fc2_in_high_precision:
@@ -212,11 +212,7 @@ class PerTensorScalingGemmItem(Spans, Margin, TensorChoice[OperandName, PerTenso
 class PerTensorScaling(
     Spans, Margin, ModifyingFeatureSchema[OperandName, PerTensorScalingTensorItem, PerTensorScalingGemmItem]
 ):
-    """Scales tensors by the amax of the current step instead of earlier amaxes, in layers with delayed scaling.
-
-    It acts in every step or in ranges of steps. Only one feature can change a tensor of a GEMM, and no other feature
-    can run that GEMM in high precision.
-    """
+    """Scales tensors by the amax of the current step instead of earlier amaxes, in layers with delayed scaling."""
 
     example = """
 scale_by_current_amax:
@@ -246,9 +242,7 @@ class FakeQuantGemmItem(Spans, Quantization, TensorChoice[TensorName, FakeQuantT
 class FakeQuant(Spans, Quantization, ModifyingFeatureSchema[TensorName, FakeQuantTensorItem, FakeQuantGemmItem]):
     """Rounds tensors to a format and back, and runs the GEMM in high precision.
 
-    This isolates the error from each tensor, and can try formats that the GPU does not have. It acts in every step or
-    in ranges of steps. If it acts on one tensor of a GEMM, the GEMM runs in high precision. Only one feature can change
-    a tensor of a GEMM, and no other feature can quantize another tensor of that GEMM.
+    This isolates the error from each tensor, and can try formats that the GPU does not have.
 
     MXFP8 results equal the recipe's bit for bit. FP8 results equal Transformer Engine's FakeQuant bit for bit, but can
     differ from current scaling: the scale is computed with the reciprocal of amax, so it is one unit in the last place

@@ -129,8 +129,8 @@ class LayerIndex:
         return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
-        """Return the layers whose name or alias matches. For patterns with a negative look-around aliases are ignored,
-        since they may lack the excluded text.
+        """Return the layers with a matching name or alias. For patterns with a negative look-around, aliases are
+        ignored, since they may lack the excluded text.
         """
         end = None
         if _NEGATIVE.search(pattern.pattern):

@@ -58,7 +58,7 @@ class ContractKeeper:
 
     Attributes:
         unchecked: the message if the contract cannot be checked; else empty.
-        unchecked_steps: steps whose shares stayed estimates to the end of the run.
+        unchecked_steps: steps with shares that stayed estimates to the end of the run.
 
     Ranks announce changes of precision with the statistics of a step. Without statistics they exchange them in the
     first checked step, and in multiples of :data:`CHECK_INTERVAL`.

@@ -31,7 +31,7 @@ class Sighting(NamedTuple):
         since: the first iteration; None for a problem from the start.
         severity, remedy: by default the rule's.
         key: distinguishes findings of a rule and a tensor.
-        replaces: whether severity and description replace those of the finding, at the end of a run.
+        replaces: whether severity and description replace the finding's, at the end of a run.
         withdraws: whether the finding only held in the first steps, and is dropped.
     """
 

@@ -23,7 +23,7 @@ from te_precision_callbacks.base.lazy import lazy_names
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.contents import Dump, dequantize
     from te_precision_callbacks.dumps.difference import Difference, DumpComparison, compare
-    from te_precision_callbacks.dumps.dump_files import Entry, Foreign, Listing, load, save
+    from te_precision_callbacks.dumps.dump_files import Entry, load, save
     from te_precision_callbacks.dumps.dump_files import list_dumps as list
     from te_precision_callbacks.dumps.errors import (
         DifferentShapesError,
@@ -40,9 +40,7 @@ __all__ = [
     "DumpComparison",
     "DumpError",
     "Entry",
-    "Foreign",
     "Header",
-    "Listing",
     "NotADumpError",
     "NothingToCompareError",
     "compare",

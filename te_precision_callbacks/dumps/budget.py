@@ -1,6 +1,6 @@
 """The budget of a run's dumps: bytes, files, and the space that must stay free on the disk.
 
-budget = Budget(folder)                     # counts what is in the folder already
+budget = Budget(folder)                     # counts the files in the folder
 why = budget.refuses(nbytes, limits)        # None, or the reason
 budget.count(nbytes)                        # after the file was written
 """

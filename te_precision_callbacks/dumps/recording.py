@@ -102,6 +102,9 @@ class DumpOptions:
 
 _OnStatistic = tuple[Threshold, Collected]
 
+_Conditions = tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool]
+"""``nonfinite``, ``statistics`` and ``overflow`` of a :class:`_WaitingDump`."""
+
 
 @dataclass
 class _WaitingDump:
@@ -240,29 +243,34 @@ class Recorder:
             dump = make(micro_batch)
             if dump is None:
                 return
-            if conditions is None:
-                if options.conditions:  # on the CPU, NONFINITE is evaluated immediately
-                    self._nonfinite.append(watched.iteration)
-                self._writer.wait_for_room(dump.nbytes, options.limits)
-                self._writer.put(Job(dump.copied(), options.limits))
-            elif self._held_bytes + dump.nbytes > options.limits.max_memory:
-                self._warn_once(
-                    ("held", options.limits),
-                    "DumpTensors: %s of %s in iteration %d is not dumped: until the end of the step decides on"
-                    " 'when', tensors wait in memory, limited by max_memory=%s bytes. Select fewer layers, or"
-                    " increase max_memory. Other tensors are not listed.",
-                    watched.tensor,
-                    watched.layer,
-                    watched.iteration,
-                    f"{options.limits.max_memory:,}",
-                )
-            else:
-                self._held_bytes += dump.nbytes
-                self._held.append(_WaitingDump(Job(dump.copied(), options.limits), *conditions))
+            if conditions is not None:
+                self._hold(dump, conditions, watched, options.limits)
+                return
+            if options.conditions:  # on the CPU, NONFINITE is evaluated immediately
+                self._nonfinite.append(watched.iteration)
+            self._writer.wait_for_room(dump.nbytes, options.limits)
+            self._writer.put(Job(dump.copied(), options.limits))
+
+    def _hold(self, dump: Dump, conditions: _Conditions, watched: Watched, limits: Limits) -> None:
+        """Keep a snapshot until the end of the step decides on its conditions."""
+        if self._held_bytes + dump.nbytes > limits.max_memory:
+            self._warn_once(
+                ("held", limits),
+                "DumpTensors: %s of %s in iteration %d is not dumped: until the end of the step decides on"
+                " 'when', tensors wait in memory, limited by max_memory=%s bytes. Select fewer layers, or"
+                " increase max_memory. Other tensors are not listed.",
+                watched.tensor,
+                watched.layer,
+                watched.iteration,
+                f"{limits.max_memory:,}",
+            )
+        else:
+            self._held_bytes += dump.nbytes
+            self._held.append(_WaitingDump(Job(dump.copied(), limits), *conditions))
 
     def _pending_conditions(
         self, watched: Watched, options: DumpOptions, collected: Callable[[], Mapping[str, Collected]]
-    ) -> tuple[torch.Tensor | None, tuple[_OnStatistic, ...], bool] | None:
+    ) -> _Conditions | None:
         if not options.conditions:
             return None
         nonfinite: torch.Tensor | None = None

@@ -216,7 +216,7 @@ class GemmCall:
         k: the number of products in a sum.
         x, y: the probes, [m, probes] and [n, probes].
         bias: the bias, [m], if any.
-        before: the tensor to which the product was added, times the probes, if any; it was multiplied by ``beta``.
+        before: the tensor before the product was added, times the probes, if any; it was multiplied by ``beta``.
     """
 
     k: int

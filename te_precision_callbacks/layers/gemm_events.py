@@ -60,7 +60,7 @@ class Kept(TypedDict, total=False):
         iteration: the iteration of the forward.
         call: the model's call of the forward.
         probed: (layer, GEMM) -> the products of operand A with the probes.
-        sums: (layer, GEMM) -> a copy of the tensor to which the GEMM adds.
+        sums: (layer, GEMM) -> a copy of the tensor that the GEMM adds to.
     """
 
     iteration: int

@@ -57,7 +57,7 @@ class Reader:
     """Finds the first overflow in the values of an interval.
 
     Attributes:
-        loss_scaled: whether gradients are those of a scaled loss.
+        loss_scaled: whether the loss of the gradients is scaled.
         step: returns the name of the step, for messages.
         history: the last frames.
     """

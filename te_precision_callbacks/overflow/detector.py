@@ -200,7 +200,7 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         label: the tensor's name in the log and the report.
 
     Returns:
-        Whether there is an inf, of either sign, or a nan; False for a tensor whose elements cannot be read.
+        Whether there is an inf, of either sign, or a nan; False for a tensor with unreadable elements.
 
     Raises:
         OverflowOptionError: ``tensor`` is not a tensor.

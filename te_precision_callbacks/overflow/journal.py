@@ -180,7 +180,7 @@ class Pass:
     """An outermost call of a watched module, with all nested calls.
 
     Attributes:
-        frames: whether the call has frames; a recomputed forward has none.
+        frames: whether the call has frames, unlike a recomputed forward.
         gradients: whether its tensors' gradients are watched.
         evaluates: whether it is a forward without gradients, which is checked at its end.
         open: the calls that have not ended, each with its inputs.

@@ -152,7 +152,7 @@ class _Writes:
         version: version of the weight after its last optimizer step, or -1.
         most: maximum number of writes between two optimizer steps.
         samples: first sample of the values, and the last two: iteration, a stack of samples, and the index in it.
-        found: what was done to the weight, and the iteration; or None.
+        found: the problem of the weight, and the iteration; or None.
     """
 
     version: int = -1
@@ -828,7 +828,7 @@ class ParameterWatch:
 
     def _idle_experts(self) -> dict[_Parameter, Problem]:
         """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
-        without tokens. A block that never ran among those of a stack is none.
+        without tokens. A block of a stack that never ran is not a problem.
 
         The number is the percentage of similar parameters.
         """

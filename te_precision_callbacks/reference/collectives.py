@@ -16,7 +16,7 @@ over gloo while the training reduces gradients over NCCL. One gloo for both woul
 hang. So a group that is requested with two backends gets a second gloo. The default group has two backends unless one
 is named, and other groups inherit that.
 
-The second gloo carries objects and barriers, as on GPUs, and tensors of all threads but the one that created the group.
+The second gloo carries objects and barriers, as on GPUs, and tensors of all threads but the group's creator.
 A pretended GPU's tensors are on the CPU, so a tensor does not show its backend; but all ranks send that thread's
 tensors in the same order (torch/distributed/distributed_c10d.py).
 """

@@ -15,8 +15,6 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.replay.gemm import (
-        Fault,
-        Lane,
         Replayed,
         ReplayedFolder,
         replay,
@@ -24,6 +22,6 @@ if TYPE_CHECKING:
         replay_folder,
     )
 
-__all__ = ["Fault", "Lane", "Replayed", "ReplayedFolder", "replay", "replay_file", "replay_folder"]
+__all__ = ["Replayed", "ReplayedFolder", "replay", "replay_file", "replay_folder"]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -148,7 +148,7 @@ def format_status(run: RecordedRun) -> str:
 
 
 def action_notes(run: RecordedRun) -> list[str]:
-    """Return the reactions to findings, which ``on_finding=`` asked for."""
+    """Return the reactions to findings (``on_finding=``)."""
     actions = run.events.filter(pc.field("kind") == "action").to_pylist()
     return list(dict.fromkeys(f"After step {row['iteration']}: {row['text']}" for row in actions))
 

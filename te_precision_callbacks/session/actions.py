@@ -83,7 +83,7 @@ class Actions:
                 self._running[place] = running._replace(last=0)
 
     def end_step(self, iteration: int) -> None:
-        """Carry out the reactions that all ranks want, and end those whose steps are over."""
+        """Carry out the reactions that all ranks want, and end reactions after their last step."""
         over = [running for running in self._running if running.last <= iteration]
         if over:
             self._plan([running for running in self._running if running not in over])
@@ -113,7 +113,7 @@ class Actions:
         return list(dict.fromkeys(wanted))
 
     def _carry_out(self, action: Action, begin: int) -> str:
-        """Carry out a reaction from an iteration on; return what is done."""
+        """Carry out a reaction from an iteration on; return a description."""
         if action.kind != DUMP and is_distributed(None) and not self._context.ranks.several:
             return "not possible with reduce=False, since all ranks must do it together"
         if action.kind == PROTECT:

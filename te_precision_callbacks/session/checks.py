@@ -338,7 +338,7 @@ class EveryStepCheck:
     """Reads the watch of every step, and adds events for the origin of inf and nan and for sudden changes.
 
     Attributes:
-        unsent: where inf and nan began, which the other ranks do not know yet.
+        unsent: origins of inf and nan that the other ranks have not received yet.
         is_requested: whether to record the last steps at the end of this step.
     """
 

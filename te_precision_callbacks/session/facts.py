@@ -84,7 +84,7 @@ class RunFacts:
 
     @property
     def _state(self) -> tuple[object, ...]:
-        """What the facts depend on; first the changes of precision."""
+        """The state that determines the facts; first the changes of precision."""
         results = self._results
         coverage = results.coverage
         changes = results.audit.changes, results.layers, coverage.changes

@@ -83,17 +83,8 @@ class Run:
         self._ends: ProcessEnds | None = None
         self._overflowed: BaseException | None = None
         self.last_logging_step: int | None = None
-        # A method of the run's ranks would keep the model alive as long as the results.
-        leading = functools.partial(leads, options.process_group, reduce=options.reduce)
-        failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
-        context = RunContext(
-            options,
-            loop,
-            results,
-            failures,
-            Ranks(options.process_group, reduce=options.reduce, report=failures.report),
-            Inspector(results.log_dir, options, failures),
-        )
+        context = _context_of(options, loop, results)
+        failures = context.failures
         self.context = context
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
@@ -298,7 +289,7 @@ class Run:
         return records
 
     def _exchange(self, *, losses: bool, origins: bool) -> None:
-        """Send the first rank what only other ranks know; all ranks must call this."""
+        """Send losses and origins of inf and nan to the first rank; all ranks must call this."""
         ranks = self.context.ranks
         if origins:
             of_others = self._every_step.exchange_origins(ranks)
@@ -650,3 +641,11 @@ class Run:
             versions=dict(versions()),
             config=self.context.options.config.name,
         )
+
+
+def _context_of(options: SessionOptions, loop: LoopFacts, results: RunResults) -> RunContext:
+    # A method of the run's ranks would keep the model alive as long as the results.
+    leading = functools.partial(leads, options.process_group, reduce=options.reduce)
+    failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
+    ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
+    return RunContext(options, loop, results, failures, ranks, Inspector(results.log_dir, options, failures))

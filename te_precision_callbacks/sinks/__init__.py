@@ -12,15 +12,7 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.sinks.metrics import (
-    LogFilter,
-    LoggerSink,
-    MetricSelection,
-    add_to_tensorboard,
-    metric_name,
-    names_for_mlflow,
-    wandb_histogram,
-)
+from te_precision_callbacks.sinks.metrics import LoggerSink, MetricSelection, add_to_tensorboard
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import (
     Event,
@@ -32,13 +24,11 @@ from te_precision_callbacks.sinks.step_records import (
     Sink,
     StepRecords,
 )
-from te_precision_callbacks.sinks.worst import Worst
 
 __all__ = [
     "Event",
     "EventSink",
     "LayerInfo",
-    "LogFilter",
     "LoggerSink",
     "MetricSelection",
     "Row",
@@ -47,9 +37,5 @@ __all__ = [
     "Sink",
     "StatisticsLog",
     "StepRecords",
-    "Worst",
     "add_to_tensorboard",
-    "metric_name",
-    "names_for_mlflow",
-    "wandb_histogram",
 ]

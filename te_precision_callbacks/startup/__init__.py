@@ -1,4 +1,4 @@
-"""Installs the reference backend, and watches the script, in processes whose environment requires it.
+"""Installs the reference backend, and watches the script, in processes with its environment variables.
 
 A spawned worker, or the same script started for another rank, does not run this package's code before it imports torch
 and Transformer Engine. Every Python process imports ``sitecustomize``, however, so the parent adds this folder to

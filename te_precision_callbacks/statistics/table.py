@@ -180,6 +180,7 @@ _COUNT = "elements"
 _BLOCKS = "blocks"
 _POWERS = "powers of two"
 _PERCENT = "%"
+_RELATIVE = "relative"
 
 _LIMITED = "; none in a block with the factor 0"
 
@@ -227,6 +228,12 @@ def _statistics() -> Iterable[Statistic]:
         source=StatisticSource.EXPONENTS,
         worse=Worse.NEITHER,
     )
+    yield from _of_quantized_tensors()
+    yield from _of_blocks()
+    yield from _of_gemms()
+
+
+def _of_quantized_tensors() -> Iterable[Statistic]:
     quantized = functools.partial(Statistic, source=StatisticSource.QUANTIZED)
     underflows = "number of x != 0 with y = 0"
     overflows = "number of |x| > largest code * its factor * (1 + 2^-21)"
@@ -265,8 +272,6 @@ def _statistics() -> Iterable[Statistic]:
             c["scale_sum"], c["scale_square_sum"], c["scales"], c["scale_max"], c["negated_scale_min"]
         ),
     )
-    yield from _of_blocks()
-    yield from _of_gemms()
 
 
 def _norm_ratio(numerator: str, denominator: str) -> Callable[[Columns], Values]:
@@ -313,22 +318,26 @@ SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
 
 def _of_gemms() -> Iterable[Statistic]:
     """Yield the statistics of LogGemmError. C is the result, A and B are the operands in Transformer Engine's terms."""
-    symbols = SYMBOLS_OF_GEMMS
-    relative = "relative"
-    ratio = "tolerances"
+    yield from _of_kernels()
+    yield from _of_formats()
+    yield from _of_codes("a", StatisticSource.GEMM_CODES_A)
+    yield from _of_codes("b", StatisticSource.GEMM_CODES_B)
+
+
+def _of_kernels() -> Iterable[Statistic]:
     of_gemm = functools.partial(Statistic, source=StatisticSource.GEMM)
     yield of_gemm(
         "gemm_kernel_error",
-        f"|v_run - v_deq| / |v_deq|: the kernel's result against the product of the decoded operands{symbols}",
-        relative,
+        f"|v_run - v_deq| / |v_deq|: the kernel's result against the product of the decoded operands{SYMBOLS_OF_GEMMS}",
+        _RELATIVE,
         _norm_ratio("kernel_error_square", "expected_square"),
     )
-    yield of_gemm("gemm_gain", "<v_run, v_deq> / |v_deq|^2", relative, _gain, worse=Worse.NEITHER)
+    yield of_gemm("gemm_gain", "<v_run, v_deq> / |v_deq|^2", _RELATIVE, _gain, worse=Worse.NEITHER)
     yield of_gemm(
         "gemm_kernel_ratio",
         "the largest ratio of an error to its tolerance, over the whole product, its rows and its columns; above 1, the"
         " error exceeds rounding",
-        ratio,
+        "tolerances",
         lambda c: np.maximum(c["kernel_ratio"], 0.0),
     )
     yield of_gemm("gemm_kernel_ratio_rank", "the rank of `gemm_kernel_ratio`", "rank", _rank, worse=Worse.NEITHER)
@@ -358,10 +367,13 @@ def _of_gemms() -> Iterable[Statistic]:
         lambda c: 100 * _ratio(c["unchecked"], c["checked"] + c["unchecked"]),
         worse=Worse.NEITHER,
     )
-    formats = functools.partial(Statistic, source=StatisticSource.GEMM_FORMAT, unit=relative)
+
+
+def _of_formats() -> Iterable[Statistic]:
+    formats = functools.partial(Statistic, source=StatisticSource.GEMM_FORMAT, unit=_RELATIVE)
     yield formats(
         "gemm_error",
-        f"|v_run - v_hp| / |v_hp|: the kernel's result against the product in high precision{symbols}",
+        f"|v_run - v_hp| / |v_hp|: the kernel's result against the product in high precision{SYMBOLS_OF_GEMMS}",
         value=_norm_ratio("output_error_square", "high_square"),
     )
     yield formats(
@@ -381,37 +393,38 @@ def _of_gemms() -> Iterable[Statistic]:
         " which no statistic of an operand shows",
         value=_excess,
     )
-    for name, source in (("a", StatisticSource.GEMM_CODES_A), ("b", StatisticSource.GEMM_CODES_B)):
-        codes = functools.partial(Statistic, source=source)
-        yield codes(
-            f"gemm_wrong_codes_{name}%",
-            "100 * (codes that are not the nearest value; with stochastic rounding: not a neighbor) / codes, in a"
-            " window",
-            _PERCENT,
-            _share("wrong", total="codes"),
-        )
-        yield codes(
-            f"gemm_wrong_scales_{name}%",
-            "100 * (scales that do not follow from the amax of their block or tensor) / scales, in a window",
-            _PERCENT,
-            _share("wrong_scales", total="scales"),
-        )
-        yield codes(
-            f"gemm_rounding_bias_{name}",
-            "mean of (|y| - |x|) / (distance between the neighbors of x), over stochastically rounded elements",
-            "distance of two numbers",
-            lambda c: _ratio(c["rounding_bias"], c["rounded"]),
-            worse=Worse.NEITHER,
-            signed=True,
-        )
-        yield codes(
-            f"gemm_zeros_excess_{name}%",
-            "100 * (zero codes - expected zero codes) / stochastically rounded elements",
-            _PERCENT,
-            lambda c: 100 * _ratio(c["rounded_to_0"] - c["expected_0"], c["rounded"]),
-            worse=Worse.NEITHER,
-            signed=True,
-        )
+
+
+def _of_codes(name: str, source: StatisticSource) -> Iterable[Statistic]:
+    codes = functools.partial(Statistic, source=source)
+    yield codes(
+        f"gemm_wrong_codes_{name}%",
+        "100 * (codes that are not the nearest value; with stochastic rounding: not a neighbor) / codes, in a window",
+        _PERCENT,
+        _share("wrong", total="codes"),
+    )
+    yield codes(
+        f"gemm_wrong_scales_{name}%",
+        "100 * (scales that do not follow from the amax of their block or tensor) / scales, in a window",
+        _PERCENT,
+        _share("wrong_scales", total="scales"),
+    )
+    yield codes(
+        f"gemm_rounding_bias_{name}",
+        "mean of (|y| - |x|) / (distance between the neighbors of x), over stochastically rounded elements",
+        "distance of two numbers",
+        lambda c: _ratio(c["rounding_bias"], c["rounded"]),
+        worse=Worse.NEITHER,
+        signed=True,
+    )
+    yield codes(
+        f"gemm_zeros_excess_{name}%",
+        "100 * (zero codes - expected zero codes) / stochastically rounded elements",
+        _PERCENT,
+        lambda c: 100 * _ratio(c["rounded_to_0"] - c["expected_0"], c["rounded"]),
+        worse=Worse.NEITHER,
+        signed=True,
+    )
 
 
 def _of_blocks() -> Iterable[Statistic]:

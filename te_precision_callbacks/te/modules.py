@@ -3,7 +3,7 @@
 A module with several GEMMs in its forward has a *layer* for each. Read from Transformer Engine 2.20.2:
 ``pytorch/module``, where ``_get_debug_quantizers`` has the names of the layers, and ``pytorch/ops/basic``.
 
-:func:`of` returns the row of a module, whose functions take the module::
+:func:`of` returns the row of a module. Its functions take the module::
 
     te_modules.of(module).features(module)
 """
@@ -31,7 +31,7 @@ class ModuleRow(NamedTuple):
         name, file: of the class, and of its file below ``transformer_engine/pytorch``.
         parts: the ends of its layers' names.
         groups: the attribute with the number of groups: its layers, which share its tokens.
-        parameters: weights of the layers, if each has an attribute of its own.
+        parameters: weights of the layers, if each has its own attribute.
         modes: tensor parallelism of the layers, if it differs from the module's. Weights are always split;
             ``set_parallel_mode`` only adds communication.
         is_mlp: whether it has two layers around an activation function. Its backward begins with the second.

@@ -71,7 +71,7 @@ class Fp8State:
     """The FP8 state of a model's modules and of ``te.autocast``, which :meth:`restore` puts back.
 
     The modules' own objects do not change after :meth:`lend_copy`, which gives the modules new ones. In a
-    ``CustomRecipe``, a module whose tensors all have delayed scaling continues with its scales and amax histories.
+    ``CustomRecipe``, a module with delayed scaling of all tensors continues with its scales and amax histories.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -108,7 +108,7 @@ def _replace_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) 
 
 
 def _copy_of_delayed(state: Any, mode: str) -> Any:
-    """Return a state from which the state of a ``CustomRecipe`` inherits scales and amax histories."""
+    """Return a state of a ``CustomRecipe`` with the scales and amax histories of another state."""
     from transformer_engine.common.recipe import CustomRecipe
     from transformer_engine.pytorch.quantization import CustomRecipeState
 

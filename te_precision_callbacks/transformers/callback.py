@@ -21,8 +21,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
-from te_precision_callbacks.accelerate import scales_loss, warn_of_unconverted
-from te_precision_callbacks.accelerate.unconverted import expects_low_precision
+from te_precision_callbacks.accelerate.debugger import scales_loss
+from te_precision_callbacks.accelerate.unconverted import expects_low_precision, warn_of_unconverted
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import TrainerControl, TrainerState
 
-from te_precision_callbacks.accelerate import scales_loss
+from te_precision_callbacks.accelerate.debugger import scales_loss
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     CONFIG_FLAG,

@@ -14,7 +14,7 @@ import transformer_engine.pytorch as te
 from accelerate import Accelerator
 
 from te_precision_callbacks import PrecisionDebugger
-from te_precision_callbacks.accelerate import STATE_FILE
+from te_precision_callbacks.accelerate.debugger import STATE_FILE
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import open_run

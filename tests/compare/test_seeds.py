@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.views.compare import paired_difference
-from te_precision_callbacks.views.compare.paired import t_quantile
+from te_precision_callbacks.views.compare.paired import paired_difference, t_quantile
 from tests.compare.recorded import record
 from tests.compare.test_command import command, refusal
 from tests.docs.pages import blocks

@@ -106,15 +106,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         TypeError: another dtype.
         ValueError: the tensor and its quantized form differ in shape or device, or ``in_blocks`` is missing.
     """
-    values, quantized = pending.values.detach(), pending.in_blocks
-    if quantized is None:
-        raise ValueError("in_blocks: must be given.")
-    if values.dtype not in FORMATS:
-        raise TypeError(f"values: the dtype is {values.dtype}, must be one of {', '.join(map(str, FORMATS))}.")
-    if quantized.part.codes.device != values.device:
-        raise ValueError(
-            f"in_blocks: is on {quantized.part.codes.device}, must be where the values are, {values.device}."
-        )
+    values = pending.values.detach()
+    quantized = _blocks_of(pending)
     matrix = quantized.matrix(values)
     if not matrix.numel():
         return
@@ -129,9 +122,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     programs = min(program_count(values.device), tiles)
     places, own = pending.places, pending.of_blocks
     matrix, decoding = loadable(matrix)
-    vector = BYTES_PER_LOAD // matrix.element_size()
-    if width == 1:  # each column of a thread is in another block
-        vector = min(vector, _COLUMN_VECTOR)
     memory = quantized.part.scale_memory
     compares = places.compared >= 0 or own.losses >= 0
     tensors = matrix, *_quantized(quantized, compares=compares)
@@ -152,6 +142,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         **_formats(quantized, compares=compares, turned=turned),
         **decoding,
         **MEASURING,
+        **_threads(width, height, matrix.element_size()),
         "MOMENTS": max(places.moments, places.maxima) >= 0,
         "LOSSES": max(own.losses, own.loss_maxima) >= 0,
         "LIMITS": own.limits >= 0,
@@ -160,12 +151,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         "EXPONENTS": places.exponents >= 0,
         "STEPS": tile_rows // _TILE_ROWS,
         "TURNED": turned,
-        "ROWS": _PER_THREAD // vector,
-        "VECTOR": vector,
-        "LANE_ROWS": _TILE_ROWS * vector // _PER_THREAD,
-        # Threads of a tile's row that share a block.
-        "GROUP": max(1, width // vector),
-        "PARTS": THREADS * (_PER_THREAD // vector if height == 1 else vector if width == 1 else 1),
         "HEIGHT": height,
         "WIDTH": width,
         "COLUMNS": _COLUMNS,
@@ -176,6 +161,39 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     with torch.cuda.device(values.get_device()):
         results = *scratch(values.device, programs * (_COLUMNS + _EXTREMES)), sums, maxima
         _launch(programs, values.device, [*tensors, *results], numbers, constants)
+
+
+def _blocks_of(pending: Pending) -> BlockScaledTensor:
+    values = pending.values
+    quantized = pending.in_blocks
+    if quantized is None:
+        raise ValueError("in_blocks: must be given.")
+    if values.dtype not in FORMATS:
+        raise TypeError(f"values: the dtype is {values.dtype}, must be one of {', '.join(map(str, FORMATS))}.")
+    if quantized.part.codes.device != values.device:
+        raise ValueError(
+            f"in_blocks: is on {quantized.part.codes.device}, must be where the values are, {values.device}."
+        )
+    return quantized
+
+
+def _threads(width: int, height: int, element_size: int) -> dict[str, int]:
+    """Divide a tile among the threads of a program, for blocks of a width and a height."""
+    vector = BYTES_PER_LOAD // element_size
+    if width == 1:  # each column of a thread is in another block
+        vector = min(vector, _COLUMN_VECTOR)
+    parts = 1
+    if height == 1:
+        parts = _PER_THREAD // vector
+    elif width == 1:
+        parts = vector
+    return {
+        "ROWS": _PER_THREAD // vector,
+        "VECTOR": vector,
+        "LANE_ROWS": _TILE_ROWS * vector // _PER_THREAD,
+        "GROUP": max(1, width // vector),  # threads of a tile's row that share a block
+        "PARTS": THREADS * parts,
+    }
 
 
 def _launch(

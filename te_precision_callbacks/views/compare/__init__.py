@@ -16,24 +16,13 @@ from te_precision_callbacks.base.lazy import lazy_names
 if TYPE_CHECKING:
     from te_precision_callbacks.views.compare.comparison import compare
     from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers, write_comparison
-    from te_precision_callbacks.views.compare.paired import (
-        PairedDifference,
-        SeedComparison,
-        compare_seeds,
-        paired_difference,
-    )
+    from te_precision_callbacks.views.compare.paired import SeedComparison, compare_seeds
     from te_precision_callbacks.views.compare.result import (
         Comparison,
         ComparisonError,
         FactDifference,
-        Floor,
-        LossComparison,
-        LossSpike,
-        LostLoss,
-        Pairing,
         Parting,
         StatisticDeparture,
-        Yardstick,
     )
 
 __all__ = [
@@ -41,19 +30,11 @@ __all__ = [
     "Comparison",
     "ComparisonError",
     "FactDifference",
-    "Floor",
-    "LossComparison",
-    "LossSpike",
-    "LostLoss",
-    "PairedDifference",
-    "Pairing",
     "Parting",
     "SeedComparison",
     "StatisticDeparture",
-    "Yardstick",
     "compare",
     "compare_seeds",
-    "paired_difference",
     "write_comparison",
 ]
 

@@ -13,8 +13,9 @@ tolerance is held; 2 for wrong use. ``--json`` prints one JSON object.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -22,11 +23,32 @@ from typer.core import TyperCommand
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
 
+if TYPE_CHECKING:
+    from te_precision_callbacks.runs import RecordedRun
+
 _SIDES = ("--a", "--b")
+
+RunNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Name, or beginning of the name, of a run in a folder with several runs: first for A, then for B"
+        " (default: same folder), then for --noise. Default: the latest.",
+    ),
+]
+
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="With --a and --b: the difference of final losses that is allowed, as a share of A's loss"
+        " (default: 0.0025).",
+    ),
+]
 
 
 class SeveralRuns(TyperCommand):
-    """A command whose options ``--a`` and ``--b`` take several values each."""
+    """A command with several values for each of the options ``--a`` and ``--b``."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         side = ""
@@ -58,14 +80,7 @@ def compare_command(
         Path | None,
         typer.Option("--report", "-o", metavar="FILE", help="Also write an offline page, such as x.html."),
     ] = None,
-    run: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name, or beginning of the name, of a run in a folder with several runs: first for A, then for B"
-            " (default: same folder), then for --noise. Default: the latest.",
-        ),
-    ] = None,
+    run: RunNames = None,
     seeds_a: Annotated[
         list[str] | None,
         typer.Option("--a", metavar="RUN...", help="Instead of A and B: runs of the reference with several seeds."),
@@ -74,14 +89,7 @@ def compare_command(
         list[str] | None,
         typer.Option("--b", metavar="RUN...", help="The runs to compare with --a, with the same seeds in this order."),
     ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="With --a and --b: the difference of final losses that is allowed, as a share of A's loss"
-            " (default: 0.0025).",
-        ),
-    ] = None,
+    tolerance: Tolerance = None,
     as_json: Json = False,
 ) -> None:
     """Show the findings that only B has, the facts that differ, and where the numbers of two runs diverge first.
@@ -99,22 +107,30 @@ def compare_command(
         )
     if a is None:
         raise typer.BadParameter("give two runs, or several seeds with --a and --b", param_hint="A")
-    from te_precision_callbacks.runs.reading import chosen_run
-    from te_precision_callbacks.views.compare.comparison import compare
-    from te_precision_callbacks.views.compare.wording import show
-
-    chosen = list(run or ())
-    if b is None and len(chosen) == 2:
+    names = run or []
+    if b is None and len(names) == 2:
         b = a
     if b is None:
         raise typer.BadParameter("give a second run to compare with A, or two --run", param_hint="B")
-    paths = [a, b, *(noise or ())]
-    if len(chosen) > len(paths):
-        raise typer.BadParameter(f"{len(chosen)} runs are chosen, of {len(paths)} folders", param_hint="--run")
-    wanted = [*chosen, *[None] * (len(paths) - len(chosen))]
-    opened, notes = zip(*(chosen_run(path, name) for path, name in zip(paths, wanted, strict=True)), strict=True)
-    for line in dict.fromkeys(filter(None, notes)):
+    _compare_runs(_open_runs([a, b, *(noise or ())], names, as_json=as_json), lasting, report, as_json=as_json)
+
+
+def _open_runs(paths: list[str], names: list[str], *, as_json: bool) -> list[RecordedRun]:
+    from te_precision_callbacks.runs.reading import chosen_run
+
+    if len(names) > len(paths):
+        raise typer.BadParameter(f"{len(names)} runs are chosen, of {len(paths)} folders", param_hint="--run")
+    chosen = list(itertools.starmap(chosen_run, itertools.zip_longest(paths, names)))
+    for line in dict.fromkeys(note for _, note in chosen if note):
         terminal.show_text(line, err=as_json)
+    return [recorded for recorded, _ in chosen]
+
+
+def _compare_runs(opened: list[RecordedRun], lasting: int, report: Path | None, *, as_json: bool) -> None:
+    """Compare the second run with the first; the others are the noise."""
+    from te_precision_callbacks.views.compare.comparison import compare
+    from te_precision_callbacks.views.compare.wording import show
+
     numbers = None
     if report is not None:
         from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers, write_comparison
@@ -140,23 +156,17 @@ def compare_command(
 
 
 def _compare_seeds(seeds_a: list[str], seeds_b: list[str], tolerance: float | None, *, as_json: bool) -> None:
-    from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.views.compare.paired import TOLERANCE, compare_seeds
     from te_precision_callbacks.views.compare.wording import show_seeds
 
-    sides = []
-    for paths in (seeds_a, seeds_b):
-        opened = [chosen_run(path) for path in paths]
-        for _, note in opened:
-            if note:
-                terminal.show_text(note, err=as_json)
-        sides.append([recorded for recorded, _ in opened])
-    result = compare_seeds(sides[0], sides[1], TOLERANCE if tolerance is None else tolerance)
+    side_a = _open_runs(seeds_a, [], as_json=as_json)
+    side_b = _open_runs(seeds_b, [], as_json=as_json)
+    result = compare_seeds(side_a, side_b, TOLERANCE if tolerance is None else tolerance)
     if as_json:
         terminal.show_json(vars(result))
     else:
         show_seeds(result)
-    for recorded in (*sides[0], *sides[1]):
+    for recorded in (*side_a, *side_b):
         recorded.require_undamaged()
     if result.paired.decision != "within":
         raise typer.Exit(1)

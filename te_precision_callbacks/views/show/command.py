@@ -72,22 +72,14 @@ def show_command(
 ) -> None:
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
     from te_precision_callbacks.runs.reading import chosen_run
-    from te_precision_callbacks.runs.summary import why_nothing_to_show
-    from te_precision_callbacks.views.show.view import NothingToShowError, read_view
+    from te_precision_callbacks.views.show.view import read_view
 
     recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)
     if note:
         terminal.show_text(note, err=as_json)
     chosen = recorded.run_id if note else run
     if last_steps:
-        from te_precision_callbacks.views.show.last_steps import LastStepsView
-
-        steps = LastStepsView(recorded, most or MOST_TENSORS)
-        if as_json:
-            terminal.show_json(steps.data)
-        else:
-            terminal.show(steps)
-        recorded.require_undamaged()
+        _show_last_steps(recorded, most or MOST_TENSORS, as_json=as_json)
         return
 
     def read() -> RunView:
@@ -98,10 +90,7 @@ def show_command(
     if follow:
         view = _follow(view, read, every, _screen() if is_drawn else contextlib.nullcontext(lambda view: None))
     if view.is_empty:
-        last = chosen_run(path, chosen)[0] if follow else recorded
-        why = why_nothing_to_show(last)
-        if why:
-            raise NothingToShowError(why + last.notes_sentence)
+        _require_contents(chosen_run(path, chosen)[0] if follow else recorded)
     if as_json:
         terminal.show_json(view.as_json())
     elif not is_drawn:
@@ -109,6 +98,26 @@ def show_command(
 
         terminal.show(Screen(view))
     recorded.require_undamaged()
+
+
+def _show_last_steps(recorded: RecordedRun, most: int, *, as_json: bool) -> None:
+    from te_precision_callbacks.views.show.last_steps import LastStepsView
+
+    steps = LastStepsView(recorded, most)
+    if as_json:
+        terminal.show_json(steps.data)
+    else:
+        terminal.show(steps)
+    recorded.require_undamaged()
+
+
+def _require_contents(recorded: RecordedRun) -> None:
+    from te_precision_callbacks.runs.summary import why_nothing_to_show
+    from te_precision_callbacks.views.show.view import NothingToShowError
+
+    why = why_nothing_to_show(recorded)
+    if why:
+        raise NothingToShowError(why + recorded.notes_sentence)
 
 
 def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
