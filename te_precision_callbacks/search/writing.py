@@ -121,9 +121,8 @@ def write_page(path: Path, content: Mapping[str, Any]) -> None:
     Args:
         content: ``SearchResult.as_json()``, and the lines ``confirmed``.
     """
-    title = f"Search in {path.parent}"
     try:
-        page = PageTemplate(("search",)).fill(title, {**content, "title": title, "path": str(path.parent)}, ())
+        page = PageTemplate(("search",)).fill("Precision search", {**content, "path": str(path.parent)}, ())
     except MissingExtraError as error:
         _logger.warning("%s was not written: %s", path, error)
         return

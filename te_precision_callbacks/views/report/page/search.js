@@ -41,7 +41,7 @@ async function searchPage(report) {
     ["Recipe", report.recipe], ["Low precision", `${digits(100 * report.low_share)} %`],
     report.extra_ms !== null && ["Planned, over all-low", `${digits(report.extra_ms)} ms`],
     ["Gradient cosine", [digits(effect.cosine, 6), " ", el("small", {}, `all-low: ${digits(low.cosine, 6)}`)]],
-    ["Within the tolerance", report.confirmation?.choice.decision ?? "not confirmed"],
+    ["Choice against the tolerance", report.confirmation?.choice.decision ?? "not confirmed"],
   ].filter(Boolean);
   const columns = ["level", "where", "#gradient error", "#cosine", "#loss"];
   const rows = report.measured.map((entry) => [entry.level, entry.name, digits(entry.error), digits(entry.cosine, 6), digits(entry.loss, 6)]);
@@ -62,6 +62,6 @@ guarded(() => openPage({
   shownPages: { summary: ["Search", searchPage] },
   defaults: { page: "summary" },
   prepared: (content) => ({ ...content, families: [], layers: [] }),
-  named: ({ title, path }) => [title, path],
+  named: ({ path }) => ["Precision search", path],
   foot: () => "",
 }));
