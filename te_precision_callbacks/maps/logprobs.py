@@ -7,6 +7,7 @@ the means of -d (k1) and of exp(d) - 1 - d (k3), as in http://joschu.net/blog/kl
     table.difference(limit=0.1).mean                          # of |d|, in nats
     table.by("token")                                         # "0 to 63" -> the same of these positions
     table.by("group")                                         # value of a column -> the same
+    table.curves()                                            # over the column step, for the page of a run
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ import pyarrow.parquet
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.config.problems import shown, suggestion
+from te_precision_callbacks.runs.recorded import Curve
 
 TOKEN = "token"
 SIDES = ("trainer", "rollout")
+
+_CURVES = {"mean": "mean |d|", "largest": "max |d|", "probability": "mean |dp|", "k1": "KL (k1)", "k3": "KL (k3)"}
 
 _LIMIT = 0.1
 _BINS = 8
@@ -86,9 +90,7 @@ class LogProbs:
 
     def by(self, column: str, limit: float = _LIMIT) -> dict[str, TokenDifference]:
         """Return value -> difference of a column; of ``token``, up to eight ranges. Raises LogProbsError."""
-        if column not in self.columns:
-            raise LogProbsError(f"{self.source} has no column {column!r}.{suggestion(column, self.columns)}")
-        values = self.columns[column]
+        values = self._column(column)
         if column != TOKEN:
             return {str(value): self.difference(limit, values == value) for value in np.unique(values)}
         ranges = {}
@@ -98,6 +100,21 @@ class LogProbs:
             if rows.any():
                 ranges[f"{first} to {end - 1}"] = self.difference(limit, rows)
         return ranges
+
+    def curves(self) -> dict[str, Curve]:
+        """Return name -> values over the column ``step``; raises LogProbsError without it."""
+        values = self._column("step")
+        steps = np.unique(values).astype(np.int64)
+        rows = [self.difference(rows=values == step) for step in steps]
+        return {
+            f"log-probabilities, {label}": Curve(steps, np.array([getattr(row, name) for row in rows]))
+            for name, label in _CURVES.items()
+        }
+
+    def _column(self, name: str) -> npt.NDArray[Any]:
+        if name not in self.columns:
+            raise LogProbsError(f"{self.source} has no column {name!r}.{suggestion(name, self.columns)}")
+        return self.columns[name]
 
 
 def read_logprobs(path: str | os.PathLike[str]) -> LogProbs:

@@ -50,13 +50,12 @@ class QuantizerFactory:
 
     def _mixed(self, tensor: str, rowwise: bool, columnwise: bool) -> Any:
         from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
-        from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
         if rowwise and columnwise:
-            return IdentityQuantizer()
+            return _high_quantizer()
         if not rowwise and not columnwise:
             return self._quantizer(tensor)
-        quantizers = [IdentityQuantizer() if is_high else self._quantizer(tensor) for is_high in (rowwise, columnwise)]
+        quantizers = [_high_quantizer() if is_high else self._quantizer(tensor) for is_high in (rowwise, columnwise)]
         made = HybridQuantizer(rowwise_quantizer=quantizers[0], columnwise_quantizer=quantizers[1])
         if self.low.float8_current_scaling() and rowwise:
             quantizers[1].set_usage(rowwise=True)  # its kernel writes columnwise data only together with rowwise data
@@ -79,6 +78,15 @@ class QuantizerFactory:
             made.force_pow_2_scales = chosen.power_2_scale
             made.amax_epsilon = chosen.amax_epsilon
         return made
+
+
+def _high_quantizer() -> Any:
+    """Return an IdentityQuantizer that casts weights as torch.autocast does."""
+    import torch
+    from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+
+    dtypes = [torch.get_autocast_dtype(name) for name in ("cuda", "cpu") if torch.is_autocast_enabled(name)]
+    return IdentityQuantizer(dtype=dtypes[0] if dtypes else None)
 
 
 def custom_recipe(low: Any, high: Mapping[str, Collection[str]]) -> Any:

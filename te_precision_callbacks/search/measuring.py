@@ -25,6 +25,9 @@ Make = Callable[[Any, Any], Any]
 LOST = 1e9
 """The error of a gradient with inf or nan."""
 
+_UNRELATED = 2.0
+"""The error of an unrelated gradient of the same norm. A larger one, of one parameter, would hide all other errors."""
+
 
 class GradientEffect(NamedTuple):
     """A measurement against high precision, over the batches of the sweep.
@@ -34,7 +37,8 @@ class GradientEffect(NamedTuple):
 
     Attributes:
         loss: the mean loss.
-        error: mean of |g - h|^2 / |h|^2, of the gradient g and the gradient h in high precision.
+        error: mean of |g - h|^2 / |h|^2, of the gradient g and the gradient h in high precision; at most 2 of each
+            parameter.
         cosine: mean cosine of both gradients.
         norm: mean of |g| / |h|.
     """
@@ -194,7 +198,8 @@ class EffectMeasurement:
         weight = weight * has_gradient / weight[has_gradient].sum()
         size = high_square.where(has_gradient, torch.ones(()))
         cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
-        means = [float((weight * values).sum()) for values in (difference / size, cosine, (ours_square / size).sqrt())]
+        error = (difference / size).clamp(max=_UNRELATED)
+        means = [float((weight * values).sum()) for values in (error, cosine, (ours_square / size).sqrt())]
         return GradientEffect(loss, *means)
 
 

@@ -14,7 +14,6 @@ from te_precision_callbacks.search.measuring import GradientEffect
 from te_precision_callbacks.search.searching import SearchResult
 from te_precision_callbacks.search.solving import Point
 from te_precision_callbacks.search.sweep import MeasuredGroup
-from te_precision_callbacks.views.compare.wording import describe_pairs
 
 _MOST_ROWS = 12
 
@@ -37,9 +36,8 @@ def show(result: SearchResult, folder: Path) -> None:
     terminal.show_text(f"Choice: {_effect(result.effect)}; {percent(result.low_share)} % low{extra}.")
     if result.confirmation is not None:
         terminal.show(f"\n[bold]Confirmation, {many(result.confirmation.steps, 'step')}[/bold]")
-        for name, paired in (("choice", result.confirmation.choice), ("all-low", result.confirmation.low)):
-            for line in describe_pairs(paired, "loss", "all-high", name):
-                terminal.show_text(line, hanging=2)
+        for line in result.describe():
+            terminal.show_text(line, hanging=2)
     terminal.show_notes(result.notes)
     terminal.show_text(f"Written: {', '.join(sorted(str(path) for path in folder.glob('*')))}.")
 

@@ -33,9 +33,19 @@ from te_precision_callbacks.search.solving import Costs, Point, SearchBudget, ch
 from te_precision_callbacks.search.state import TrainingState
 from te_precision_callbacks.search.sweep import MeasuredGroup, Progress, Sweep
 from te_precision_callbacks.search.units import Choice, Units
-from te_precision_callbacks.search.writing import CONFIG, MEGATRON, RECIPE, write_config, write_megatron, write_recipe
+from te_precision_callbacks.search.writing import (
+    CONFIG,
+    MEGATRON,
+    PAGE,
+    RECIPE,
+    write_config,
+    write_megatron,
+    write_page,
+    write_recipe,
+)
 from te_precision_callbacks.speed.devices import Device, device_named
 from te_precision_callbacks.views.compare.paired import TOLERANCE, PairedDifference, paired_difference
+from te_precision_callbacks.views.compare.wording import describe_pairs
 
 _MOST_NOISE = 0.1
 """Noise of repeated runs, as a share of the effect of all-low, above which nothing can be measured."""
@@ -96,6 +106,12 @@ class SearchResult:
         effects = {"effect": self.effect._asdict(), "all_low": self.all_low._asdict()}
         confirmation = None if self.confirmation is None else asdict(self.confirmation)
         return {**vars(self), **effects, "measured": measured, "frontier": points, "confirmation": confirmation}
+
+    def describe(self) -> Iterator[str]:
+        """Yield the confirmation's lines: of the choice and of all-low, against all-high."""
+        if self.confirmation is not None:
+            yield from describe_pairs(self.confirmation.choice, "loss", "all-high", "choice")
+            yield from describe_pairs(self.confirmation.low, "loss", "all-high", "all-low")
 
 
 def search(
@@ -280,6 +296,8 @@ class _Search:
         )
         self._results.summary = {"result": result.as_json()}
         self._results.save()
+        if self._folder is not None and is_first_rank():
+            write_page(self._folder / PAGE, {**result.as_json(), "confirmed": list(result.describe())})
         return result
 
     def _require_quiet(self, noise: GradientEffect, high: GradientEffect, low: GradientEffect) -> None:

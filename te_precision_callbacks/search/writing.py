@@ -1,6 +1,7 @@
 """Writes a choice: the config of the debug features, a module with a ``CustomRecipe``, and Megatron's precision file.
 
-Each is read back, the config and Megatron's file by the code of ``te-precision check`` and ``te-precision map``.
+Each is read back, the config and Megatron's file by the code of ``te-precision check`` and ``te-precision map``. The
+page shows the search.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import glob
 import inspect
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import yaml
 
 from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS, class_names, name_of_recipe
 from te_precision_callbacks.check.checked_model import check_model
@@ -27,10 +30,14 @@ from te_precision_callbacks.maps.tool_files import Surroundings
 from te_precision_callbacks.search import factory
 from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.units import Choice, Units
+from te_precision_callbacks.views.report.page import PageTemplate, write_bytes
+
+_logger = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 RECIPE = "precision_recipe.py"
 MEGATRON = "megatron.yaml"
+PAGE = "search.html"
 
 _HEAD = '''"""Precision by layer and GEMM, written by te-precision search. Needs Transformer Engine 2.20 only.
 
@@ -106,3 +113,17 @@ def write_megatron(path: Path, choice: Choice, units: Units, low: Any) -> list[s
         problem = "; ".join(finding.text for finding in read.findings) or ", ".join(wrong[:4])
         raise SearchError(f"{path} does not express the choice: {problem}. Use {RECIPE} instead.")
     return [module for module in kept if False in wanted[module]]
+
+
+def write_page(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the page of a search; warn without plotly.
+
+    Args:
+        content: ``SearchResult.as_json()``, and the lines ``confirmed``.
+    """
+    try:
+        page = PageTemplate(("search",)).fill("Precision search", {**content, "path": str(path.parent)}, ())
+    except MissingExtraError as error:
+        _logger.warning("%s was not written: %s", path, error)
+        return
+    write_bytes(path, page.encode())

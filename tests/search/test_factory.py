@@ -157,3 +157,18 @@ def test_an_unknown_name_raises() -> None:
     assign_names(model)
     with pytest.raises(ValueError, match=r"'linear' is not a layer of the searched model, which has layers.0.fc"):
         steps(model, recipe)
+
+
+def test_float32_weights_under_torch_autocast() -> None:
+    """As with Lightning's bf16-mixed: high precision is the dtype of the activations, not of the weights."""
+    model = modules(torch.float32)
+    assign_names(model)
+    low = RECIPES["current"]()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = steps(model, None, 1)
+        high = steps(model, custom_recipe(low, dict.fromkeys(units_of(model), GEMMS)), 1)
+        assert differing(high, plain) <= {"mlp.fc1_bias", "block.layernorm_mlp.fc1_bias"}  # its sum is in another dtype
+        for gemm in GEMMS:
+            mixed = steps(model, custom_recipe(low, dict.fromkeys(units_of(model), (gemm,))), 1)
+            assert differing(mixed, plain) != set()
+            assert all(torch.isfinite(value).all() for value in mixed.values())

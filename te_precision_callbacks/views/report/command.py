@@ -5,6 +5,7 @@ Usage::
     te-precision report logs
     te-precision report logs -o report.html
     te-precision report logs --device h200
+    te-precision report logs --logprobs tokens.parquet
 
 The exit code is 0; 2 for a path without a run, and for a run without values.
 """
@@ -31,6 +32,13 @@ def report_command(
     *,
     run: Run = None,
     device: DeviceName = None,
+    logprobs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A table of te-precision logprobs with a column step: its differences become curves of the page.",
+        ),
+    ] = None,
 ) -> None:
     """Make one page of a recorded run that opens offline: coverage, worst layers, heat maps, layers, the depth profile.
 
@@ -42,11 +50,16 @@ def report_command(
 
     output_path(output)
     chosen = None if device is None else device_named(device)
+    curves = {}
+    if logprobs is not None:
+        from te_precision_callbacks.maps.logprobs import read_logprobs
+
+        curves = read_logprobs(logprobs).curves()
     recorded, note = chosen_run(path, run)
     if note:
         terminal.show_text(note)
     _show(first := recorded.notes)  # before a ReportError, since they explain missing values
-    written = write_report(recorded, output, device=chosen)
+    written = write_report(recorded, output, device=chosen, curves=curves)
     _show(recorded.notes[len(first) :])  # notes on damage detected while reading
     size = written.stat().st_size
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")

@@ -8,6 +8,7 @@ findings, then of the worst layers, then of all others.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,9 @@ _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_sc
 _FORMATS = (E4M3, E5M2, E2M1)
 
 
-def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tuple[dict[str, Any], list[str]]:
+def page_data(
+    run: RecordedRun, most: int, device: Device | None = None, curves: Mapping[str, Curve] = MappingProxyType({})
+) -> tuple[dict[str, Any], list[str]]:
     """Choose the content and the arrays of a page, at most ``most`` characters; raises ReportError without values."""
     why = why_nothing_to_show(run)
     if why:
@@ -75,7 +78,7 @@ def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tupl
             *left_out,
         ],
         "layers": _layers(run, subjects),
-        "scalars": _scalars(run, subjects, packed),
+        "scalars": _scalars(run, subjects, packed, curves),
         # Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
         "formats": {
             form.name: {
@@ -93,10 +96,10 @@ def page_data(run: RecordedRun, most: int, device: Device | None = None) -> tupl
     with_findings = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
     worst = {*with_findings, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
     content["histograms"] = _histograms(run, subjects, packed, worst)
-    curves = _put_curves(run, made, packed, verdict)
+    exact = _put_curves(run, made, packed, verdict)
     content["families"] = [family.content for family in made]
     content["exact"] = {
-        "curves": curves,
+        "curves": exact,
         "series": sum(len(family.overview.of.series) for family in made),
         "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
     }
@@ -337,9 +340,11 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     ]
 
 
-def _scalars(run: RecordedRun, subjects: Subjects, packed: PackedArrays) -> list[dict[str, Any]]:
+def _scalars(
+    run: RecordedRun, subjects: Subjects, packed: PackedArrays, more: Mapping[str, Curve]
+) -> list[dict[str, Any]]:
     names = sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)
-    curves = [(name, run.curves[name]) for name in names]
+    curves = [*((name, run.curves[name]) for name in names), *more.items()]
     for family in subjects.free:
         for series, rank in zip(family.series.tolist(), family.rank.tolist(), strict=True):
             table = run.values([series])

@@ -11,11 +11,12 @@ from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.terminal import plain, visible
-from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report.data import page_data
@@ -81,7 +82,12 @@ def _visible(content: Any) -> Any:
 
 
 def write_report(
-    run: RecordedRun, path: str | os.PathLike[str], *, most: int = MOST_BYTES, device: Device | None = None
+    run: RecordedRun,
+    path: str | os.PathLike[str],
+    *,
+    most: int = MOST_BYTES,
+    device: Device | None = None,
+    curves: Mapping[str, Curve] = MappingProxyType({}),
 ) -> Path:
     """Write the page of a run into an ``.html`` file.
 
@@ -89,6 +95,7 @@ def write_report(
         most: the maximum size of the page, in bytes, unless the overview alone needs more.
         device: the device for expected times, from :func:`~te_precision_callbacks.speed.device_named`; by default the
             run's own GPU.
+        curves: more curves beside the trainer's metrics, by name.
 
     Raises:
         ReportError: the run has no values, the file cannot be written, or its name does not end in ``.html``.
@@ -96,7 +103,7 @@ def write_report(
     """
     path = output_path(path)
     frame = PageTemplate(_OF_A_RUN)
-    content, arrays = page_data(run, most - frame.size - FOR_FACTS, device)
+    content, arrays = page_data(run, most - frame.size - FOR_FACTS, device, curves)
     return write_bytes(path, frame.fill(content["run"]["name"], content, arrays).encode())
 
 

@@ -108,6 +108,7 @@ function lossCard(report) {
     return { steps, values, exact: true };
   };
   const heading = el("h2", {}, chosen().name);
+  const since = [...new Set(report.verdict.findings.filter((found) => found.severity !== "note").map((found) => found.since).filter((step) => step !== null))];
   const made = el("section", { class: "card" }, el("div", { class: "head" }, heading, el("span", { class: "space" }),
     csvButton("scalars", ["name", "step", "value"], async () => {
       const rows = [];
@@ -116,7 +117,8 @@ function lossCard(report) {
         values.forEach((value, at) => rows.push([one.name, steps[at], value]));
       }
       return rows;
-    })), picker && el("div", { class: "controls" }, picker), node);
+    })), picker && el("div", { class: "controls" }, picker), node,
+    since.length > 0 && el("p", { class: "quiet" }, "Dotted: the first steps of findings."));
   async function render() {
     const one = chosen(), own = await curve(one);
     heading.textContent = one.name;
@@ -124,6 +126,7 @@ function lossCard(report) {
     await draw(node, [line(one.name, own, colour), ...notFinite(one.name, own, colour)], {
       showlegend: false, hovermode: "x unified", margin: { l: 64, r: 16, t: 8, b: 40 },
       xaxis: stepAxis(report, own.steps), yaxis: valueAxis([own]), yaxis2: MARKS_AXIS,
+      shapes: since.map((step) => ({ type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: NOT_FINITE, width: 1, dash: "dot" } })),
     });
   }
   return [made, render];

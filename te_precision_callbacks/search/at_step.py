@@ -1,0 +1,79 @@
+"""A search at a step of a trainer, for the callbacks of the integrations."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.search.measuring import Closure
+from te_precision_callbacks.search.searching import SearchResult, search
+from te_precision_callbacks.search.solving import SearchBudget
+
+_logger = logging.getLogger(__name__)
+
+
+class SearchAtStep:
+    """Searches at the beginning of a step, on the batches of the steps before; the training then goes on bit for bit.
+
+    A search that fails is logged, and the training goes on.
+
+    Attributes:
+        result: of the search; None before it, and if it failed.
+
+    Args:
+        step: the number of optimizer steps before the search.
+        folder: where the files are written.
+        **options: of :func:`~te_precision_callbacks.search.search`, such as ``low_share=0.85``.
+
+    Raises:
+        OptionError: an option is unknown or invalid, or there are fewer steps than the search needs batches.
+    """
+
+    def __init__(self, step: int, folder: str | Path = "search", **options: Any) -> None:
+        known = inspect.signature(search).parameters
+        given = {name for name, value in known.items() if value.kind is inspect.Parameter.KEYWORD_ONLY}
+        unknown = set(options) - (given - {"optimizer", "folder"})
+        if unknown:
+            raise OptionError(f"PrecisionSearch has no option {sorted(unknown)[0]!r}.")
+        SearchBudget(*(options.get(name) for name in ("low_share", "extra_ms", "cosine")))
+        sweep, seeds, steps = (options.get(name, known[name].default) for name in ("sweep_batches", "seeds", "steps"))
+        needed = sweep + seeds * steps
+        if step < needed:
+            raise OptionError(f"step={step}: the search needs the batches of {needed} steps before it.")
+        self.result: SearchResult | None = None
+        self._step = step
+        self._options = {"folder": folder, **options}
+        self._batches: deque[Any] = deque(maxlen=needed)
+
+    def keep(self, batch: Any) -> None:
+        self._batches.append(batch)
+
+    def is_due(self, step: int) -> bool:
+        return step == self._step and len(self._batches) > 0
+
+    def run(self, model: Any, closure: Closure, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+        """Search, once; returns metrics to log."""
+        batches = list(self._batches)
+        self._batches.clear()
+        try:
+            self.result = search(model, closure, batches, optimizer=optimizer, **self._options)
+        except PrecisionDebugError as error:
+            _logger.warning("The precision search failed; the training goes on: %s", error)
+            return {}
+        result = self.result
+        for line in (f"In high precision: {', '.join(result.high) or 'nothing'}.", *result.describe()):
+            _logger.info("%s", line)
+        metrics = {"low_share": result.low_share, "cosine": result.effect.cosine, "cosine_low": result.all_low.cosine}
+        return {f"te_search/{name}": value for name, value in metrics.items()}
+
+
+def loss_of(output: Any) -> Any:
+    """Return the loss of a training step's output: a mapping with ``loss``, or the loss."""
+    return output["loss"] if isinstance(output, Mapping) else output
