@@ -152,7 +152,7 @@ class Calls:
         elif event == "call":
             if frame.f_code.co_filename.startswith(_REFERENCE):
                 self._depth = 1
-            else:
+            elif frame.f_code is not TritonPass.__call__.__code__:
                 self.functions += 1
 
 

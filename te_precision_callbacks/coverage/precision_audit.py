@@ -210,17 +210,16 @@ class PrecisionAudit:
             notes.excluded |= excluded and not made.recipe
             notes.formats.setdefault(operand, {}).setdefault(made, False)
 
-    def expect(self, gemms: Iterable[LayerGemm]) -> None:
+    def expect(
+        self, gemms: Iterable[LayerGemm], left_out: Mapping[LayerGemm, str], formats: Mapping[LayerOperand, Format]
+    ) -> None:
+        """Note a forward's GEMMs: which will run, which its backward skips and why, and formats if none is seen."""
+        for (layer, gemm), reason in left_out.items():
+            self._now[layer].left_out[gemm] = reason
         for layer, gemm in gemms:
             self._now[layer].expected[gemm] = None
-
-    def expect_unseen(self, formats: Mapping[LayerOperand, Format]) -> None:
         for operand, made in formats.items():
             self._unseen.setdefault(operand.layer, {})[operand] = made
-
-    def leave_out(self, gemms: Mapping[LayerGemm, str]) -> None:
-        for (layer, gemm), reason in gemms.items():
-            self._now[layer].left_out[gemm] = reason
 
     def note(self, event: GemmEvent) -> None:
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
@@ -348,7 +347,7 @@ def gemms_left_out(
 
 def recipe_in_force(module: Any, *, fp8: bool) -> str:
     if fp8:
-        return recipe_text(recipe_of_module(module))
+        return recipe_text(module.fp8_meta.get("recipe"))
     return ""
 
 

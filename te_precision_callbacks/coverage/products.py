@@ -244,7 +244,7 @@ class CountedKinds:
         counted = self._counted.get(kind)
         if counted is None:
             return None
-        return any(seen.is_of_backward for seen in counted.seen)
+        return any(seen.is_of_backward for seen in reversed(counted.seen))  # they come last
 
     def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
         """The products of a step with these calls, or their mean over several steps; uncounted products last."""

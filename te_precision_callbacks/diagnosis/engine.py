@@ -38,6 +38,7 @@ class Diagnosis:
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self._checks: list[tuple[Rule, RuleCheck]] = [(rule, rule.check()) for rule in rules]
+        self._overriding = {name: self._checks_with(name) for name in ("facts", "step", "scalars", "event")}
         self._places = {rule.id: place for place, (rule, _) in enumerate(self._checks)}
         self._findings: dict[_Key, Finding] = {}
         self._sort_keys: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
@@ -52,7 +53,7 @@ class Diagnosis:
     def set_facts(self, facts: Facts, iteration: int) -> list[Finding]:
         self.has_run = self.has_run or facts.has_run
         self._facts = facts
-        return self._check(iteration, lambda check: check.facts(facts), is_fact=True)
+        return self._check("facts", iteration, facts)
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
         self.has_run = True
@@ -60,13 +61,13 @@ class Diagnosis:
         if numbers.rank is not None:
             self._rank = numbers.rank
             self._local_steps.add(numbers.iteration)
-        return self._check(numbers.iteration, lambda check: check.step(numbers, self._facts), numbers.rank)
+        return self._check("step", numbers.iteration, numbers, self._facts, rank=numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
-        return self._check(iteration, lambda check: check.scalars(iteration, values), rank)
+        return self._check("scalars", iteration, iteration, values, rank=rank)
 
     def event(self, event: Event, rank: int | None = None) -> list[Finding]:
-        return self._check(event.iteration, lambda check: check.event(event), rank)
+        return self._check("event", event.iteration, event, rank=rank)
 
     def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
         if rule in self._places:
@@ -188,20 +189,19 @@ class Diagnosis:
         checkpoint = next((saved for place, saved in before if not _is_deleted(place)), None)
         return dataclasses.replace(finding, checkpoint=checkpoint)
 
-    def _check(
-        self,
-        iteration: int,
-        run: Callable[[RuleCheck], Iterable[Sighting]],
-        rank: int | None = None,
-        *,
-        is_fact: bool = False,
-    ) -> list[Finding]:
+    def _checks_with(self, name: str) -> list[tuple[Rule, RuleCheck]]:
+        """Return the checks that override a method of :class:`RuleCheck`."""
+        inherited = getattr(RuleCheck, name)
+        return [(rule, check) for rule, check in self._checks if getattr(type(check), name) is not inherited]
+
+    def _check(self, name: str, iteration: int, *arguments: Any, rank: int | None = None) -> list[Finding]:
+        """Call a method of all checks that override it."""
         changed: dict[_Key, Finding] = {}
-        for rule, check in self._checks:
+        for rule, check in self._overriding[name]:
             if rule.id in self._failed:
                 continue
             try:
-                sightings = list(run(check))
+                sightings = list(getattr(check, name)(*arguments))
             except Exception as error:  # a rule must not end a training; the verdict reports it as not checked
                 self._failed[rule.id] = f"the rule failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
@@ -210,7 +210,7 @@ class Diagnosis:
                     self._findings.pop((rule.id, sighting.tensor, sighting.key), None)
                     continue
                 # Facts are collected after they begin, and at different times in live and recorded runs.
-                since = sighting.since if is_fact else None
+                since = sighting.since if name == "facts" else None
                 key, finding, is_new = self._record(
                     (rule, check), sighting, iteration if since is None else since, rank
                 )

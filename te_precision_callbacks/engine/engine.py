@@ -249,18 +249,22 @@ class StatisticsEngine:
         passes = [_PreparedPass(pass_, fp8_format(watched.rowwise) is E5M2) for pass_ in ready.passes]
         return Prepared(passes, ready.asked, ready.moves, ready.device, self._placements, ready.once)
 
-    def pending_again(
-        self, tensors: Iterable[tuple[int, Prepared]], all_values: Sequence[Any], operands: Sequence[Any]
-    ) -> list[Pending]:
-        """Return what is left to measure of tensors that are measured like earlier ones.
+    def measure_again(
+        self,
+        tensors: Sequence[tuple[int, Prepared]],
+        all_values: Sequence[Any],
+        operands: Sequence[Any],
+        iteration: int,
+    ) -> None:
+        """Measure tensors like earlier ones; a failure of the pass is reported.
 
         Args:
-            tensors: the place of each tensor in the two other arguments, and how to measure it.
+            tensors: the place of each tensor in the two next arguments, and how to measure it.
             all_values: the operands and the result of a GEMM, in high precision.
             operands: the operands as its GEMM reads them.
 
         Raises:
-            Differs: a tensor must be measured by :meth:`note` and :meth:`measure`.
+            Differs: a tensor must be measured by :meth:`note` and :meth:`measure`; none was measured.
         """
         pending: list[Pending] = []
         for place, prepared in tensors:
@@ -294,16 +298,21 @@ class StatisticsEngine:
                         raise Differs("shape")
                     one = values, None, None, False, places, held, of_blocks
                 pending.append(tuple.__new__(Pending, one))  # Pending() would call a Python function
-        return pending
-
-    def measure_again(
-        self, tensors: Iterable[tuple[int, Prepared]], pending: Sequence[Pending], iteration: int
-    ) -> None:
-        """Measure what :meth:`pending_again` returned, without autograd."""
+        device = prepared.device
+        if pending and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            raise Differs("autograd")
+        if pending and device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+            raise Differs("capture")
         self.has_news = True
         self.iteration = iteration
         if pending:
-            kernels.add(pending, *self._slots.on(pending[0].values.device))
+            try:
+                vectors = self._slots.devices[device].current()
+                kernels.add(pending, vectors.sums, vectors.maxima)
+            except Exception as error:
+                key = prepared.asked[0][0].key
+                self.on_failure("observing", f"{key.layer} {key.tensor}", error)
+                return
         for _, prepared in tensors:
             self._slots.asked.append(prepared.asked)
             self._weights_seen |= prepared.once
@@ -330,7 +339,9 @@ class StatisticsEngine:
             if passes is not None:
                 left.setdefault(passes[0].device, []).append((measuring, *passes))
         for device, together in left.items():
-            kernels.add([single for _, _, pending in together for single in pending], *self._slots.on(device))
+            vectors = self._slots.devices[device].current()
+            pending = [single for _, _, of_tensor in together for single in of_tensor]
+            kernels.add(pending, vectors.sums, vectors.maxima)
             for measuring, ready, _ in together:
                 measuring.end(ready)
         if failure is not None:

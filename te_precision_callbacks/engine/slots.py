@@ -98,6 +98,7 @@ class _Device:
         self._vectors: list[_Vectors] = []
 
     def current(self) -> _Vectors:
+        """Return the vectors of the current stream, valid until a segment is added."""
         handle = self._handle_now()
         sums, maxima = self.used
         for vectors in self._vectors:
@@ -147,13 +148,14 @@ class Segments:
         version: changes with the layout: a new segment, another place, or another requested statistic.
         moves: number of segments that moved to another device.
         asked: requests since the last reset; the same objects in each step with the same requests.
+        devices: the vectors of each device.
     """
 
     segments: dict[SegmentKey, SlotRange] = field(default_factory=dict)
     version: int = 0
     moves: int = 0
     asked: list[Asked] = field(default_factory=list)
-    _devices: dict[torch.device, _Device] = field(default_factory=dict)
+    devices: dict[torch.device, _Device] = field(default_factory=dict)
 
     def segment(
         self,
@@ -166,10 +168,10 @@ class Segments:
     ) -> SlotRange:
         segment = self.segments.get(key)
         if segment is None or (segment.device != device and not self._is_measured(segment)):
-            on = self._devices.get(device)
+            on = self.devices.get(device)
             if on is None:
                 on = _Device(device)
-                self._devices[device] = on
+                self.devices[device] = on
             sum_start, maximum_start = on.used
             on.used = sum_start + len(sums), maximum_start + len(maxima)
             if segment is None:
@@ -212,7 +214,7 @@ class Segments:
             torch.maximum(kept_maxima, maxima, out=kept_maxima)
 
     def parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
-        vectors = self._devices[segment.device].current()
+        vectors = self.devices[segment.device].current()
         offsets = segment.sum_start, segment.maximum_start
         if offsets not in vectors.parts:
             sums = vectors.sums.narrow(0, segment.sum_start, len(segment.sums))
@@ -220,17 +222,12 @@ class Segments:
             vectors.parts[offsets] = sums, maxima
         return vectors.parts[offsets]
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a device's vectors of sums and maxima for the current stream, valid until a segment is added."""
-        vectors = self._devices[device].current()
-        return vectors.sums, vectors.maxima
-
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
         """Yield each device with its sums and maxima, merged over its streams, for use on the current stream."""
-        for device, on in self._devices.items():
+        for device, on in self.devices.items():
             yield device, *on.read()
 
     def reset(self) -> None:
         self.asked.clear()
-        for on in self._devices.values():
+        for on in self.devices.values():
             on.reset()

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.failures import ObservationFailures
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
 from te_precision_callbacks.coverage.gemm_precision import Format
@@ -66,9 +66,8 @@ from te_precision_callbacks.te.state import (
     cached_weights,
     delayed_state,
     delayed_states,
+    last_forward,
     meta_of,
-    quantizers_of_module,
-    recipe_of_module,
 )
 
 
@@ -90,11 +89,10 @@ class DelayedScalingLayers:
     def __init__(self) -> None:
         self._snapshots: dict[int, _ScalingSnapshot] = {}
 
-    def snapshot(self, module: torch.nn.Module, iteration: int) -> None:
+    def snapshot(self, module: Any, iteration: int) -> None:
         """Read a module's state in a training forward, without waiting for the device."""
         known = self._snapshots.get(id(module))
-        first = meta_of(module).get(FORWARD)
-        if known is not None and known.scale is getattr(first, "scale", None):
+        if known is not None and known.scale is getattr(module.fp8_meta.get(FORWARD), "scale", None):
             return
         states = list(delayed_states(module)) if module.fp8 else []
         if states and (known is None or known.scale is not states[0].scale):
@@ -225,27 +223,39 @@ class DebugPathDecisions:
     def is_debug_iter(self, module: Any) -> bool:
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        module.__dict__["name"] = self.watched.names[id(module)]  # the script may have renamed it
         kind = self._classify(module)
-        self.current.kind = kind
-        self.current.module = module
+        if kind is not ForwardKind.UNTOUCHED and self.watched.is_on_fused_path(module, TEDebugState.get_iteration()):
+            return False  # the tap enters it
         frame = running_forward(module)
         tensor = None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])  # its input in TE 2.20.2
-        needs_gradient = bool(getattr(tensor, "requires_grad", True))
-        self.current.input_needs_gradient = kind is not ForwardKind.OBSERVED or needs_gradient
-        self.current.has_quantized_input = has_quantized_input(module, tensor)
+        self._enter(module, kind, tensor)
         if kind is ForwardKind.UNTOUCHED:
-            return False
-        if kind is ForwardKind.OBSERVED:
-            self.ran.add(id(module))
-            self._check_cached(module, frame)
-        if self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
-            if is_captured():
-                self._exclude_captured(module)
             return False
         if kind is ForwardKind.EVALUATION:
             return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
         return bool(self._upstream_is_debug_iter(module))
+
+    def _enter(self, module: Any, kind: ForwardKind, tensor: Any) -> None:
+        module.__dict__["name"] = self.watched.names[id(module)]  # the script may have renamed it
+        current = self.current
+        current.kind = kind
+        current.module = module
+        current.input_needs_gradient = kind is not ForwardKind.OBSERVED or bool(getattr(tensor, "requires_grad", True))
+        current.has_quantized_input = type(tensor) not in PLAIN and has_quantized_input(module, tensor)
+        if kind is ForwardKind.OBSERVED:
+            self.ran.add(id(module))
+            if module._fp8_workspaces:
+                self._check_cached(module)
+
+    def enter_fused(self, module: Any, kind: ForwardKind, tensor: Any) -> bool:
+        """Note a forward on the fused path, with its input; return False in a graph's capture, which excludes it."""
+        self._enter(module, kind, tensor)
+        if is_captured():
+            self._exclude_captured(module)
+            return False
+        if kind is not ForwardKind.EVALUATION:
+            self.note_plan(module, (), kind, idle=True)
+        return True
 
     def enter_compiled(self, module: Any, kind: ForwardKind, arguments: Any) -> None:
         """Note a forward in a compiled graph, which only its fused path has; the tap sees all of its formats."""
@@ -262,12 +272,12 @@ class DebugPathDecisions:
             module.__dict__["next_iter_when_debug_should_be_run"] = None
             self._note_refusal(module, COMPILED)
 
-    def _check_cached(self, module: Any, frame: FrameType | None) -> None:
+    def _check_cached(self, module: Any) -> None:
         """Check once per iteration whether the weights that a forward reads from the cache are stale."""
-        if not cached_weights(module) or id(module) in self._checked_cache:
+        if id(module) in self._checked_cache:
             return
         with self._failures.guard("looking at the cached weights of", str(module.name)):
-            for name, percentage in stale_shares(module, self.watched.layers[id(module)], frame):
+            for name, percentage in stale_shares(module, self.watched.layers[id(module)], running_forward(module)):
                 self._checked_cache.add(id(module))
                 self._scalars.add(name, percentage)
 
@@ -288,7 +298,8 @@ class DebugPathDecisions:
             if torch.compiler.is_dynamo_compiling():
                 return hasattr(module, LEAVES_GRAPHS)  # True makes Transformer Engine leave the graph for the call
             if id(module) in watched.modules:  # one that may be in a graph; others answer by themselves
-                return id(module) in watched.armed and self.is_debug_iter(module)
+                is_asked = id(module) in watched.armed and not watched.is_always_fused(module)
+                return is_asked and self.is_debug_iter(module)
             return note_unwatched(module)
 
         return compiled_in_callers_only(is_debug_iter)
@@ -337,12 +348,11 @@ class DebugPathDecisions:
         fprop_only = kind is ForwardKind.SILENT
         try:
             fp8 = bool(module.fp8) if graph_in_fp8 is None else graph_in_fp8
-            self.watched.resting.note_training(module, idle=idle, fp8=fp8)
+            state = last_forward(module) if idle else None
+            self.watched.resting.note_training(module, state, fp8=fp8)
             sees_all = graph_in_fp8 is not None
-            expected = self._expected_gemms(module, fprop_only=fprop_only, has_formats=idle and not sees_all)
-            self._audit.leave_out(expected.left_out)
-            self._audit.expect(expected.gemms)
-            self._audit.expect_unseen(expected.formats)
+            expected = self._expected_gemms(module, None if sees_all else state, fprop_only=fprop_only)
+            self._audit.expect(expected.gemms, expected.left_out, expected.formats)
             if sees_all or idle:
                 return
         except Exception as error:
@@ -356,25 +366,20 @@ class DebugPathDecisions:
                 " precision outside of the debug path, where no feature is called",
             )
 
-    def _expected_gemms(self, module: Any, *, fprop_only: bool, has_formats: bool) -> _ExpectedGemms:
+    def _expected_gemms(self, module: Any, left: tuple[object, ...] | None, *, fprop_only: bool) -> _ExpectedGemms:
+        """Return the GEMMs that a forward announces; with formats if ``left`` is the state that it has left."""
         layers = self.watched.layers[id(module)]
         needs = self.current.input_needs_gradient
-        trained = [parameter.requires_grad for parameter in module._parameters.values() if parameter is not None]
-        state = [layers, fprop_only, has_formats, needs, trained]
-        if has_formats:
-            recipe = recipe_of_module(module) if module.fp8 else None
-            state += [type(recipe), getattr(recipe, "backward_override", None), module.activation_dtype]
-            for quantizers in quantizers_of_module(module):
-                for quantizer in quantizers:
-                    state += [type(quantizer), getattr(quantizer, "dtype", None)]
-                    if hasattr(quantizer, "rowwise_quantizer"):
-                        state.append(object())  # it has the formats of other quantizers
+        trained = [parameter is not None and parameter.requires_grad for parameter in module._parameters.values()]
+        state: list[object] = [layers, fprop_only, needs, trained]
+        if left is not None:
+            state += [left, getattr(module.fp8_meta.get("recipe"), "backward_override", None)]
         known = self._expected.get(id(module))
         if known is not None and known.state == state:
             return known
         left_out = {} if fprop_only else gemms_left_out(module, layers, input_needs_gradient=needs)
         gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
-        formats = formats_of_fused_path(module, layers, fp8=module.fp8) if has_formats else {}
+        formats = {} if left is None else formats_of_fused_path(module, layers, fp8=module.fp8)
         formats = select_fprop(formats) if fprop_only else formats
         run = [gemm for gemm in gemms if gemm not in left_out]
         unseen = {operand: made for operand, made in formats.items() if operand[:2] not in left_out}

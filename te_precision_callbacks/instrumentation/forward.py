@@ -123,7 +123,7 @@ class ForwardHooks:
         self.gemm_errors = GemmErrors(engine, failures.report)
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
         selected = self.gemm_errors.selected, self._gemm_records.selected
-        self.plans = GemmPlans(audit, self._fused_observation, engine, selected, failures.report)
+        self.plans = GemmPlans(audit, self._fused_observation, engine, selected)
         self.order = ExecutionOrder()
         self.every_step = EveryStep(Ring(), failures.report)
         running = Running()
@@ -239,30 +239,37 @@ class ForwardHooks:
         self._gemm_records.before_sum(layer, gemm, out, kept)
         return self.gemm_errors.before_sum(layer, gemm, out, kept)
 
-    def _enter_fused(self, module: torch.nn.Module, kind: ForwardKind, compiled: Any) -> Collection[tuple[int, str]]:
+    def _enter_fused(
+        self, module: torch.nn.Module, kind: ForwardKind, tensor: Any, compiled: Any
+    ) -> Collection[tuple[int, str]] | None:
         """Query a module's features on its fused path; return the tensors they need as (layer index, tensor name).
 
-        ``compiled``: the arguments of the module's operator in a compiled graph, which skips ``is_debug_iter``.
+        None for a module that is captured in a CUDA graph.
+
+        Args:
+            tensor: the module's input.
+            compiled: the arguments of the module's operator in a compiled graph, which skips ``is_debug_iter``.
         """
         from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-        if kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
+        if kind is ForwardKind.UNTOUCHED:
             return ()
         iteration = TEDebugState.get_iteration()
-        layers = self._watched.layers[id(module)]
-        if compiled is not None and id(module) in self._watched.armed:
+        watched = self._watched
+        layers = watched.layers[id(module)]
+        if compiled is not None and id(module) in watched.armed and kind is not ForwardKind.EVALUATION:
             self.answers.enter_compiled(module, kind, compiled)
-        if not self._watched.is_on_fused_path(module, iteration):
+        if not watched.is_on_fused_path(module, iteration):
             self._fused_observation.leave(layers)
             return ()
-        if compiled is None:
-            self.answers.note_plan(module, (), kind, idle=True)
-        if kind is ForwardKind.SILENT:
+        if compiled is None and not self.answers.enter_fused(module, kind, tensor):
+            return None
+        if kind is not ForwardKind.OBSERVED:
             return ()
-        upcoming = self._fused_observation.query(layers, iteration), self._watched.next_change(module, iteration)
-        next_query = min((step for step in upcoming if step is not None), default=None)
-        module.__dict__["next_iter_when_debug_should_be_run"] = next_query
-        needed = self._fused_observation.needed_tensors(layers)
+        needed, upcoming = self._fused_observation.query(layers, iteration)
+        if changed := watched.fused[id(module)]:
+            upcoming += [step for schedule in changed if (step := schedule.at(iteration)[1]) is not None]
+        module.__dict__["next_iter_when_debug_should_be_run"] = min(upcoming, default=None)
         if not needed:
             return ()
         self.answers.check_scales(module, iteration)

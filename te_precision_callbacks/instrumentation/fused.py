@@ -216,22 +216,33 @@ class FusedObservation:
         for cache in (self._watchers, self._shared, self._due_of_watchers, self.due, self._numbers, self._needed):
             cache.clear()
 
-    def query(self, layers: Sequence[str], iteration: int) -> int | None:
-        """Query which tensors a module's features observe; return the next iteration to query, if any."""
-        import nvdlfw_inspect.api as debug_api
+    def query(self, layers: Sequence[str], iteration: int) -> tuple[frozenset[tuple[int, str]], list[int]]:
+        """Query which tensors a module's features observe, and in which iterations to query next.
 
-        self._api = debug_api.transformer_engine
+        Returns:
+            The tensors, as (layer index, tensor name); and the iterations.
+        """
         if iteration != self.iteration:
+            import nvdlfw_inspect.api as debug_api
+
+            self._api = debug_api.transformer_engine
             self.iteration = iteration
             self._due_of_watchers.clear()
-        upcoming = None
+        upcoming: list[int] = []
+        numbers: list[int] = []
         for layer in layers:
             due = self._due_of_watchers.get(id(self._watchers.get(layer)))
             due = self._query_layer(layer, iteration) if due is None else due
             self.due[layer] = due
+            numbers.append(due.number)
             if due.upcoming is not None:
-                upcoming = due.upcoming if upcoming is None else min(upcoming, due.upcoming)
-        return upcoming
+                upcoming.append(due.upcoming)
+        needed = self._needed.get(tuple(numbers))
+        if needed is None:
+            watched = [(index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers]
+            needed = frozenset(watched)
+            self._needed[tuple(numbers)] = needed
+        return needed, upcoming
 
     def leave(self, layers: Sequence[str]) -> None:
         """Stop observing layers until the next query, since their module takes the debug path."""
@@ -262,15 +273,6 @@ class FusedObservation:
             answer = answer._replace(number=number)
             self._due_of_watchers[id(watchers)] = answer
         return answer
-
-    def needed_tensors(self, layers: Sequence[str]) -> frozenset[tuple[int, str]]:
-        numbers = tuple([self.due[layer].number for layer in layers])
-        needed = self._needed.get(numbers)
-        if needed is None:
-            watched = [(index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers]
-            needed = frozenset(watched)
-            self._needed[numbers] = needed
-        return needed
 
     def __call__(self, event: GemmEvent) -> None:
         due = self.due.get(event.layer)

@@ -9,10 +9,8 @@ measured; a GEMM that differs goes to the listeners. A plan holds no tensor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
-
-import torch
 
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import PLAIN, scaling_mode
@@ -63,7 +61,6 @@ class GemmPlans:
         fused: FusedObservation,
         engine: StatisticsEngine,
         selected: Sequence[SelectedGemms[Any]],
-        report: Callable[[str, str, Exception], None],
     ) -> None:
         self.declined: Counter[str] = Counter()
         self.followed = 0
@@ -71,7 +68,6 @@ class GemmPlans:
         self._fused = fused
         self._engine = engine
         self._selected = selected
-        self._report = report
         self._of_modules: dict[int, Plans | None] = {}
 
     def forget(self) -> None:
@@ -119,12 +115,12 @@ class GemmPlans:
             plan = plans.get(key)
             if plan is None:
                 raise Differs("not planned" if key in plans else _difference(key, plans))
-            values.append(out)
-            pending = self._engine.pending_again(plan.tensors, values, operands)
-            if pending and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-                raise Differs("autograd")
-            if pending and out.is_cuda and torch._C._cuda_isCurrentStreamCapturing():
-                raise Differs("capture")
+            self._audit.note_seen(layer, gemm, forward.recipe, plan.seen)
+            if plan.tensors:
+                values.append(out)
+                self._engine.measure_again(plan.tensors, values, operands, self._fused.iteration)
+        except ObservationError:  # reported already; must be raised
+            raise
         except Exception as error:
             forward.half = half
             reason = str(error) if isinstance(error, Differs) else type(error).__name__
@@ -138,14 +134,6 @@ class GemmPlans:
             place = index, tensor
             read.add(place)
             high.pop(place, None)
-        try:
-            self._audit.note_seen(layer, gemm, forward.recipe, plan.seen)
-            if plan.tensors:
-                self._engine.measure_again(plan.tensors, pending, self._fused.iteration)
-        except ObservationError:
-            raise
-        except Exception as error:
-            self._report("observing", f"{layer} {gemm}", error)
         return None
 
     def record(self, forward: Forward, key: Key, event: GemmEvent) -> None:

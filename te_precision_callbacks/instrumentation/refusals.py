@@ -143,7 +143,7 @@ def is_captured() -> bool:
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    return bool(FP8GlobalStateManager.fp8_graph_capturing()) or is_capturing()
+    return bool(FP8GlobalStateManager.quantization_state.fp8_graph_capturing) or is_capturing()
 
 
 CUDA_GRAPH = DebugRefusal(

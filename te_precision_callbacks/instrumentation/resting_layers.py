@@ -49,15 +49,14 @@ class RestingLayers:
         self._round_robin = RoundRobin(list(modules.values()))
         self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
 
-    def note_training(self, module: torch.nn.Module, *, idle: bool, fp8: bool) -> None:
+    def note_training(self, module: torch.nn.Module, state: tuple[object, ...] | None, *, fp8: bool) -> None:
         """Record a training forward of an armed module.
 
         Args:
-            idle: whether no feature acts in it, so that it runs like a resting module.
+            state: the state that it has left; None if a feature acts in it, so that it runs unlike a resting module.
             fp8: whether it runs in FP8.
         """
         self._trained_in_fp8[id(module)] = fp8
-        state = last_forward(module) if idle else None
         if state is None:
             self._seen_in.pop(id(module), None)
         else:

@@ -91,9 +91,9 @@ class GemmTap:
     """Calls listeners after each GEMM.
 
     Args:
-        enter: called in each forward with events, after ``prepare_forward``, with the module, the kind, and the
-            arguments of its operator in a compiled graph, or None; returns the tensors that listeners need before
-            quantization, as (layer index, tensor name).
+        enter: called in each forward with events, after ``prepare_forward``, with the module, the kind, its input, and
+            the arguments of its operator in a compiled graph, or None; returns the tensors that listeners need before
+            quantization, as (layer index, tensor name); None for a forward without events.
         silent: called after a training forward or backward without events, for example of an operation with its own
             GEMM kernel, with the layers, the operation, and whether it was the backward.
         every_step: gets the GEMMs of training forwards of its modules, with and without listeners.
@@ -105,7 +105,7 @@ class GemmTap:
         report: Callable[[str, str, Exception], None],
         running: Running | None = None,
         *,
-        enter: Callable[[torch.nn.Module, ForwardKind, Any], Collection[tuple[int, str]]] | None = None,
+        enter: Callable[[torch.nn.Module, ForwardKind, Any, Any], Collection[tuple[int, str]] | None] | None = None,
         silent: Callable[[Sequence[str], str, bool], None] | None = None,
         attention: ModelProducts | None = None,
         every_step: EveryStep | None = None,
@@ -243,7 +243,8 @@ class GemmTap:
             if id(module) in self._attention.names:
                 self._running.thread_state.entered = self._attention.enter(module)
             elif id(module) in self._observed:
-                self._running.thread_state.entered = self._make_forward(module)
+                given = arguments[0] if arguments else keywords.get("inp")
+                self._running.thread_state.entered = self._make_forward(module, given)
             else:
                 self._running.thread_state.entered = self._unobserved_forward(module)
             if self._every_step.cast_hides_nan and id(module) in self._layers:
@@ -274,8 +275,8 @@ class GemmTap:
         with torch.set_grad_enabled(compiled.is_grad_enabled):
             return self._classify(module)
 
-    def _make_forward(self, module: Any, compiled: Any = None) -> Forward:
-        """Make the forward of a module; ``compiled``: the arguments of its operator in a graph."""
+    def _make_forward(self, module: Any, tensor: Any, compiled: Any = None) -> Forward:
+        """Make the forward of a module, given its input; ``compiled``: the arguments of its operator in a graph."""
         try:
             halves = te_modules.of(module).is_mlp
             if compiled is None:
@@ -287,8 +288,11 @@ class GemmTap:
             entered = Forward(self._layers[id(module)], kind, recipe, halves=halves)
             if kind is ForwardKind.OBSERVED and self._every_step.is_on:
                 entered.watched = set()
-            entered.wanted = () if self._enter is None else self._enter(module, kind, compiled)
-            if entered.wanted:
+            wanted = () if self._enter is None else self._enter(module, kind, tensor, compiled)
+            if wanted is None:
+                return self._unobserved_forward(module, compiled)
+            if wanted:
+                entered.wanted = wanted
                 entered.high = {}
                 plans = self._listening.plans
                 if plans is not None and compiled is None:
@@ -302,7 +306,7 @@ class GemmTap:
 
     def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
         if id(module) in self._observed:
-            return self._make_forward(module, arguments)
+            return self._make_forward(module, None, arguments)
         return self._unobserved_forward(module, arguments)
 
     def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
@@ -316,10 +320,10 @@ class GemmTap:
         return self._begin_compiled(module, operator)
 
     def _find_tensors(
-        self, forward: Forward, find: Callable[[], dict[tuple[int, str], Any]]
+        self, forward: Forward, find: Callable[..., dict[tuple[int, str], Any]], *given: Any
     ) -> dict[tuple[int, str], Any]:
         try:
-            return find()
+            return find(*given)
         except Exception as error:
             self._report("finding the tensors of", forward.layers[0], error)
             return {}
@@ -358,7 +362,7 @@ class GemmTap:
                 entered.high = None
                 entered.kind = ForwardKind.UNTOUCHED
             elif entered.high is not None:
-                entered.high = self._find_tensors(entered, lambda: sources.find(name_arguments((ctx, *arguments))))
+                entered.high = self._find_tensors(entered, sources.find, name_arguments((ctx, *arguments)))
             try:
                 result = self._running.call(entered, False, upstream, ctx, *arguments)
             finally:
@@ -376,7 +380,7 @@ class GemmTap:
             entered.half = 2
             if entered.high is None:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
-            entered.high = self._find_tensors(entered, lambda: gradients(ctx, arguments[0], len(entered.layers)))
+            entered.high = self._find_tensors(entered, gradients, ctx, arguments[0], len(entered.layers))
             try:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
             finally:
@@ -512,7 +516,8 @@ class GemmTap:
                 key = plans.follow(forward, operands, keywords, result)
                 if key is None:
                     next(self._running.gemm_counter)
-                    watch(forward, operands, keywords, result)
+                    if forward.watched is not None:
+                        watch(forward, operands, keywords, result)
                     return result
                 arguments = {"layout": "TN", **name_arguments(operands), **keywords}
             self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)

@@ -230,14 +230,15 @@ class UnfusedTensors:
 
     def wrap_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the functions of LayerNormMLP's ``_act_func``, which return fc2's activation and fc1's gradient."""
+        wrap = functools.lru_cache(maxsize=64)(self._wrap)
 
         @functools.wraps(upstream)
         def act_func(*arguments: Any, **keywords: Any) -> Any:
             forward, backward, with_bias = upstream(*arguments, **keywords)
             return (
-                self._wrap(forward, forward, 1, "activation"),
-                self._wrap(backward, backward, 0, "gradient"),
-                with_bias and self._wrap(with_bias, backward, 0, "gradient"),
+                wrap(forward, forward, 1, "activation"),
+                wrap(backward, backward, 0, "gradient"),
+                with_bias and wrap(with_bias, backward, 0, "gradient"),
             )
 
         return act_func

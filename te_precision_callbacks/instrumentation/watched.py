@@ -73,16 +73,14 @@ class WatchedModules:
             if layers and not on_fused_path and key not in self.refused and is_compiled_operator(self.modules[key]):
                 self.modules[key].__dict__[LEAVES_GRAPHS] = True
 
+    def is_always_fused(self, module: torch.nn.Module) -> bool:
+        return self.fused.get(id(module)) == ()
+
     def is_on_fused_path(self, module: torch.nn.Module, iteration: int) -> bool:
         changed = self.fused.get(id(module))
         if not changed:
             return changed is not None
         return not any(schedule.at(iteration)[0] for schedule in changed)
-
-    def next_change(self, module: torch.nn.Module, iteration: int) -> int | None:
-        """Return the next iteration with a feature that changes the precision of a module on its fused path."""
-        upcoming = (schedule.at(iteration)[1] for schedule in self.fused[id(module)])
-        return min((step for step in upcoming if step is not None), default=None)
 
     def release(self) -> None:
         for module in self.modules.values():
@@ -152,7 +150,8 @@ class WatchedModules:
 
     def _arm(self, module: torch.nn.Module) -> None:
         self.armed[id(module)] = module
-        self._answer(module, _ModuleIsDebugIter(self._is_debug_iter, module))
+        is_debug_iter = _ModuleIsDebugIter(self._is_debug_iter, module)
+        self._answer(module, _always_false(module) if self.is_always_fused(module) else is_debug_iter)
 
     def _rest(self, module: torch.nn.Module) -> None:
         del self.armed[id(module)]
@@ -174,7 +173,7 @@ class _ModuleIsDebugIter(functools.partial):  # type: ignore[type-arg]
 
 
 def _always_false(module: torch.nn.Module) -> _ModuleIsDebugIter:
-    """``is_debug_iter`` of a resting module: always False, without a Python call."""
+    """``is_debug_iter`` of a module that stays on its fused path: always False, without a Python call."""
     return _ModuleIsDebugIter(operator.is_, module, None)
 
 

@@ -137,7 +137,7 @@ class ForwardClassifier:
             return ForwardKind.UNTOUCHED
         if self._paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
-        if is_in_backward():
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
             # A forward inside a backward is recomputed for an activation checkpoint. A reentrant checkpoint (an
             # autograd Function) ran the first forward without gradients, so the recomputed one is observed. A
             # non-reentrant checkpoint recomputes in a hook of a saved tensor, and its first forward was observed.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
 from te_precision_callbacks.instrumentation.debug_path import DelayedScalingLayers
@@ -99,7 +98,6 @@ class StepCollector:
             self._is_local = False
             self._scalars.clear()
 
-    @without_collections()
     def _records(self, ending: EndingStep) -> StepRecords | None:
         names = [name for name, _ in self._scalars.entries]
         measured = self._measured

@@ -17,7 +17,6 @@ import torch
 import yaml
 
 from te_precision_callbacks.base.environment import installed_version, read_environment, torch_facts
-from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
@@ -91,7 +90,6 @@ class RunFacts:
         settings = results.scales_loss, results.adds_eps, self._unmeasured, len(results.not_measured)
         return *changes, len(coverage.other_ranks_products), len(results.unconverted), *settings
 
-    @without_collections()
     def take(self) -> FactTables:
         begun = time.perf_counter()
         state = self._state

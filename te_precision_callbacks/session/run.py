@@ -188,7 +188,7 @@ class Run:
                 return None
             self._on_request.begin()
             self._on_request.is_in_step = True
-            with Uninterrupted():
+            with Uninterrupted(), without_collections():
                 return self._end_step(logging_step)
         except RaisedInTraining:
             raise
@@ -625,7 +625,7 @@ class Run:
 
     def _is_abandoned(self) -> bool:
         self.context.inspector.keep()  # before a forward reads it
-        return self.live and self.is_forked
+        return self.live and os.getpid() != self._process
 
     def _warn_once(self, text: str) -> None:
         if self.context.notices.first(text):

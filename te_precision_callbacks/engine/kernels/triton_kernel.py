@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -96,8 +97,8 @@ class _Launch(NamedTuple):
 
     Attributes:
         launch, settings: see :func:`launcher_of`.
-        tensors: places of :data:`MOST_TOGETHER` tensors; unused ones repeat the first.
-        quantized: places of the tensors whose codes and scales are passed; without codes, that of another.
+        tensors: selects :data:`MOST_TOGETHER` tensors; unused ones repeat the first.
+        quantized: selects the tensors whose codes and scales are passed; without codes, that of another.
         used: number of tensors.
         tile: elements.
         most: maximum number of programs of a tensor.
@@ -107,8 +108,8 @@ class _Launch(NamedTuple):
 
     launch: Callable[..., object]
     settings: Sequence[Any]
-    tensors: Sequence[int]
-    quantized: Sequence[int]
+    tensors: Callable[[Sequence[Any]], tuple[Any, ...]]
+    quantized: Callable[[Sequence[Any]], tuple[Any, ...]]
     used: int
     tile: int
     most: int
@@ -116,7 +117,7 @@ class _Launch(NamedTuple):
     arguments: Sequence[Any]
 
 
-_known: dict[tuple[object, ...] | None, list[_Launch]] = {}
+_known: dict[tuple[object, ...], list[_Launch]] = {}
 """Signature of tensors -> their launches; empty after a failure."""
 
 
@@ -303,8 +304,8 @@ def _one_dimension(constants: Mapping[str, Any]) -> list[int]:
 
 def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) -> None:
     """Keep the launches of tensors for :func:`repeat`, if all can be launched without Triton's binder."""
-    signature = _signature(pending)
-    if signature is None or signature in _known:
+    alike = _read(pending)
+    if alike is None or alike[0] in _known:
         return
     launches = []
     place_of = {id(one): place for place, one in enumerate(pending)}
@@ -316,39 +317,61 @@ def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) ->
         if kernel is None:
             return
         padded = [*together, *[together[0]] * (MOST_TOGETHER - len(together))]
-        places = [place_of[id(one)] for one in padded]
-        quantized = [place_of[id(one)] for one in _quantized(padded)]
+        places = operator.itemgetter(*[place_of[id(one)] for one in padded])
+        quantized = operator.itemgetter(*[place_of[id(one)] for one in _quantized(padded)])
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
         arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
         launches.append(
             _Launch(*launcher_of(kernel), places, quantized, len(together), form.tile, most, size, arguments)
         )
-    _known[signature] = launches
+    _known[alike[0]] = launches
 
 
-def _signature(pending: Iterable[Pending]) -> tuple[object, ...] | None:
-    """Return what determines the launches of dense tensors besides their sizes; None for others."""
+def _read(
+    pending: Iterable[Pending],
+) -> tuple[tuple[object, ...], list[int], list[int], list[int | None], list[int | None]] | None:
+    """Read dense tensors that can be launched again; None if one cannot.
+
+    Returns:
+        What determines their launches besides their sizes; and of each tensor the number of elements, and the addresses
+        of values, codes and scale.
+    """
     signature: list[object] = []
+    sizes: list[int] = []
+    values_at: list[int] = []
+    codes_at: list[int | None] = []
+    scales_at: list[int | None] = []
     for values, codes, scale_inv, e5m2, places, in_blocks, _ in pending:
-        numel = values.numel()
-        if in_blocks is not None or numel % 16 or not 0 < numel < 2**31 or values.data_ptr() % 16:
+        size = values.numel()
+        at = values.data_ptr()
+        if in_blocks is not None or size % 16 or not 0 < size < 2**31 or at % 16 or not values.is_contiguous():
             return None
-        if not values.is_contiguous():
-            return None
-        signature += values.device, values.dtype, e5m2, places
+        device = values.get_device()
+        signature += device, values.dtype, places
+        sizes.append(size)
+        values_at.append(at)
         if codes is None or scale_inv is None:
-            signature.append(codes is None)
-        elif codes.data_ptr() % 16 or not codes.is_contiguous() or codes.shape != values.shape:
+            if codes is not None:
+                return None
+            codes_at.append(None)
+            scales_at.append(None)
+            continue
+        at = codes.data_ptr()
+        if at % 16 or not codes.is_contiguous() or codes.shape != values.shape or codes.get_device() != device:
             return None
-        else:
-            signature += codes.device, codes.dtype, scale_inv.device, scale_inv.dtype, scale_inv.numel()
-    return tuple(signature)
+        signature += e5m2, codes.dtype, scale_inv.dtype, scale_inv.get_device(), scale_inv.numel()
+        codes_at.append(at)
+        scales_at.append(scale_inv.data_ptr())
+    return tuple(signature), sizes, values_at, codes_at, scales_at
 
 
 def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Sequence[Pending]:
     """Repeat the launches of earlier, similar tensors, and return the tensors that are left."""
-    signature = _signature(pending)
-    launches = _known.get(signature, ())
+    alike = _read(pending)
+    if alike is None:
+        return pending
+    signature, sizes, values_at, codes_at, scales_at = alike
+    launches = _known.get(signature)
     if not launches:
         return pending
     device = sums.get_device()
@@ -359,34 +382,23 @@ def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor)
     if memory is None or memory[0].numel() < launches[0].size:
         memory = scratch(sums.device, launches[0].size)
     memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
-    for done, one in enumerate(launches):
-        launch, settings, tensors, quantized, used, tile, most, _, arguments = one
-        values_at: list[int] = []
-        codes_at: list[int | None] = []
-        scales_at: list[int | None] = []
-        sizes: list[int] = []
-        begins: list[int] = []
+    for done, (launch, settings, of_tensors, of_quantized, used, tile, most, _, arguments) in enumerate(launches):
+        of_launch = of_tensors(sizes)
+        begins = [0] * MOST_TOGETHER
         programs = 0
-        for place in tensors:
-            values = pending[place].values
-            numel = values.numel()
-            if len(sizes) < used:
-                programs += min(most, -(-numel // tile))
-            values_at.append(values.data_ptr())
-            sizes.append(numel)
-            begins.append(programs)
+        for place in range(MOST_TOGETHER):
+            if place < used:
+                programs += min(most, -(-of_launch[place] // tile))
+            begins[place] = programs
         begins.pop()
-        for place in quantized:
-            codes, scale_inv = pending[place][1:3]
-            codes_at.append(None if codes is None else codes.data_ptr())
-            scales_at.append(None if scale_inv is None else scale_inv.data_ptr())
-        given = *values_at, *codes_at, *scales_at, *memory_at, *sizes, *begins, *arguments
+        quantized_at = *of_quantized(codes_at), *of_quantized(scales_at)
+        given = *of_tensors(values_at), *quantized_at, *memory_at, *of_launch, *begins, *arguments
         try:
             launch(programs, 1, 1, stream, *settings, given)
         except Exception as error:
             _known[signature] = []
             report_binder(error)
-            left = {place for launch in launches[done:] for place in launch.tensors}
+            left = {place for launch in launches[done:] for place in launch.tensors(range(len(pending)))}
             return [one for place, one in enumerate(pending) if place in left]
     return ()
 
