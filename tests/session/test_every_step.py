@@ -65,6 +65,7 @@ def train(
     after: Callable[[int, Blocks], None] = lambda step, model: None,
     *,
     calls: Callable[[int], dict[str, Any]] = lambda step: {},
+    batches: int = MICRO_BATCHES,
     **options: Any,
 ) -> InspectSession | None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -72,7 +73,7 @@ def train(
     session = None if log_dir is None else InspectSession(log_dir=log_dir, model=model, **options).start()
     try:
         for step in range(steps):
-            for batch in range(MICRO_BATCHES):
+            for batch in range(batches):
                 model.at = at(step, batch, model) or (lambda place, x: x)
                 model(torch.randn(32, 64, generator=draws), **calls(step)).square().mean().backward()
             optimizer.step()
@@ -295,7 +296,7 @@ def test_precision_that_changes_for_good_is_no_gap(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_does_not_run_any_more(tmp_path: Path) -> None:
-    session = train(Blocks("current"), 32, tmp_path, calls=lambda step: {"skips": step >= 20})
+    session = train(Blocks("current"), 32, tmp_path, calls=lambda step: {"skips": step >= 20}, batches=1)
     finding = only(session, "uncalled-layer")
     assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
 
@@ -313,7 +314,7 @@ def test_a_layer_that_gets_no_gradient_any_more(how: str, tmp_path: Path) -> Non
         if step == 19 and how == "frozen":
             model.linear.requires_grad_(False)
 
-    finding = only(train(model, 32, tmp_path, at, after), "frozen-layer")
+    finding = only(train(model, 32, tmp_path, at, after, batches=1), "frozen-layer")
     assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
     assert [found.rule for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == ["frozen-layer"]
 
@@ -322,13 +323,15 @@ def test_layers_that_are_trained_in_turn_are_not_frozen(tmp_path: Path) -> None:
     def after(step: int, model: Blocks) -> None:
         model.linear.requires_grad_(step % 3 != 0)
 
-    session = train(Blocks("current"), 40, tmp_path, after=after)
+    session = train(Blocks("current"), 40, tmp_path, after=after, batches=1)
     assert session is not None
     assert not [finding for finding in session.findings if finding.rule == "frozen-layer"]
 
 
 def test_layers_that_are_left_out_in_turn_are_not_missed(tmp_path: Path) -> None:
-    session = train(Blocks("current"), 40, tmp_path, calls=lambda step: {"skips": step % 3 == 0 or step > 30})
+    session = train(
+        Blocks("current"), 40, tmp_path, calls=lambda step: {"skips": step % 3 == 0 or step > 30}, batches=1
+    )
     assert session is not None
     assert not [finding for finding in session.findings if finding.rule == "uncalled-layer"]
 
@@ -401,7 +404,7 @@ def test_the_last_steps_before_an_exception(tmp_path: Path) -> None:
 
 
 def test_the_last_steps_before_the_end(tmp_path: Path) -> None:
-    train(Blocks("current"), 70, tmp_path)
+    train(Blocks("current"), 70, tmp_path, batches=1)
     data = json.loads(show(tmp_path, "--last-steps", "--json"))
     assert data["text"] == "The last 64 steps before: the end of the run."
     assert data["iterations"] == list(range(6, 70))

@@ -387,7 +387,7 @@ def growth(
     """By how many blocks Python's memory, and by how many bytes the caches grow in a window of steps.
 
     Python's memory goes up and down by some 50 blocks: of each window the least counts. Objects made once, such as a
-    module that another thread imports, takes more: the lesser of two growths counts.
+    module that another thread imports, take more: the lesser of two growths counts.
     """
     x = torch.randn(SIZE, SIZE)
     windows: list[list[tuple[int, int]]] = [[], [], []]
