@@ -112,6 +112,7 @@ proof: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/every_step.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/external.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/remedies.py --page $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/search.py --page $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/proof/silence.py --page $(ARGS)
 
 clean:
