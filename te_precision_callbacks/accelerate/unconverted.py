@@ -175,13 +175,12 @@ def _multiplied_parameters(module: torch.nn.Module) -> Iterator[tuple[str, tuple
 
 def _converted_elements(model: Model) -> int:
     modules = {id(module): module for _, root in roots_of(model) for module in root.modules()}
-    return sum(
-        math.prod(parameter.shape)
-        for module in modules.values()
-        if te_classes(type(module))
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() > 1
-    )
+    count = 0
+    for module in modules.values():
+        if te_classes(type(module)):
+            matrices = (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+            count += sum(math.prod(matrix.shape) for matrix in matrices)
+    return count
 
 
 def expects_low_precision(accelerator: Accelerator) -> str:

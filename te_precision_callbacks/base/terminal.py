@@ -80,10 +80,11 @@ def show(what: RenderableType, optional: Sequence[str] = ()) -> None:
 
 def _least_width(made: Table) -> int:
     """Return the smallest width of a table without broken words, except in long names."""
-    texts = [[str(column.header), *map(str, column.cells)] for column in made.columns]
-    return sum(
-        3 + min(max(cell_len(word) for text in column for word in text.split() or [""]), _NAME) for column in texts
-    )
+    width = 0
+    for column in made.columns:
+        words = " ".join([str(column.header), *map(str, column.cells)]).split()
+        width += 3 + min(max(map(cell_len, words), default=0), _NAME)
+    return width
 
 
 def _narrow(made: Table, width: int, optional: Iterable[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -196,7 +198,9 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
         groups.setdefault(root, []).append(finding)
 
     worst = sorted((groups[root] for root in sorted(groups)), key=lambda group: min(map(severity, group)))
-    return [finding for group in worst for finding in sorted(group, key=lambda f: (bool(f.caused_by), severity(f)))]
+    for group in worst:
+        group.sort(key=lambda finding: (bool(finding.caused_by), severity(finding)))
+    return list(itertools.chain.from_iterable(worst))
 
 
 def _first_step(finding: Finding) -> int:
@@ -276,11 +280,8 @@ class Verdict(Sequence[Finding]):
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; only local values of rank {self.rank}" if self.rank is not None else ""
         partial += f"; not observed: {self.not_observed}" if self.not_observed else ""
-        counts = [
-            many(count, severity)
-            for severity in SEVERITIES
-            if (count := sum(finding.severity == severity for finding in self.findings))
-        ]
+        found = Counter(finding.severity for finding in self.findings)
+        counts = [many(found[severity], severity) for severity in SEVERITIES if found[severity]]
         checked = f"({len(self.checked)} of {many(total, 'rule')} checked{partial})."
         if self.wrong:
             return f"Problems found: {', '.join(counts)} {checked}"

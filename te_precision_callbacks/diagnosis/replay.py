@@ -160,10 +160,8 @@ def _check(
             diagnosis.set_facts(record.facts(iteration), iteration)
 
     chosen = np.flatnonzero(np.isin(record.rank_of_series, ranks))
-    series = [
-        Series(subject.layer, family_of(subject.tensor, subject.statistic, subject.gemm or None))
-        for subject in (run.subjects[number] for number in chosen.tolist())
-    ]
+    subjects = [run.subjects[number] for number in chosen.tolist()]
+    series = [Series(s.layer, family_of(s.tensor, s.statistic, s.gemm or None)) for s in subjects]
     splitter = Splitter(series.__getitem__)
     for iteration, numbers, values, unscaled in _steps(run, record, chosen):
         check_logged((iteration, False))

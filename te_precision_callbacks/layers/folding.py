@@ -37,11 +37,10 @@ def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: in
     for name in names:
         form, numbers = _parsed(name)
         alike.setdefault(form, {})[numbers] = None
-    texts = [
-        _filled(form, ranges, most_ranges)
-        for form, numbers in alike.items()
-        for ranges in _boxes(list(numbers), form.count("\0"))
-    ]
+    texts: list[str] = []
+    for form, numbers in alike.items():
+        boxes = _boxes(list(numbers), form.count("\0"))
+        texts += [_filled(form, ranges, most_ranges) for ranges in boxes]
     if most is None:
         return texts
     return first_of(texts, most, "{} more")

@@ -174,14 +174,13 @@ class BatchedChecks:
         """
         if not self._shares:
             return None
-        by_device: dict[torch.device, list[tuple[torch.Tensor, Sequence[Note]]]] = {}
+        by_device: dict[torch.device, tuple[list[torch.Tensor], list[Note]]] = {}
         for shares, notes in self._shares:
-            by_device.setdefault(shares.device, []).append((shares, notes))
+            of_device = by_device.setdefault(shares.device, ([], []))
+            of_device[0].append(shares)
+            of_device[1].extend(notes)
         self._shares = []
-        reads = [
-            (to_host(torch.cat([shares for shares, _ in parts])), [note for _, notes in parts for note in notes])
-            for parts in by_device.values()
-        ]
+        reads = [(to_host(torch.cat(shares)), notes) for shares, notes in by_device.values()]
 
         def read() -> None:
             for values, notes in reads:

@@ -274,7 +274,8 @@ class RecordedRun:
     @cached_property
     def subjects(self) -> list[Subject]:
         columns = (self.series[name].to_pylist() for name in Subject._fields)
-        return [Subject._make((*(text or "" for text in texts), rank)) for *texts, rank in zip(*columns, strict=True)]
+        rows = zip(*columns, strict=True)
+        return [Subject(*(text or "" for text in texts), rank) for *texts, rank in rows]
 
     @cached_property
     def curves(self) -> dict[str, Curve]:

@@ -304,11 +304,9 @@ class RunFacts:
         return gemms, operands
 
     def _states(self) -> list[Row]:
-        return [
-            {"subject": row.subject, "dtype": row.dtype, "bytes": row.bytes, "count": row.tensors}
-            for last in self._results.coverage.spans()[-1:]
-            for row in last.state
-        ]
+        spans = self._results.coverage.spans()
+        state = spans[-1].state if spans else ()
+        return [{"subject": row.subject, "dtype": row.dtype, "bytes": row.bytes, "count": row.tensors} for row in state]
 
     def _plan(self, infos: Sequence[LayerInfo]) -> Iterator[Row]:
         sections = {section.name: section for section in self._options.config.enabled_sections}

@@ -405,13 +405,11 @@ class ObservedModel:
         """Note the layers that ran only in forwards that are not observed, with the reasons."""
         reasons = self.hooks.products.unobserved.reasons
         observed = self.hooks.order.forward
-        unobserved = {
-            layer.name: reasons[id(named.module)]
-            for named in (self.layers.modules if reasons else ())
-            if id(named.module) in reasons
-            for layer in named.layers
-            if layer.name not in observed and not self._refused.why(layer.name)
-        }
+        unobserved: dict[str, str] = {}
+        for named in self.layers.modules if reasons else ():
+            if id(named.module) in reasons:
+                names = (name for name in named.names if name not in observed and not self._refused.why(name))
+                unobserved |= dict.fromkeys(names, reasons[id(named.module)])
         if unobserved != self._unobserved:
             self._unobserved = unobserved
             self._results.coverage.put_unobserved(unobserved)
@@ -440,21 +438,18 @@ class ObservedModel:
 
     def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
         sections = {section.name: section for section in self._options.config.enabled_sections}
-        overrides = {
-            layer: backward_override(named.module) or "" for named in self.layers.modules for layer in named.names
-        }
-        return {
-            info.name: HighPrecisionFacts(
-                kept_by_sections(sections[name] for name in info.sections),
-                overrides.get(info.name, ""),
-                info.name in recomputed_outside,
-            )
-            for info in self._results.layers
-        }
+        overrides: dict[str, str] = {}
+        for named in self.layers.modules:
+            overrides |= dict.fromkeys(named.names, backward_override(named.module) or "")
+        facts = {}
+        for info in self._results.layers:
+            kept = kept_by_sections(map(sections.__getitem__, info.sections))
+            facts[info.name] = HighPrecisionFacts(kept, overrides.get(info.name, ""), info.name in recomputed_outside)
+        return facts
 
     def _warn_of_recomputed(self, layers: Collection[str]) -> None:
         if layers and own_rank() == 0 and self._notices.first("recomputed"):
-            named = [layer.name for module in self.layers.modules for layer in module.layers if layer.name in layers]
+            named = [layer.name for layer in self.layers.own if layer.name in layers]
             logger.warning(
                 "Gradient checkpointing (use_reentrant=True) recomputes the forward of %d layer%s outside of"
                 " te.autocast: %s. So the backward does not run in low precision. %s",

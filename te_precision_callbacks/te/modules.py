@@ -120,10 +120,9 @@ class ModuleRow(NamedTuple):
 
     def frozen(self, module: Any) -> list[bool]:
         """Return which layers have no wgrad. In a grouped module, the first weight decides for all."""
-        return [
-            not any(weight.requires_grad for weight in self.weights(module, number if self.parameters else 0))
-            for number in range(len(self.layers(module)))
-        ]
+        numbers = range(len(self.layers(module)))
+        weights = [self.weights(module, number if self.parameters else 0) for number in numbers]
+        return [not any(weight.requires_grad for weight in of_layer) for of_layer in weights]
 
 
 def _by_name(*rows: ModuleRow) -> Mapping[str, ModuleRow]:

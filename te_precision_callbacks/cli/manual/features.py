@@ -71,12 +71,13 @@ class FeatureEntry:
 
 def features() -> tuple[FeatureEntry, ...]:
     """All features, this project's first; without custom features and upstream features that no layer calls."""
-    return tuple(
-        _feature(name, namespace)
-        for namespace, registered in known_features().items()
-        for name in registered
-        if not is_upstream_test(name) and (namespace, name) != (BASE, UPSTREAM_FEATURE)
-    )
+    entries: list[FeatureEntry] = []
+    for namespace, registered in known_features().items():
+        names = [name for name in registered if not is_upstream_test(name)]
+        if namespace == BASE:
+            names.remove(UPSTREAM_FEATURE)
+        entries += [_feature(name, namespace) for name in names]
+    return tuple(entries)
 
 
 def find(name: str) -> tuple[FeatureEntry, ...]:

@@ -130,12 +130,13 @@ class Sibling(RuleCheck):
         if not numbers.iteration:
             return
         is_zero = (column.values == 0) & numbers.are("weight", column)
-        lone = [
-            place
-            for places in (self._similar_layers(numbers, facts, column) if is_zero.any() else ())
-            for place in places[is_zero[places]].tolist()
-            if is_zero[places].sum() <= len(places) / 2
-        ]
+        if not is_zero.any():
+            return
+        lone: list[int] = []
+        for places in self._similar_layers(numbers, facts, column):
+            zeros = places[is_zero[places]].tolist()
+            if len(zeros) <= len(places) / 2:
+                lone += zeros
         if lone:
             names = numbers.names_of(column)
             layers = tuple(facts.sort_by_execution((names[place] for place in lone), "weight"))
@@ -246,13 +247,12 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float = NEA
     flat = bits - trend * np.arange(len(bits))
     stretches = np.split(np.arange(len(bits)), cuts)
     levels = [float(np.median(flat[stretch])) for stretch in stretches]
-    near = [[abs(level - other) < least for other in levels] for level in levels]
-    sizes = [sum(len(other) for other, is_near in zip(stretches, row, strict=True) if is_near) for row in near]
-    ordinary = int(np.argmax(sizes))
+    near = np.abs(np.subtract.outer(levels, levels)) < least
+    ordinary = int(np.argmax(near @ [len(stretch) for stretch in stretches]))
     if flows and len(stretches) == 2 and levels[1] > levels[0] and len(stretches[0]) > 1:
         ordinary = 0
     for number, stretch in enumerate(stretches):
-        if near[ordinary][number]:
+        if near[ordinary, number]:
             continue
         result[stretch] = flat[stretch] - levels[ordinary]
         if flows and number and levels[number] - levels[number - 1] >= max(FAR, np.abs(result[stretch]).max()):

@@ -153,15 +153,17 @@ def _types(run: RecordedRun) -> dict[str, str]:
     return {subject: ", ".join(sorted(dtypes)) for subject, dtypes in types.items()}
 
 
+def _shares_text(run: RecordedRun) -> str:
+    return ", ".join(f"{name.upper()} {percent(share)} %" for name, share in precision_shares(run).items())
+
+
 def _product_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
     if not len(a.gemms) or not len(b.gemms):
         return
-    texts = [
-        ", ".join(f"{name.upper()} {percent(share)} %" for name, share in shares.items())
-        for shares in (precision_shares(a), precision_shares(b))
-    ]
-    if texts[0] != texts[1]:
-        yield FactDifference("coverage", *texts)
+    of_a = _shares_text(a)
+    of_b = _shares_text(b)
+    if of_a != of_b:
+        yield FactDifference("coverage", of_a, of_b)
     for (what, before, after), layers in _changed_layer_facts(a, b).items():
         yield FactDifference(f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}", before, after)
 
@@ -222,7 +224,10 @@ def compare(
     search = Search(first, other, others, lasting, collect)
     departures = list(search.run(paired))
     # The layers whose number of rows in a step differs in b, for example through the batch size.
-    resized = [layer for (what, *_), layers in _changed_layer_facts(a, b).items() if what == _ROWS for layer in layers]
+    resized: list[str] = []
+    for (what, *_), layers in _changed_layer_facts(a, b).items():
+        if what == _ROWS:
+            resized += layers
     # Published bounds are for equal batches.
     shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))
     if search.without_steps == len(paired):
@@ -260,8 +265,9 @@ def _explain_unpaired(first: Side, other: Side) -> str:
     notes = first.run.notes_sentence + other.run.notes_sentence
     if any(subject.layer for subject in first.series if subject in other.series):
         return ""
-    for side in (first, other):
-        if not any(subject.layer for subject in side.series):
+    layers = [_layers_of(side) for side in (first, other)]
+    for side, of_side in zip((first, other), layers, strict=True):
+        if not of_side:
             remedy = "Record it with a config that logs statistics, such as LogTensorStats."
             if "te" not in side.run.layers["family"].to_pylist():
                 remedy = (
@@ -269,13 +275,17 @@ def _explain_unpaired(first: Side, other: Side) -> str:
                     " te_precision_callbacks.accelerate.convert_to_te(model) before creating the optimizer."
                 )
             return f"{side.name} has no statistics of layers, so no layer can be compared. {remedy}{notes}"
-    shown = [next(subject.layer for subject in side.series if subject.layer) for side in (first, other)]
-    if any(subject.layer in {theirs.layer for theirs in other.series} for subject in first.series if subject.layer):
+    if layers[0].keys() & layers[1].keys():
         return (
             f"{first.name} and {other.name} have common layers, but no common statistics. Record statistics that do not"
             f" depend on the recipe, such as std and cur_amax.{notes}"
         )
-    return f"{first.name} and {other.name} have no common layers: one has {shown[0]!r}, the other {shown[1]!r}.{notes}"
+    shown = [repr(next(iter(of_side))) for of_side in layers]
+    return f"{first.name} and {other.name} have no common layers: one has {shown[0]}, the other {shown[1]}.{notes}"
+
+
+def _layers_of(side: Side) -> dict[str, None]:
+    return dict.fromkeys(subject.layer for subject in side.series if subject.layer)
 
 
 def _span(side: Side) -> str:

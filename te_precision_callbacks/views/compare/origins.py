@@ -9,6 +9,7 @@ the forwards, the backwards, then the optimizer and the trainer.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from bisect import bisect_left
@@ -160,14 +161,11 @@ class _Sources:
         self._by_key = tensors
         self._order = order
         self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, SeriesDeparture]]] = {}
+        every = list(itertools.chain.from_iterable(tensors.values()))
         for tensor in _IN_ORDER:
-            placed = [
-                (self._place(departed, tensor), departed)
-                for group in tensors.values()
-                for departed in group
-                if departed.subject.tensor in _SOURCES[tensor]
-            ]
-            for place, departed in sorted(placed, key=lambda pair: pair[0]):
+            sources = [departed for departed in every if departed.subject.tensor in _SOURCES[tensor]]
+            placed = [(self._place(departed, tensor), departed) for departed in sources]
+            for place, departed in sorted(placed, key=itemgetter(0)):
                 line = tensor, departed.subject.rank, departed.subject.statistic
                 self._lines.setdefault(line, []).append((place, departed))
 
@@ -199,12 +197,9 @@ class _Sources:
             before = bisect_left(line, self._place(departed, subject.tensor), key=itemgetter(0))
             sources: Iterable[SeriesDeparture] = (source for _, source in reversed(line[:before]))
         else:
-            sources = (
-                source
-                for tensor in _SOURCES.get(subject.tensor, ())
-                for source in self._by_key.get((subject.scope, subject.layer, tensor, subject.rank), ())
-                if source.subject.statistic == subject.statistic
-            )
+            keys = [(subject.scope, subject.layer, tensor, subject.rank) for tensor in _SOURCES.get(subject.tensor, ())]
+            of_layer = itertools.chain.from_iterable(self._by_key.get(key, ()) for key in keys)
+            sources = (source for source in of_layer if source.subject.statistic == subject.statistic)
         for source in sources:
             if subject.tensor == "weight":  # the optimizer has run between them
                 existed = source.departure.iteration < departed.since
