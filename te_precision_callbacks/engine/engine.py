@@ -28,7 +28,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
-from te_precision_callbacks.base.numerics.layouts import fp8_format, per_tensor_codes
+from te_precision_callbacks.base.numerics.layouts import PLAIN, fp8_format, per_tensor_codes
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
@@ -279,7 +279,7 @@ class StatisticsEngine:
                 if prepared.once <= self._weights_seen:
                     continue
                 raise Differs("weight")
-            if type(values) is not torch.Tensor:
+            if type(values) not in PLAIN:
                 values = values.detach()
             for (form, places, of_blocks), e5m2 in prepared.passes:
                 one: tuple[object, ...]

@@ -1025,10 +1025,10 @@ def _gradient(held: _Held) -> torch.Tensor | None:
         gradient = getattr(owner, name, None)
         if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
             weight = held.parameter.weight
-            own: torch.Tensor = getattr(weight, "_local_tensor", weight)
-            if getattr(gradient, "_local_tensor", gradient).shape == own.shape:
-                return gradient
-            return None
+            # The check of the class is cheaper than looking up an attribute that a tensor does not have.
+            own = weight if type(weight) in PLAIN else getattr(weight, "_local_tensor", weight)
+            local = gradient if type(gradient) in PLAIN else getattr(gradient, "_local_tensor", gradient)
+            return gradient if local.shape == own.shape else None
     return None
 
 

@@ -200,23 +200,28 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
 
 
 def largest_of_each(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield, per device and dtype, the indices of dense tensors with elements, and their largest absolute values, which
-    are inf or nan if an element is."""
-    places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+    """Yield the indices of dense tensors with elements, and their largest absolute values, which are inf or nan if an
+    element is; those of other devices and dtypes apart."""
+    in_cpp: list[int] = []
+    given: list[Largest] = []
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel():
-            # C++ is many times as fast, but a tensor of another class may have no memory of its own.
-            in_cpp = tensor.device.type == "cpu" and tensor.dtype in FORMATS and type(tensor) in PLAIN
-            places.setdefault((tensor.device, tensor.dtype, in_cpp), []).append(place)
-    for (device, dtype, in_cpp), group in places.items():
-        if in_cpp:
-            row = largest.new_rows(1, len(group), device)[0]
-            rest = FORMATS[dtype], None
-            given = [(tensors[place], *rest, slot, 0, MAGNITUDE) for slot, place in enumerate(group)]
-            largest.add([tuple.__new__(Largest, one) for one in given], row)  # Largest() would call a Python function
-            yield group, row[:, MAGNITUDE].contiguous().view(torch.float32)
-        else:
-            yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))
+        dtype = tensor.dtype
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        # C++ is many times as fast, but a tensor of another class may have no memory of its own.
+        if dtype in FORMATS and tensor.is_cpu and type(tensor) in PLAIN:
+            one = tensor, FORMATS[dtype], None, len(in_cpp), 0, MAGNITUDE
+            given.append(tuple.__new__(Largest, one))  # Largest() would call a Python function
+            in_cpp.append(place)
+        elif dtype.is_floating_point:
+            places.setdefault((tensor.device, dtype), []).append(place)
+    if in_cpp:
+        row = largest.new_rows(1, len(in_cpp), torch.device("cpu"))[0]
+        largest.add(given, row)
+        yield in_cpp, row[:, MAGNITUDE].contiguous().view(torch.float32)
+    for group in places.values():
+        yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))
 
 
 def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ blocks, and the third the least ``order`` of a tensor with inf or nan.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,7 +54,8 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
         return
     in_cpp = ONE_PASS.functions["te_precision_largest"] if ONE_PASS.is_compiled() else None
     begin = row.data_ptr()
-    threads = torch.get_num_threads()
+    numbers = array("q")
+    copies = []  # until they have been read
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
         if in_cpp is None or number == E8M0:
@@ -61,23 +63,28 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
             continue
         if not values.is_contiguous():
             values = values.contiguous()
+            copies.append(values)
         at = begin + 4 * COLUMNS * slot
-        factor = None if scale is None else scale.data_ptr()
-        in_cpp(values.data_ptr(), number, values.numel(), factor, threads, order, at + 4 * column, at + 4 * FIRST)
+        factor = 0 if scale is None else scale.data_ptr()
+        numbers.extend((values.data_ptr(), number, values.numel(), factor, at + 4 * column, at + 4 * FIRST, order))
+    if in_cpp is not None:
+        address, count = numbers.buffer_info()
+        in_cpp(address, count // 7, torch.get_num_threads())
 
 
 def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     """Add with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
     global _on_gpu
     try:
-        from te_precision_callbacks.engine.kernels import triton_largest
+        from te_precision_callbacks.engine.kernels.triton_largest import TOGETHER, fits
+        from te_precision_callbacks.engine.kernels.triton_largest import add as launch
 
         fitting: list[Largest] = []
         others: list[Largest] = []
         for tensor in tensors:
-            (fitting if triton_largest.fits(tensor) else others).append(tensor)
-        for begin in range(0, len(fitting), triton_largest.TOGETHER):
-            triton_largest.add(fitting[begin : begin + triton_largest.TOGETHER], row)
+            (fitting if fits(tensor) else others).append(tensor)
+        for begin in range(0, len(fitting), TOGETHER):
+            launch(fitting[begin : begin + TOGETHER], row)
         if others:
             _all_in_torch(others, row)
     except torch.OutOfMemoryError:

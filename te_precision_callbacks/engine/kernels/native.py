@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from te_precision_callbacks.base.compiling import CppFile
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
 
@@ -27,10 +28,7 @@ ONE_PASS = CppFile(
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
             *[ctypes.c_int64] * len(ColumnPlaces._fields),
         ),
-        "te_precision_largest": (
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p),
-            *(ctypes.c_int, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p),
-        ),
+        "te_precision_largest": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
     },
     what="Statistics on the CPU are computed by plain torch operations",
     times="a hundred",
@@ -39,8 +37,8 @@ ONE_PASS = CppFile(
 
 def accepts(values: torch.Tensor) -> bool:
     """Return whether C++ can read the tensor: plain, on the CPU, of a supported dtype."""
-    could = type(values) is torch.Tensor and values.dtype in _DTYPES and values.device.type == "cpu"
-    return could and ONE_PASS.is_compiled()
+    could = type(values) in PLAIN and values.dtype in _DTYPES and values.device.type == "cpu"
+    return could and (bool(ONE_PASS.functions) or ONE_PASS.is_compiled())
 
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -57,7 +55,8 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         at_factor = None
         if codes is not None and scale_inv is not None:
             codes = codes.contiguous()
-            factor = scale_inv.to(torch.float32)
+            # A call of torch takes as long as the pass over a small tensor.
+            factor = scale_inv if scale_inv.dtype is torch.float32 else scale_inv.to(torch.float32)
             codes_format = 2 if e5m2 else 1
             at_codes = codes.data_ptr()
             at_factor = factor.data_ptr()

@@ -854,21 +854,29 @@ float magnitude_of(uint32_t word, int format) {
 
 }  // namespace
 
-// Raise `largest` to the bits of the largest magnitude, a float32, times a scale if there is one; lower `first` to `order`
-// if it is inf or NaN. Formats: 0 float32, 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2, 6 float32 of which 1/x counts.
-extern "C" void te_precision_largest(const char* values, int format, int64_t count, const float* scale, int threads,
-                                     int32_t order, int32_t* largest, int32_t* first) {
-  if (values == nullptr) count = 0;  // FSDP has freed the memory
-  float magnitude;
-  if (format == 6) {
-    magnitude = largest_reciprocal(values, count);
-  } else {
-    const uint32_t word = format == 0   ? largest_word<uint32_t>(values, count, threads)
-                          : format <= 2 ? largest_word<uint16_t>(values, count, threads)
-                                        : largest_word<uint8_t>(values, count, threads);
-    magnitude = magnitude_of(word, format) * (scale == nullptr ? 1.0f : *scale);
+// Of each tensor, raise `largest` to the bits of its largest magnitude, a float32, times its scale if there is one; lower
+// `first` to its order if it is inf or NaN. A tensor is seven numbers: the address of its values, their format (0 float32,
+// 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2, 6 float32 of which 1/x counts), their count, the addresses of scale, largest and first, and the order.
+extern "C" void te_precision_largest(const int64_t* tensors, int64_t tensor_count, int threads) {
+  for (const int64_t* tensor = tensors; tensor != tensors + 7 * tensor_count; tensor += 7) {
+    const char* values = reinterpret_cast<const char*>(tensor[0]);
+    const int format = static_cast<int>(tensor[1]);
+    const int64_t count = values == nullptr ? 0 : tensor[2];  // FSDP has freed the memory
+    const float* scale = reinterpret_cast<const float*>(tensor[3]);
+    int32_t* largest = reinterpret_cast<int32_t*>(tensor[4]);
+    int32_t* first = reinterpret_cast<int32_t*>(tensor[5]);
+    const int32_t order = static_cast<int32_t>(tensor[6]);
+    float magnitude;
+    if (format == 6) {
+      magnitude = largest_reciprocal(values, count);
+    } else {
+      const uint32_t word = format == 0   ? largest_word<uint32_t>(values, count, threads)
+                            : format <= 2 ? largest_word<uint16_t>(values, count, threads)
+                                          : largest_word<uint8_t>(values, count, threads);
+      magnitude = magnitude_of(word, format) * (scale == nullptr ? 1.0f : *scale);
+    }
+    const int32_t bits = bits_of<int32_t>(magnitude) & 0x7FFFFFFF;
+    if (bits > *largest) *largest = bits;
+    if (bits >= 0x7F800000 && order < *first) *first = order;
   }
-  int32_t bits = bits_of<int32_t>(magnitude) & 0x7FFFFFFF;
-  if (bits > *largest) *largest = bits;
-  if (bits >= 0x7F800000 && order < *first) *first = order;
 }

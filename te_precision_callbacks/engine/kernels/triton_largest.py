@@ -75,25 +75,25 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     one = single_one(device)
     words: list[int] = []
     begins: list[int] = []
+    pointers: list[int] = []
+    of_scales: list[int] = []
+    of_tensors: list[int] = []
     programs = 0
-    for tensor in tensors:
-        count = tensor.values.nbytes // 4
+    for values, number, scale, slot, order, column in tensors:
+        count = values.nbytes // 4
         words.append(count)
         begins.append(programs)
         programs += min(most, -(-count // _WORDS))
-    padded = [*tensors, *[tensors[0]] * (TOGETHER - len(tensors))]
-    unused = TOGETHER - len(tensors)
-    numbers = [*words, *[0] * unused, *begins[1:], *[programs] * unused]
-    pointers: list[int] = []
-    of_scales: list[int] = []
-    for tensor in padded:
-        numbers += tensor.format, COLUMNS * tensor.slot + tensor.column, COLUMNS * tensor.slot + FIRST, tensor.order
-        pointers.append(tensor.values.data_ptr())
-        of_scales.append((one if tensor.scale is None else tensor.scale).data_ptr())
+        pointers.append(values.data_ptr())
+        of_scales.append((one if scale is None else scale).data_ptr())
+        of_tensors += number, COLUMNS * slot + column, COLUMNS * slot + FIRST, order
+    unused = TOGETHER - len(tensors)  # they repeat the first
+    numbers = [*words, *[0] * unused, *begins[1:], *[programs] * unused, *of_tensors, *of_tensors[:4] * unused]
     launcher = _launchers.get(device)
     if launcher is not None:
         launch, settings = launcher
-        arguments = *pointers, *of_scales, row.data_ptr(), *numbers, _WORDS
+        addresses = *pointers, *pointers[:1] * unused, *of_scales, *of_scales[:1] * unused
+        arguments = *addresses, row.data_ptr(), *numbers, _WORDS
         try:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
             return
@@ -102,10 +102,11 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
                 raise
             _launchers[device] = None
             report_binder(error)
-    values = [tensor.values.detach().view(-1).view(torch.int32) for tensor in padded]
+    padded = [*tensors, *[tensors[0]] * unused]
+    as_words = [tensor.values.detach().view(-1).view(torch.int32) for tensor in padded]
     scales = [one if tensor.scale is None else tensor.scale for tensor in padded]
-    with torch.cuda.device(values[0].get_device()):
-        compiled = _add[(programs,)](*values, *scales, row, *numbers, WORDS=_WORDS)
+    with torch.cuda.device(as_words[0].get_device()):
+        compiled = _add[(programs,)](*as_words, *scales, row, *numbers, WORDS=_WORDS)
     if compiled is not None and device not in _launchers:  # None in the interpreter
         _launchers[device] = launcher_of(compiled)
 
