@@ -20,11 +20,11 @@ from typing_extensions import TypedDict, get_type_hints
 from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.base.spans import whole_number
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.vocabulary import LayerNames, Observe
 from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
 from te_precision_callbacks.config.fields import size_in_bytes
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
-from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.steps import EarlySteps, read_early_steps, with_early_steps
 from te_precision_callbacks.diagnosis.engine import OnFinding, reads_stop
 from te_precision_callbacks.layers.naming import Scope, check_scope

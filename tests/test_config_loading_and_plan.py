@@ -14,11 +14,11 @@ import yaml
 from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
 
 from te_precision_callbacks import PrecisionDebugError
+from te_precision_callbacks.base.suggestions import nearest
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.check.factory import CHOICES
 from te_precision_callbacks.config import Config, ConfigError, Plan, load_config
 from te_precision_callbacks.config.loading import DEFAULT_CONFIG, notes_of
-from te_precision_callbacks.config.problems import nearest
 from te_precision_callbacks.config.schemas import FEATURES, schema_of
 from te_precision_callbacks.config.selection import LayerIndex, LayerSelector
 from te_precision_callbacks.config.yaml_text import MOST_BYTES

@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.suggestions import shorten, shown, suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.config.problems import shorten, shown, suggestion
 from te_precision_callbacks.reference import is_installed, target
 
 

@@ -8,19 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from te_precision_callbacks.base.suggestions import meant_for, nearest, shown, suggestion
 from te_precision_callbacks.base.vocabulary import GEMMS, RESULT
 from te_precision_callbacks.config.fields import item_of, names, words
 from te_precision_callbacks.config.levels import FeatureSchema, ObservingFeatureSchema, levels
-from te_precision_callbacks.config.problems import (
-    ConfigError,
-    KeyPath,
-    Problems,
-    Where,
-    meant_for,
-    nearest,
-    shown,
-    suggestion,
-)
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, Where
 from te_precision_callbacks.config.schemas import FEATURES, schema_of
 
 logger = logging.getLogger(__name__)

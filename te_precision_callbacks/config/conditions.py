@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from te_precision_callbacks.base import debug_values
+from te_precision_callbacks.base.suggestions import nearest, suggestion
 from te_precision_callbacks.base.vocabulary import PRECISIONS
-from te_precision_callbacks.config.problems import nearest, suggestion
 from te_precision_callbacks.statistics.names import (
     PREFIXES,
     Request,

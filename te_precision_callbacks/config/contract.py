@@ -29,9 +29,10 @@ from pydantic import (
     ValidationError,
 )
 
+from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
 from te_precision_callbacks.config.conditions import Share, parse_share
-from te_precision_callbacks.config.problems import ConfigError, Problems, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, Problems
 from te_precision_callbacks.config.yaml_text import read_yaml
 
 CONTRACT = "precision_contract"

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import group_by_key, some_of
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES, RESULT, TENSORS
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.conditions import ACTIVATION_OVERFLOW, Condition, EventCondition, Threshold
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema, Target, options_for
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, suggestion
+from te_precision_callbacks.config.problems import ConfigError, KeyPath
 from te_precision_callbacks.config.schemas import (
     DumpTensors,
     LogGemmError,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from te_precision_callbacks.config.problems import shown
+from te_precision_callbacks.base.suggestions import shown
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule, any_due
 
 NAMESPACE = "transformer_engine"

@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from te_precision_callbacks.base.suggestions import nearest, shorten, shown, suggestion
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
 from te_precision_callbacks.config.conditions import (
     ACTIVATION_OVERFLOW,
@@ -31,7 +32,6 @@ from te_precision_callbacks.config.conditions import (
     Condition,
     parse_condition,
 )
-from te_precision_callbacks.config.problems import nearest, shorten, shown, suggestion
 from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     Request,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from te_precision_callbacks.base.suggestions import meant_for, nearest, shown
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.checking import read_features
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, conflicts
@@ -21,7 +22,7 @@ from te_precision_callbacks.config.planning import (
     draft,
     resolve_features,
 )
-from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, nearest, raise_problems, shown
+from te_precision_callbacks.config.problems import ConfigError, Problems, raise_problems
 from te_precision_callbacks.config.schemas import UPSTREAM_FEATURE, known_features
 from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, read_yaml

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import first_of, group_by_key, some_of
+from te_precision_callbacks.base.suggestions import meant_for, shown, suggestion
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, Effect, conflicts
-from te_precision_callbacks.config.problems import ConfigError, Problems, meant_for, raise_problems, shown, suggestion
+from te_precision_callbacks.config.problems import ConfigError, Problems, raise_problems
 from te_precision_callbacks.config.schemas import is_upstream_test
 from te_precision_callbacks.config.selection import (
     EXACT,

@@ -16,17 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.config.problems import (
-    MOST_SHOWN,
-    ConfigError,
-    Problems,
-    Where,
-    nearest,
-    raise_problems,
-    shown,
-    suggestion,
-    with_common_part,
-)
+from te_precision_callbacks.base.suggestions import nearest, shown, suggestion, with_common_part
+from te_precision_callbacks.config.problems import MOST_SHOWN, ConfigError, Problems, Where, raise_problems
 
 if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems, nearest, shorten, shown
+from te_precision_callbacks.base.suggestions import nearest, shorten, shown
+from te_precision_callbacks.config.problems import ConfigError, KeyPath, Problems
 
 MOST_BYTES = 4 * 1024 * 1024
 

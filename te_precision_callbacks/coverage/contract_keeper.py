@@ -14,9 +14,10 @@ from te_precision_callbacks.base.counts import first_of, group_by_key
 from te_precision_callbacks.base.errors import RaisedInTraining
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.vocabulary import PRECISIONS
 from te_precision_callbacks.config.contract import Contract, OnBroken
-from te_precision_callbacks.config.problems import ConfigError, suggestion
+from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.coverage import (
     MOST_WITHOUT_BACKWARD,
     NOTHING,

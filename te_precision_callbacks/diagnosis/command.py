@@ -23,6 +23,7 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
@@ -160,7 +161,6 @@ def rules_command(
 ) -> None:
     """List the rules, or explain one: its condition, its source, why it matters, and what to do."""
     from te_precision_callbacks.base.errors import OptionError
-    from te_precision_callbacks.config.problems import suggestion
     from te_precision_callbacks.diagnosis.rules import RULES
 
     chosen = [row for row in RULES if rule in (None, row.id)]

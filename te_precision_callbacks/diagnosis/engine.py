@@ -10,6 +10,7 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many, without_exponents
 from te_precision_callbacks.base.errors import OptionError, RaisedInTraining
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import (
     NO_CONFIG,
@@ -339,8 +340,6 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
         )
     for name in names:
         if name not in known:
-            from te_precision_callbacks.config.problems import suggestion
-
             raise OptionError(f"on_finding={on_finding!r}: there is no rule {name!r}.{suggestion(name, known)}")
     if not names:
         return lambda finding: finding.severity != "note"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.layers.folding import fold_names

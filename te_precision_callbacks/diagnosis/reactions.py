@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.config.problems import suggestion
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.diagnosis.rules import RULES
 
 WARN = "warn"

@@ -27,7 +27,7 @@ import pyarrow.parquet
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.files import regular_file
-from te_precision_callbacks.config.problems import shown, suggestion
+from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.runs.recorded import Curve
 
 TOKEN = "token"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_precision_callbacks.config.problems import shown
+from te_precision_callbacks.base.suggestions import shown
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.maps.precision_map import (
     FindingKind,

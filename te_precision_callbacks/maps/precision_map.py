@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.suggestions import shown
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, OPERANDS
-from te_precision_callbacks.config.problems import Problems, shown
+from te_precision_callbacks.config.problems import Problems
 from te_precision_callbacks.config.yaml_text import read_yaml
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs.run_files import read_json

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
+from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.config.problems import shown, suggestion
 from te_precision_callbacks.maps.matching import FUSED, KEPT, Formats, Module, Rule, RuleFile, fused_name
 from te_precision_callbacks.maps.precision_map import MapError, validated
 

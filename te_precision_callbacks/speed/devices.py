@@ -26,6 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES
 
 HIGH = "bf16"
@@ -139,8 +140,6 @@ class Device(BaseModel):
     def check_recipe(self, recipe: str) -> None:
         """Raise a SpeedError if the recipe is unknown, the device does not run it, or its speed is unknown."""
         if recipe not in RECIPES:
-            from te_precision_callbacks.config.problems import suggestion  # readers load no configs
-
             raise SpeedError(f"There is no recipe {recipe!r}.{suggestion(recipe, RECIPES)}")
         why = _why_not(recipe, self.capability)
         if why:
@@ -200,8 +199,6 @@ def device_named(name: str) -> Device:
     }
     if word in known:
         return known[word]
-    from te_precision_callbacks.config.problems import suggestion
-
     raise DeviceError(
         f"There is no device {name!r}.{suggestion(word, known)} Or give the path of a YAML file that describes a"
         " device: see docs/speed.md."
@@ -214,8 +211,6 @@ def device_reported(name: str) -> Device | None:
 
 
 def _from_file(path: Path) -> Device:
-    from te_precision_callbacks.config.problems import suggestion
-
     try:
         keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.suggestions import nearest, suggestion
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def statistics_command(
     as_json: Json = False,
 ) -> None:
     """List the statistics that features collect: formula, unit, worse direction, and a line for a config."""
-    from te_precision_callbacks.config.problems import nearest, suggestion
     from te_precision_callbacks.statistics.names import UnknownStatisticError, named_request, quantized_names
     from te_precision_callbacks.statistics.table import STATISTICS
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.config.effects import BASE, NAMESPACE
 from te_precision_callbacks.config.fields import names, words
 from te_precision_callbacks.config.levels import FeatureSchema, levels
-from te_precision_callbacks.config.problems import suggestion
 from te_precision_callbacks.config.schemas import UPSTREAM_FEATURE, is_upstream_test, known_features, schema_of
 
 
