@@ -269,7 +269,7 @@ def planted_table(truths: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
 
 
 def rivals_table(chosen: Mapping[str, Any], truths: Sequence[Mapping[str, Any]]) -> str:
-    from te_precision_callbacks.views.compare import paired_difference
+    from te_precision_callbacks.views.compare.paired import paired_difference
 
     losses = {arm: [truth["loss"] for truth in truths if truth["arm"] == arm] for arm in chosen["arms"]}
     lines = ["| in high precision | planned ms | loss | search against it | |", "|---|---|---|---|---|"]

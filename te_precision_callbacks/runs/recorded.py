@@ -275,7 +275,7 @@ class RecordedRun:
     def subjects(self) -> list[Subject]:
         columns = (self.series[name].to_pylist() for name in Subject._fields)
         rows = zip(*columns, strict=True)
-        return [Subject(*(text or "" for text in texts), rank) for *texts, rank in rows]
+        return [Subject._make((*(text or "" for text in texts), rank)) for *texts, rank in rows]
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
