@@ -38,8 +38,8 @@ def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: in
         form, numbers = _parsed(name)
         alike.setdefault(form, {})[numbers] = None
     texts: list[str] = []
-    for form, found in alike.items():
-        boxes = _boxes(list(found), form.count("\0"))
+    for form, of_form in alike.items():
+        boxes = _boxes(list(of_form), form.count("\0"))
         texts += [_filled(form, ranges, most_ranges) for ranges in boxes]
     if most is None:
         return texts

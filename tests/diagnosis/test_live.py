@@ -183,7 +183,7 @@ def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -
 
     verdict = trained(tmp_path, net, sgd(net), steps=20, around=around, logs=False)
     ends = [(item.rule, item.severity, item.since) for item in verdict if item.rule in ("hole", "no-low-precision")]
-    assert ends == ([("no-low-precision", "note", None)] if explicit else [("hole", "warning", 12)])
+    assert ends == ([("no-low-precision", "note", 12)] if explicit else [("hole", "warning", 12)])
 
 
 def test_the_second_half_outside_of_autocast(tmp_path: Path) -> None:
