@@ -260,7 +260,7 @@ def _time_of(
 
 def _calls_of(product: Product) -> float:
     """Return the calls in a step, in units of the largest call, since other calls may be smaller."""
-    return product.macs / (product.n * product.m * product.k * product.batch)
+    return product.macs / max(1, product.n * product.m * product.k * product.batch)
 
 
 def _casts_of_layer(

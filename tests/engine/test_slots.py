@@ -59,6 +59,12 @@ def added(slots: Segments, layer: str, number: float, width: int = 2) -> None:
     slots.merge(segment, sums, sums[:1])
 
 
+def of_stream(slots: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The vectors of the current stream."""
+    vectors = slots.devices[CPU].current()
+    return vectors.sums, vectors.maxima
+
+
 def read(slots: Segments) -> tuple[list[float], list[float]]:
     ((_, sums, maxima),) = slots.vectors()
     return sums.tolist(), maxima.tolist()
@@ -68,10 +74,10 @@ def test_growing_moves_and_copies_nothing() -> None:
     """A kernel that is queued on another stream has the address of the vectors that were there."""
     slots = Segments()
     added(slots, "first", 1.0)
-    before = slots.on(CPU)
+    before = of_stream(slots)
     addresses, contents = [item.data_ptr() for item in before], [item.clone() for item in before]
     added(slots, "large", 2.0, width=5000)
-    after = slots.on(CPU)
+    after = of_stream(slots)
     assert [item.data_ptr() for item in before] == addresses, "it was not moved"
     assert {item.data_ptr() for item in after}.isdisjoint(addresses)
     assert all(torch.equal(item, content) for item, content in zip(before, contents, strict=True))
@@ -82,22 +88,24 @@ def test_growing_moves_and_copies_nothing() -> None:
     assert read(slots) == ([12.0, 2.0, *[2.0] * 5000], [7.0, 2.0])
     slots.reset()
     assert read(slots) == ([0.0] * 5002, [NOTHING] * 2)
-    assert [item.data_ptr() for item in slots.on(CPU)] == [item.data_ptr() for item in after], "and the longest stays"
+    assert [item.data_ptr() for item in of_stream(slots)] == [item.data_ptr() for item in after], (
+        "and the longest stays"
+    )
 
 
 def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(streams: SimpleNamespace) -> None:
     slots = Segments()
     added(slots, "layer", 1.0)
-    of_first = slots.on(CPU)
+    of_first = of_stream(slots)
     streams.now = "second"
     added(slots, "layer", 2.0)
-    of_second = slots.on(CPU)
+    of_second = of_stream(slots)
     assert {item.data_ptr() for item in of_first}.isdisjoint(item.data_ptr() for item in of_second)
     assert of_first[0][:2].tolist() == [1.0, 1.0]
     assert streams.log == [], "no stream waits for another before the reading"
     streams.now = "first"
     added(slots, "layer", 4.0)
-    assert slots.on(CPU)[0].data_ptr() == of_first[0].data_ptr()
+    assert of_stream(slots)[0].data_ptr() == of_first[0].data_ptr()
     assert read(slots) == ([7.0, 7.0], [4.0])
     addresses = {
         name: tuple(item.data_ptr() for item in of) for name, of in (("first", of_first), ("second", of_second))

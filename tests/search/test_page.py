@@ -27,7 +27,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    setup, call = blocks(PAGE, "python")
+    setup, call, _ = blocks(PAGE, "python")
     (command,) = blocks(PAGE, "bash")
     Path("lm_search.py").write_text(setup)
     result = CliRunner().invoke(cli.app, shlex.split(command)[1:])
