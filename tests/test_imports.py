@@ -150,9 +150,6 @@ def test_te_alone_knows_the_modules_of_transformer_engine() -> None:
     }
     assert {module: names for module, names in results.items() if names} == {
         "check.dry_run": {"DotProductAttention"},  # its forward is replaced
-        # Asked in each forward: a call more would be felt in each observed step.
-        "coverage.precision_audit": {"fp8_meta"},
-        "instrumentation.debug_path": {"fp8_meta", "_fp8_workspaces"},
         "instrumentation.arguments": {"BasicLinear", "GroupedLinear"},  # the methods of these operations
         "search.factory": {"RecipeState"},  # its text is copied into modules that need Transformer Engine only
     }

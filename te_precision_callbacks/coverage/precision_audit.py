@@ -347,7 +347,7 @@ def gemms_left_out(
 
 def recipe_in_force(module: Any, *, fp8: bool) -> str:
     if fp8:
-        return recipe_text(module.fp8_meta.get("recipe"))
+        return recipe_text(recipe_of_module(module))
     return ""
 
 

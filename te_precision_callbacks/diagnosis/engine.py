@@ -237,10 +237,10 @@ class Diagnosis:
     ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
         until = None if sighting.since is None else iteration
-        remedy = sighting.remedy or rule.remedy
-        if sighting.since == 0:
-            remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
         if known is None:
+            remedy = sighting.remedy or rule.remedy
+            if sighting.since == 0:
+                remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
             layers = tuple(self._facts.sort_by_execution(sighting.layers, sighting.tensor))
             return (
                 Finding(

@@ -232,9 +232,9 @@ class Facts:
 
         A module with several layers has the place of the first one.
         """
-        known = self.layers.get(layer)
-        of_layers = [known] if known is not None else []
-        if known is None:
+        if layer in self.layers:
+            of_layers = [self.layers[layer]]
+        else:
             of_layers = [one for name, one in self.layers.items() if name.startswith(f"{layer}.")]
         backward = tensor in ("gradient", "dgrad", "wgrad")
         places = [one.backward if backward else one.forward for one in of_layers]

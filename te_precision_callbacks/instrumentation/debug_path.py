@@ -68,6 +68,7 @@ from te_precision_callbacks.te.state import (
     delayed_states,
     last_forward,
     meta_of,
+    recipe_of_module,
 )
 
 
@@ -92,7 +93,7 @@ class DelayedScalingLayers:
     def snapshot(self, module: Any, iteration: int) -> None:
         """Read a module's state in a training forward, without waiting for the device."""
         known = self._snapshots.get(id(module))
-        if known is not None and known.scale is getattr(module.fp8_meta.get(FORWARD), "scale", None):
+        if known is not None and known.scale is getattr(meta_of(module).get(FORWARD), "scale", None):
             return
         states = list(delayed_states(module)) if module.fp8 else []
         if states and (known is None or known.scale is not states[0].scale):
@@ -244,7 +245,7 @@ class DebugPathDecisions:
         current.has_quantized_input = type(tensor) not in PLAIN and has_quantized_input(module, tensor)
         if kind is ForwardKind.OBSERVED:
             self.ran.add(id(module))
-            if module._fp8_workspaces:
+            if cached_weights(module):
                 self._check_cached(module)
 
     def enter_fused(self, module: Any, kind: ForwardKind, tensor: Any) -> bool:
@@ -373,7 +374,7 @@ class DebugPathDecisions:
         trained = [parameter is not None and parameter.requires_grad for parameter in module._parameters.values()]
         state: list[object] = [layers, fprop_only, needs, trained]
         if left is not None:
-            state += [left, getattr(module.fp8_meta.get("recipe"), "backward_override", None)]
+            state += [left, getattr(recipe_of_module(module), "backward_override", None)]
         known = self._expected.get(id(module))
         if known is not None and known.state == state:
             return known

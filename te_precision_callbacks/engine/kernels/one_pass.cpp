@@ -856,7 +856,8 @@ float magnitude_of(uint32_t word, int format) {
 
 // Of each tensor, raise `largest` to the bits of its largest magnitude, a float32, times its scale if there is one; lower
 // `first` to its order if it is inf or NaN. A tensor is seven numbers: the address of its values, their format (0 float32,
-// 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2, 6 float32 of which 1/x counts), their count, the addresses of scale, largest and first, and the order.
+// 1 bfloat16, 2 float16, 3 E4M3, 4 E5M2, 6 float32 of which 1/x counts), their count, the addresses of scale, largest
+// and first, and the order.
 extern "C" void te_precision_largest(const int64_t* tensors, int64_t tensor_count, int threads) {
   for (const int64_t* tensor = tensors; tensor != tensors + 7 * tensor_count; tensor += 7) {
     const char* values = reinterpret_cast<const char*>(tensor[0]);

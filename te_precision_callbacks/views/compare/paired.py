@@ -191,10 +191,12 @@ def _final_losses(ours: RecordedRun, theirs: RecordedRun) -> tuple[LossCompariso
         )
     lost = ((ours, loss.lost_a), (theirs, loss.lost_b))
     lines = [f"The {loss.name} of {run.path} is {it.what} from step {it.since} on." for run, it in lost if it]
-    if loss.lost_a is not None and loss.lost_b is not None:
-        return replace(loss, a=math.nan, b=math.nan), lines
-    if loss.lost_b is not None:  # A against itself: all its steps, not only those before B's loss is lost
-        return replace(compare_losses(a, a, (), ({}, {})) or loss, b=math.nan), lines
+    final = loss
+    if len(lines) == 1:  # the other side against itself: all its steps, not only those before the loss is lost
+        side = a if loss.lost_a is None else b
+        final = compare_losses(side, side, (), ({}, {})) or loss
     if loss.lost_a is not None:
-        return replace(compare_losses(b, b, (), ({}, {})) or loss, a=math.nan), lines
-    return loss, lines
+        final = replace(final, a=math.nan)
+    if loss.lost_b is not None:
+        final = replace(final, b=math.nan)
+    return final, lines
