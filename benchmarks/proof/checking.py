@@ -83,9 +83,8 @@ def contest_table(rows: Sequence[Row], by: str, heading: str) -> str:
 def _line(name: str, rows: Sequence[Row]) -> str:
     delays = [row["delay"] for row in rows if row["delay"] is not None]
     delay = f"{median(delays):g} ({max(delays)})" if delays else ""
-    counts = [sum(row[key] for row in rows) for key in ("right", "layer", "anywhere")]
-    shares = " | ".join(f"{count} ({100 * count // len(rows)} %)" for count in counts)
-    return f"| {name} | {len(rows)} | {shares} | {delay} |"
+    counts = " | ".join(str(sum(row[key] for row in rows)) for key in ("right", "layer", "anywhere"))
+    return f"| {name} | {len(rows)} | {counts} | {delay} |"
 
 
 def write_into_page(name: str, text: str) -> None:

@@ -107,11 +107,14 @@ def check(name: str, model: ModelName, truths: Mapping[str, Any]) -> Sequence[Ro
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each remedy, in Markdown."""
+    """A line for each remedy, in Markdown; rule and defect are in the first line of each defect."""
     families = [FAMILIES[model] for model in dict.fromkeys(row["model"] for row in rows)]
     heads = ["rule", "what is planted", "remedy", *families, "loss", "finding"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    last = ""
     for case, remedy in dict.fromkeys((row["case"], row["remedy"]) for row in rows):
+        planted = ["", ""] if case == last else [CASES[case].rule, CASES[case].about]
+        last = case
         group = [row for row in rows if (row["case"], row["remedy"]) == (case, remedy)]
         losses = ["{healthy:.2f} / {broken:.2f} / {remedied:.2f}".format_map(row) for row in group]
         hurt, held = ([row["model"] for row in group if row[key]] for key in ("hurts", "holds"))
@@ -119,7 +122,7 @@ def table(rows: Sequence[Row]) -> str:
         loss += f"; **worse** in {harmed}" if (harmed := len(group) - len({*hurt} | {*held})) else ""
         found = sum(row["found"] for row in group)
         gone = sum(row["found"] and row["gone"] for row in group)
-        cells = [CASES[case].rule, CASES[case].about, remedy, *losses, loss, f"gone in {gone} of {found}"]
+        cells = [*planted, remedy, *losses, loss, f"gone in {gone} of {found}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
