@@ -45,6 +45,7 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import E4M3, FORMATS, ColumnPlaces, Largest, Pending, layout
+from te_precision_callbacks.instrumentation.planned import GemmPlans
 
 GEMMS_OF_LAYER = 12
 """fprop, dgrad and wgrad of qkv, proj, fc1 and fc2."""
@@ -157,16 +158,22 @@ class Calls:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations of torch, and those that allocate their result, outside of the reference backend."""
+    """Counts operations of torch, and those that allocate their result, outside of the reference backend.
+
+    Attributes:
+        planned: operations of GEMMs that follow a plan.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
         self.allocations = 0
+        self.planned = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: FrameType | None = sys._getframe()
         while frame is not None and not frame.f_code.co_filename.startswith(_REFERENCE):
+            self.planned += frame.f_code is GemmPlans.follow.__code__
             frame = frame.f_back
         if frame is None:
             self.operations += 1
@@ -199,6 +206,7 @@ def counted(training: Training, way: Run, launch_count: Callable[[], int]) -> di
         "calls": calls.functions + calls.builtins,
         "operations": operations.operations,
         "allocations": operations.allocations,
+        "planned": operations.planned,
     }
 
 
@@ -258,6 +266,7 @@ def cases_of(options: argparse.Namespace, launch_count: Callable[[], int]) -> li
         "Python functions per observed tensor": extra["functions"] / tensors,
         "calls per observed tensor, with builtins": extra["calls"] / tensors,
         "aten calls per observed GEMM": extra["operations"] / gemms,
+        "aten calls of all planned GEMMs": extra["planned"],
         "allocations per observed GEMM": extra["allocations"] / gemms,
         "microseconds of a launch, two tensors with codes": launch_microseconds(),
         "every step: microseconds of a launch, three tensors": watch_microseconds(),
