@@ -109,9 +109,9 @@ class RestingLayers:
         return [
             module
             for module in checked
-            if (state := last_forward(module)) is not None
+            if id(module) not in armed
+            and (state := last_forward(module)) is not None
             and state != states.get(id(module))
-            and id(module) not in armed
         ]
 
     def _record_first_rest(self, module: Any) -> None:

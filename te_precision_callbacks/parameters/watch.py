@@ -365,7 +365,7 @@ class ParameterWatch:
                 self._stepped = iteration
             known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
             self._schedules.setdefault(optimizer, _Schedule()).note(max(known, default=0.0), iteration)
-            gradients = [_gradient(entry) for entry in held]
+            gradients = _gradients(held)
             pairs = zip(held, gradients, strict=True)
             named = [(entry.parameter.name, given) for entry, given in pairs if given is not None]
             self._finite.before_step(optimizer, named)
@@ -1020,16 +1020,22 @@ def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     return None
 
 
-def _gradient(held: _Held) -> torch.Tensor | None:
-    for owner, name in ((held.tensor, "grad"), (held.parameter.weight, "grad"), (held.parameter.weight, "main_grad")):
-        gradient = getattr(owner, name, None)
-        if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
-            weight = held.parameter.weight
-            # The check of the class is cheaper than looking up an attribute that a tensor does not have.
-            own = weight if type(weight) in PLAIN else getattr(weight, "_local_tensor", weight)
-            local = gradient if type(gradient) in PLAIN else getattr(gradient, "_local_tensor", gradient)
-            return gradient if local.shape == own.shape else None
-    return None
+def _gradients(all_held: Iterable[_Held]) -> list[torch.Tensor | None]:
+    """Return the gradient of each parameter; None without a dense one of the parameter's shape."""
+    gradients: list[torch.Tensor | None] = []
+    for parameter, tensor, _, _ in all_held:
+        weight = parameter.weight
+        found = None
+        for owner, name in ((tensor, "grad"), (weight, "grad"), (weight, "main_grad")):
+            gradient = getattr(owner, name, None)
+            if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
+                # The check of the class is cheaper than looking up an attribute that a tensor does not have.
+                own = weight if type(weight) in PLAIN else getattr(weight, "_local_tensor", weight)
+                local = gradient if type(gradient) in PLAIN else getattr(gradient, "_local_tensor", gradient)
+                found = gradient if local.shape == own.shape else None
+                break
+        gradients.append(found)
+    return gradients
 
 
 def _mean_squares(optimizer: Optimizer, held: _Held) -> tuple[torch.Tensor, ...]:
