@@ -66,7 +66,8 @@ class Writer:
         self._thread.wait(lambda: not self.pending or self.pending + nbytes <= limits.max_memory)
 
     def drain(self) -> None:
-        self._thread.wait(self._thread.flush_soon())
+        wait = self._thread.flush_soon()
+        self._thread.wait(lambda: wait(0.0))
 
     def finish(self) -> None:
         self._thread.finish(LONGEST_STILL)

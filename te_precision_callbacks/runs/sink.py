@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, local_mask
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
-from te_precision_callbacks.sinks.writer_thread import WriterThread
+from te_precision_callbacks.sinks.writer_thread import Wait, WriterThread
 
 MAX_QUEUED = 1 << 24
 """Maximum number of values in the queue, about 300 MB; further steps are dropped."""
@@ -141,7 +140,7 @@ class RecordSink(EventSink):
         if self.writes_reduced:
             self._put(scalars)
 
-    def flush_soon(self) -> Callable[[], bool]:
+    def flush_soon(self) -> Wait:
         return self._thread.flush_soon()
 
     def close(self, error: BaseException | None) -> None:

@@ -22,6 +22,7 @@ from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
+from te_precision_callbacks.sinks.writer_thread import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class RunFiles:
             if self.records is not None and agreed:
                 self.records.place = agreed[0]
 
-    def flush_soon(self) -> list[Callable[[], bool]]:
+    def flush_soon(self) -> list[Wait]:
         return [file.flush_soon() for file in (self.log, self.records) if file is not None]
 
     def trace_file(self, first: int, last: int) -> Path:

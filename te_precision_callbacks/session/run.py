@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -57,7 +58,6 @@ from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.resume import ResumeAudit, ScaleRestoreCheck, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
-from te_precision_callbacks.sinks.writer_thread import wait_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +410,10 @@ class Run:
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
-        return wait_for_all(seconds, [*self._files.flush_soon(), self.context.inspector.events.thread.flush_soon()])
+        until = time.monotonic() + seconds
+        waits = [*self._files.flush_soon(), self.context.inspector.events.thread.flush_soon()]
+        written = [wait(until) for wait in waits]
+        return all(written)
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 
 from te_precision_callbacks.sinks.log_file import LogFile, LogJob, time_now
 from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
-from te_precision_callbacks.sinks.writer_thread import WriterThread
+from te_precision_callbacks.sinks.writer_thread import Wait, WriterThread
 from te_precision_callbacks.statistics.series import SeriesTable, log_name
 
 EVENTS_FOLDER = "nvdlfw_inspect_logs"
@@ -90,9 +90,9 @@ class StatisticsLog:
             job = functools.partial(self._lines, records, time_now(), self._names_in(records.table))
             self._thread.put(job, count)
 
-    def flush_soon(self) -> Callable[[], bool]:
+    def flush_soon(self) -> Wait:
         if self._thread is None:
-            return lambda: True
+            return lambda _: True
         return self._thread.flush_soon()
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:

@@ -25,6 +25,9 @@ LONGEST_STILL = 10.0
 _PAUSE = 0.01
 """Polling interval in seconds, also between writes of a thread that should finish but waits for another process."""
 
+Wait = Callable[[float], bool]
+"""Waits until a time of :func:`time.monotonic` for what is queued; returns whether it was written."""
+
 logger = logging.getLogger(__name__)
 
 JobT = TypeVar("JobT")
@@ -114,16 +117,23 @@ class WriterThread(Generic[JobT]):
                 f"{count:,}",
             )
 
-    def flush_soon(self) -> Callable[[], bool]:
-        """Make the thread write queued jobs now. May be called by any thread or signal handler.
+    def flush_soon(self) -> Wait:
+        """Make the thread write queued jobs now, and return what waits for it; it does not wait after a failure.
 
-        Returns:
-            A function that returns whether they were written; always False after a failure.
+        May be called by any thread or signal handler.
         """
         written = threading.Event()
         self._flush_requests.put(written)
-        # The order matters: a job leaves the queue before it is flushed.
-        return lambda: written.is_set() or (not self._jobs and self._is_flushed and self.failure is None)
+
+        def wait(until: float) -> bool:
+            # The order matters: a job leaves the queue before it is flushed.
+            while not written.is_set() and (self._jobs or not self._is_flushed):
+                if self.failure is not None or time.monotonic() >= until:
+                    return False
+                written.wait(_PAUSE)
+            return written.is_set() or self.failure is None
+
+        return wait
 
     def wait(self, is_done: Callable[[], bool], still: float = math.inf) -> bool:
         """Wait until a condition holds or the thread ends; return False after ``still`` seconds without progress."""
@@ -215,13 +225,3 @@ class WriterThread(Generic[JobT]):
         self._writing.flush()
         self._is_flushed = True
         self.note_progress()
-
-
-def wait_for_all(seconds: float, written: Iterable[Callable[[], bool]]) -> bool:
-    until = time.monotonic() + seconds
-    left = list(written)
-    while left and time.monotonic() < until:
-        left = [is_written for is_written in left if not is_written()]
-        if left:
-            time.sleep(_PAUSE)
-    return not left

@@ -2,10 +2,10 @@
 
 import gc
 import logging
+import math
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -421,9 +421,8 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
             """
             running = [writer for writer in writers if writer._thread is not None and writer._thread.is_alive()]
             assert any(writer._what == "statistics log" for writer in running)
-            for is_written in [writer.flush_soon() for writer in running]:
-                while not is_written():
-                    time.sleep(0.001)
+            for wait in [writer.flush_soon() for writer in running]:
+                assert wait(math.inf)
 
         blocks, caches = growth(session, net, settle, first=30, window=40)
     assert blocks < 160, "four in a step; without a leak some 30 come and go"
