@@ -129,8 +129,8 @@ def apply_rules(file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
 def _matched(file: RuleFile, rule: Rule, modules: Sequence[Module]) -> list[Module]:
     try:
         return [module for module in modules if rule.matches(rule.pattern, module)]
-    except re.error as error:
-        raise MapError(f"{file.path}: {rule} is not a regular expression, as {file.tool} reads it: {error}.") from None
+    except (re.error, MapError) as error:
+        raise MapError(f"{file.path}: {rule} cannot be matched by the rules of {file.tool}: {error}.") from None
 
 
 def _problems(

@@ -1,15 +1,19 @@
 """Reads precision files of other tools: Megatron, ModelOpt, and the ``quantization_config`` of Hugging Face models.
 
-The matching was read from Megatron-Core 0.16.1 (``core/quantization/quant_config.py``,
+Files for transformers and compressed-tensors are matched by the installed library's own function. The other rules, and
+these two without the library, were read from Megatron-Core 0.16.1 (``core/quantization/quant_config.py``,
 ``core/extensions/transformer_engine.py``), transformers 5.23 (``quantizers/quantizers_utils.py``), compressed-tensors
 0.20.1 (``utils/match.py``), torchao's ``FqnToConfig`` (``quant_api.py``), vLLM 0.24
 (``quantization/utils/quant_utils.py`` as of pull request 43981, ``quantization/modelopt.py``), and SGLang 0.5.12
-(``srt/layers/quantization/utils.py`` as of pull request 23467). Their functions are not called: importing them takes
-from seconds to half a minute, and Megatron imports Transformer Engine. Tests compare with them.
+(``srt/layers/quantization/utils.py`` as of pull request 23467). Megatron's reader is not called, because it imports
+Transformer Engine.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -83,6 +87,13 @@ _MEGATRON = {
 """Megatron's name of a recipe -> Transformer Engine's."""
 
 
+_LIBRARIES = {
+    "transformers": ("transformers.quantizers.quantizers_utils", "should_convert_module", "5.23"),
+    "compressed-tensors": ("compressed_tensors.utils.match", "match_name", "0.20"),
+}
+"""Library -> the module and the name of its matching function, and the version that was read."""
+
+
 class Surroundings(NamedTuple):
     """Facts that a precision file lacks.
 
@@ -124,6 +135,8 @@ def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules
         known = ", ".join(tool for tool, _ in tools.values())
         raise MapError(f"{path}: the matching of {around.engine} is not known for {method}. Known: {known}.")
     tool, match = tools[around.engine]
+    if tool in _LIBRARIES:
+        _, tool = _library(tool)
     rules, default = reader(config, path, match)
     lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
     keeps_head = reader is _fp8 and (around.engine is not None or lists == (None, None))
@@ -158,7 +171,21 @@ def _known(table: Mapping[str, Formats], name: Any, place: str) -> Formats:
 # ---------------------------------------------------------------------- matching
 
 
+@functools.cache
+def _library(name: str) -> tuple[Callable[[str, Any], bool] | None, str]:
+    """Return the matching function of a library, and the version; imports it, which takes seconds."""
+    module, function, read = _LIBRARIES[name]
+    try:
+        called = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError):
+        return None, f"{name} {read}"
+    return called, f"installed {name} {importlib.metadata.version(name)}"
+
+
 def _transformers(entry: str, module: Module) -> bool:
+    should_convert, _ = _library("transformers")
+    if should_convert is not None:
+        return not should_convert(module.name, [entry])
     found = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module.name)
     return found is not None or module.name.endswith(entry)
 
@@ -170,18 +197,22 @@ def _transformers_weight(entry: str, module: Module) -> bool:
 def _equal_or_regex(entry: str, module: Module) -> bool:
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module.name) is not None
-    return entry in (module.name, fused_name(module.name))
+    return entry == module.name
+
+
+def _fused_or_equal(entry: str, module: Module) -> bool:
+    return _equal_or_regex(entry, module) or entry == fused_name(module.name)
 
 
 def _class_or_name(entry: str, module: Module) -> bool:
-    if _equal_or_regex(entry, module) or entry in module.classes:
+    match_name, _ = _library("compressed-tensors")
+    has_name = _equal_or_regex(entry, module) if match_name is None else match_name(module.name, entry)
+    if has_name or entry in module.classes:
         return True
     if module.classes or not entry[:1].isupper():
         return False
     if entry != "Linear":
-        raise MapError(
-            f"targets: {entry!r} is a class. Give --modules package.module:function, which has the classes of modules."
-        )
+        raise MapError("it is a class; give --modules package.module:function, which has the classes of modules")
     return module.is_linear
 
 
@@ -215,7 +246,7 @@ def _vllm_modelopt(entry: str, module: Module) -> bool:
 
 def _sglang(entry: str, module: Module) -> bool:
     if entry.startswith("re:"):
-        raise MapError(f"{entry!r} begins with 're:', and how SGLang 0.5.12 matches it is not known.")
+        raise MapError("how 're:' is matched is not known")
     name = _engine_name(module)
     in_experts = name.endswith("experts")
     path = name if in_experts else module.name
@@ -254,13 +285,16 @@ class _Group(BaseModel):
 
 
 def _compressed_tensors(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
+    def takes(entry: str, module: Module) -> bool:
+        return match(entry, module) or _class_or_name(entry, module)
+
     groups = validated(dict[str, _Group], config.get("config_groups"), f"{path}: config_groups")
     targets = []
     for name, group in groups.items():
         place = f"config_groups.{name}"
         weight = _scheme(group.weights, f"{path}: {place}.weights")
         formats = Formats(weight, _scheme(group.input_activations, f"{path}: {place}.input_activations"))
-        targets += [Rule(f"{place}.targets", entry, _class_or_name, formats) for entry in group.targets]
+        targets += [Rule(f"{place}.targets", entry, takes, formats) for entry in group.targets]
     targets.sort(key=lambda rule: (rule.pattern[:1].isupper(), rule.pattern.startswith("re:"), rule.pattern))
     return [*_patterns(config, path, match, "ignore"), *targets], (KEPT, "in no target")
 
@@ -281,7 +315,7 @@ def _modelopt(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
     layers = validated(dict[str, dict[str, Any]], config.get("quantized_layers", {}), f"{path}: quantized_layers")
     for name, layer in layers.items():
         formats = _known(_MODELOPT, layer.get("quant_algo"), f"{path}: quantized_layers.{name}.quant_algo")
-        rules.append(Rule("quantized_layers", name, _equal_or_regex, formats))
+        rules.append(Rule("quantized_layers", name, _fused_or_equal, formats))
     algorithm = config.get("quant_algo")
     default = KEPT
     if algorithm != "MIXED_PRECISION" or not layers:
@@ -313,10 +347,10 @@ _READERS: Mapping[str, tuple[_Reader, Mapping[str | None, tuple[str, Match]]]] =
     "mxfp8": (_fp8, _FP8_TOOLS),
     "compressed-tensors": (
         _compressed_tensors,
-        {None: ("compressed-tensors 0.20", _equal_or_regex), "vllm": (_VLLM, _equal_or_regex)},
+        {None: ("compressed-tensors", _class_or_name), "vllm": (_VLLM, _fused_or_equal)},
     ),
     "modelopt": (_modelopt, {None: ("ModelOpt's wildcards", _wildcard), "vllm": (_VLLM, _vllm_modelopt)}),
-    "torchao": (_torchao, {None: ("transformers, torchao", _transformers_weight)}),
+    "torchao": (_torchao, {None: ("transformers", _transformers_weight)}),
 }
 """``quant_method`` -> its reader, and engine -> (tool, matching of its ignore list)."""
 
