@@ -21,9 +21,6 @@ from te_precision_callbacks.maps.precision_map import (
 )
 from te_precision_callbacks.maps.sources import open_map
 
-_TENSORS = ("weight", "activation")
-_MOST_SAID = 2
-
 
 class Difference(NamedTuple):
     """A pair of modules with different formats, or with one quantized module.
@@ -93,7 +90,7 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
     differences: list[Difference] = []
     for name, other in pairs:
         formats: dict[str, tuple[str, str]] = {}
-        for tensor in _TENSORS:
+        for tensor in ("weight", "activation"):
             first = getattr(a.modules[name], tensor)
             second = getattr(b.modules[other], tensor)
             if not first or not second:
@@ -109,14 +106,10 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
     matched = {other for _, other in pairs}
     only_a = tuple(name for name, others in partners.items() if not others)
     only_b = tuple(name for name in b.modules if name not in matched)
-    alone = [*_quantized(a, only_a, given), *_quantized(b, only_b, given)]
+    alone: list[str] = []
+    for side, names in ((a, only_a), (b, only_b)):
+        alone += [name for name in names if is_quantized(side.modules[name].weight) and not given.allows(name)]
     return MapComparison(a, b, len(pairs), tuple(differences), tuple(allowed), only_a, only_b, tuple(alone), not_said)
-
-
-def _quantized(source: PrecisionMap, names: Iterable[str], given: Alignment) -> Iterator[str]:
-    for name in names:
-        if is_quantized(source.modules[name].weight) and not given.allows(name):
-            yield name
 
 
 def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
@@ -134,7 +127,7 @@ def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
 
 def fold_said(texts: Iterable[str]) -> str:
     """Return the sources of the formats of similar modules, with folded numbers."""
-    return "; ".join(fold_names(texts, most=_MOST_SAID))
+    return "; ".join(fold_names(texts, most=2))
 
 
 SameAsSource = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -164,5 +157,5 @@ def read_same_as(value: SameAsSource) -> SameAs | None:
     given = value if isinstance(value, Mapping) else {"map": value}
     if "map" not in given or set(given) - {"map", "alignment"}:
         raise MapError(f"require_same= must be a path, or a mapping with map and alignment, not {value!r}.")
-    paths = validated(dict[str, str | os.PathLike[str] | None], given, "require_same=")
+    paths = validated(dict[str, str | os.PathLike[str]], given, "require_same=")
     return SameAs(open_map(paths["map"]), read_alignment(paths.get("alignment")))

@@ -23,16 +23,16 @@ from pydantic import BaseModel
 
 from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.maps.matching import FUSED, KEPT, Formats, Module, Rule, RuleFile, fused_name
-from te_precision_callbacks.maps.precision_map import MapError, validated
+from te_precision_callbacks.maps.matching import FUSED, HIGH, KEPT, Module, Rule, RuleFile, fused_name
+from te_precision_callbacks.maps.precision_map import MapError, ModuleFormats, validated
 
 Engine = Literal["vllm", "sglang"]
 
 Match = Callable[[str, Module], bool]
 """Whether an entry matches a module."""
 
-_Rules = tuple[list[Rule], tuple[Formats, str]]
-"""The rules of a file; the formats of other linear layers, and where these are said."""
+_Rules = tuple[list[Rule], ModuleFormats]
+"""The rules of a file; the formats of other linear layers."""
 
 _Reader = Callable[[Mapping[str, Any], str, Match], _Rules]
 
@@ -51,21 +51,21 @@ _KINDS = {
 """Key of a precision file -> its kind."""
 
 _MODELOPT = {
-    "FP8": Formats(_E4M3, _E4M3),
-    "FP8_PER_CHANNEL_PER_TOKEN": Formats(_E4M3, _E4M3),
-    "FP8_PB_WO": Formats(_BLOCK),
-    "NVFP4": Formats(_NVFP4, _NVFP4),
-    "W4A16_NVFP4": Formats(_NVFP4),
-    "MXFP8": Formats(_MXFP8, _MXFP8),
+    "FP8": ModuleFormats(_E4M3, _E4M3),
+    "FP8_PER_CHANNEL_PER_TOKEN": ModuleFormats(_E4M3, _E4M3),
+    "FP8_PB_WO": ModuleFormats(_BLOCK, HIGH),
+    "NVFP4": ModuleFormats(_NVFP4, _NVFP4),
+    "W4A16_NVFP4": ModuleFormats(_NVFP4, HIGH),
+    "MXFP8": ModuleFormats(_MXFP8, _MXFP8),
 }
 """ModelOpt's ``quant_algo`` -> formats."""
 
 _TORCHAO = {
-    "Float8DynamicActivationFloat8WeightConfig": Formats(_E4M3, _E4M3),
-    "Float8WeightOnlyConfig": Formats(_E4M3),
-    "Int8DynamicActivationInt8WeightConfig": Formats("INT8", "INT8"),
-    "Int8WeightOnlyConfig": Formats("INT8"),
-    "Int4WeightOnlyConfig": Formats("INT4"),
+    "Float8DynamicActivationFloat8WeightConfig": ModuleFormats(_E4M3, _E4M3),
+    "Float8WeightOnlyConfig": ModuleFormats(_E4M3, HIGH),
+    "Int8DynamicActivationInt8WeightConfig": ModuleFormats("INT8", "INT8"),
+    "Int8WeightOnlyConfig": ModuleFormats("INT8", HIGH),
+    "Int4WeightOnlyConfig": ModuleFormats("INT4", HIGH),
 }
 
 _FLOATS = {
@@ -141,11 +141,11 @@ def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules
     lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
     keeps_head = reader is _fp8 and (around.engine is not None or lists == (None, None))
 
-    def of_linear(module: Module) -> tuple[Formats, str]:
+    def of_linear(module: Module) -> ModuleFormats:
         if not module.is_linear:
-            return KEPT, f"{tool} quantizes only linear layers"
+            return KEPT._replace(said=f"{tool} quantizes only linear layers")
         if keeps_head and module.name.endswith("lm_head"):
-            return KEPT, f"{tool} keeps lm_head"
+            return KEPT._replace(said=f"{tool} keeps lm_head")
         return default
 
     return RuleFile(path, tool, rules, of_linear)
@@ -162,7 +162,7 @@ def _patterns(config: Mapping[str, Any], path: str, match: Match, *keys: str) ->
     return []
 
 
-def _known(table: Mapping[str, Formats], name: Any, place: str) -> Formats:
+def _known(table: Mapping[str, ModuleFormats], name: Any, place: str) -> ModuleFormats:
     if isinstance(name, str) and name in table:
         return table[name]
     raise MapError(f"{place}: {shown(name)} is not known.{suggestion(str(name), table)}")
@@ -266,7 +266,7 @@ def _fp8(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
     text = _E4M3 if config.get("weight_block_size") is None else _BLOCK
     if config["quant_method"] == "mxfp8":
         text = _MXFP8
-    return rules, (Formats(text, text), f"quant_method {config['quant_method']!r}")
+    return rules, ModuleFormats(text, text, said=f"quant_method {config['quant_method']!r}")
 
 
 class _Scheme(BaseModel):
@@ -293,15 +293,15 @@ def _compressed_tensors(config: Mapping[str, Any], path: str, match: Match) -> _
     for name, group in groups.items():
         place = f"config_groups.{name}"
         weight = _scheme(group.weights, f"{path}: {place}.weights")
-        formats = Formats(weight, _scheme(group.input_activations, f"{path}: {place}.input_activations"))
+        formats = ModuleFormats(weight, _scheme(group.input_activations, f"{path}: {place}.input_activations"))
         targets += [Rule(f"{place}.targets", entry, takes, formats) for entry in group.targets]
     targets.sort(key=lambda rule: (rule.pattern[:1].isupper(), rule.pattern.startswith("re:"), rule.pattern))
-    return [*_patterns(config, path, match, "ignore"), *targets], (KEPT, "in no target")
+    return [*_patterns(config, path, match, "ignore"), *targets], KEPT._replace(said="in no target")
 
 
 def _scheme(scheme: _Scheme | None, place: str) -> str:
     if scheme is None:
-        return KEPT.weight
+        return HIGH
     if scheme.type == "int":
         return f"INT{scheme.num_bits}"
     group = "block" if scheme.strategy == "block" else scheme.group_size
@@ -320,7 +320,7 @@ def _modelopt(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
     default = KEPT
     if algorithm != "MIXED_PRECISION" or not layers:
         default = _known(_MODELOPT, algorithm, f"{path}: quant_algo")
-    return rules, (default, f"quant_algo {algorithm!r}")
+    return rules, default._replace(said=f"quant_algo {algorithm!r}")
 
 
 def _torchao(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
@@ -329,7 +329,8 @@ def _torchao(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
     chosen = validated(dict[str, dict[str, Any]], config.get("quant_type"), place).get("default", {})
     name = chosen.get("_type")
     if name != "FqnToConfig":
-        return rules, (_known(_TORCHAO, name, f"{place}.default._type"), f"quant_type {name}")
+        default = _known(_TORCHAO, name, f"{place}.default._type")
+        return rules, default._replace(said=f"quant_type {name}")
     data = validated(dict[str, dict[str, dict[str, Any] | None]], chosen.get("_data"), f"{place}.default._data")
     formats = {}
     for key, scheme in data.get("fqn_to_config", {}).items():
@@ -337,7 +338,7 @@ def _torchao(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
     default = formats.pop("_default", KEPT)
     for key in sorted(formats, key=lambda key: key.startswith("re:")):
         rules.append(Rule("fqn_to_config", key, _full_match, formats[key]))
-    return rules, (default, f"{name}: _default")
+    return rules, default._replace(said=f"{name}: _default")
 
 
 _VLLM = "vLLM 0.24"
@@ -383,18 +384,18 @@ class _MegatronFile(BaseModel):
     matchers: dict[str, _Matcher] = {}
 
 
-def recipe_formats(name: str, elements: str = "") -> Formats:
+def recipe_formats(name: str, elements: str = "") -> ModuleFormats:
     """Return the formats of a recipe of Transformer Engine, or of ``none``. ``elements``: ``e4m3`` or ``hybrid``."""
     if name == "none":
-        return Formats(gradient=KEPT.weight)
+        return ModuleFormats(HIGH, HIGH, HIGH)
     if name not in RECIPES:
         raise MapError(f"There is no recipe {name!r}.{suggestion(name, ['none', *RECIPES])}")
     row = RECIPES[name]
     if name == "nvfp4":
-        return Formats(row.format, row.format, row.format)
+        return ModuleFormats(row.format, row.format, row.format)
     is_hybrid = elements == "hybrid" or (not elements and "E5M2" in row.elements)
     gradient = "E5M2" if is_hybrid else "E4M3"
-    return Formats(f"{row.format} E4M3", f"{row.format} E4M3", f"{row.format} {gradient}")
+    return ModuleFormats(f"{row.format} E4M3", f"{row.format} E4M3", f"{row.format} {gradient}")
 
 
 def _megatron(data: _MegatronFile, path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
@@ -420,12 +421,12 @@ def _megatron(data: _MegatronFile, path: str, around: Surroundings, modules: Seq
     first, last = around.bf16_layers
     blocks = 1 + max((module.layer or 0 for module in modules), default=0)
 
-    def around_module(module: Module) -> tuple[Formats, str]:
+    def around_module(module: Module) -> ModuleFormats:
         if not _is_te(module):
-            return high, "no module of Transformer Engine"
+            return high._replace(said="no module of Transformer Engine")
         if module.layer is not None and not first <= module.layer < blocks - last:
-            return high, f"block {module.layer} is kept in high precision"
-        return default, f"no matcher: the recipe around the model, {around.recipe}"
+            return high._replace(said=f"block {module.layer} is kept in high precision")
+        return default._replace(said=f"no matcher: the recipe around the model, {around.recipe}")
 
     return RuleFile(path, "Megatron-Core 0.16", rules, around_module)
 
@@ -440,7 +441,7 @@ def _te_wildcard(entry: str, module: Module) -> bool:
     return _is_te(module) and fnmatchcase(module.name, entry)
 
 
-def _training_formats(recipe: _Recipe, place: str) -> Formats:
+def _training_formats(recipe: _Recipe, place: str) -> ModuleFormats:
     if recipe.fp8_quantization_recipe and recipe.fp4_quantization_recipe:
         raise MapError(f"{place}: fp8_quantization_recipe and fp4_quantization_recipe exclude each other.")
     name = recipe.fp8_quantization_recipe or recipe.fp4_quantization_recipe
