@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
+from te_precision_callbacks.base.counts import ValueT
 from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.maps.matching import FUSED, HIGH, KEPT, Module, Rule, RuleFile, fused_name
@@ -86,7 +87,6 @@ _MEGATRON = {
 }
 """Megatron's name of a recipe -> Transformer Engine's."""
 
-
 _LIBRARIES = {
     "transformers": ("transformers.quantizers.quantizers_utils", "should_convert_module", "5.23"),
     "compressed-tensors": ("compressed_tensors.utils.match", "match_name", "0.20"),
@@ -124,13 +124,11 @@ def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules
     if kind == _KINDS["matchers"]:
         return _megatron(validated(_MegatronFile, data, path), path, around, modules)
     inner = data.get("quantization", data.get("quantization_config", data))
-    config: dict[str, Any] = validated(dict[str, Any], inner, f"{path}: the quantization")
+    config = validated(dict[str, Any], inner, f"{path}: the quantization")
     method = str(config.get("quant_method"))
     if "quantization" in data or method in ("modelopt_fp4", "modelopt_mxfp8"):
         method = "modelopt"
-    if method not in _READERS:
-        raise MapError(f"{path}: quant_method {shown(method)} is not read.{suggestion(method, _READERS)}")
-    reader, tools = _READERS[method]
+    reader, tools = _known(_READERS, method, f"{path}: quant_method")
     if around.engine not in tools:
         known = ", ".join(tool for tool, _ in tools.values())
         raise MapError(f"{path}: the matching of {around.engine} is not known for {method}. Known: {known}.")
@@ -157,12 +155,12 @@ def _patterns(config: Mapping[str, Any], path: str, match: Match, *keys: str) ->
     if len({str(entries) for entries in given.values()}) > 1:
         raise MapError(f"{path}: {' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
     for key, entries in given.items():
-        names: list[str] = validated(list[str], entries, f"{path}: {key}")
-        return [Rule(f"{key}[{number}]", entry, match) for number, entry in enumerate(names)]
+        names = enumerate(validated(list[str], entries, f"{path}: {key}"))
+        return [Rule(f"{key}[{number}]", entry, match) for number, entry in names]
     return []
 
 
-def _known(table: Mapping[str, ModuleFormats], name: Any, place: str) -> ModuleFormats:
+def _known(table: Mapping[str, ValueT], name: Any, place: str) -> ValueT:
     if isinstance(name, str) and name in table:
         return table[name]
     raise MapError(f"{place}: {shown(name)} is not known.{suggestion(str(name), table)}")
@@ -259,13 +257,15 @@ def _sglang(entry: str, module: Module) -> bool:
 
 
 def _fp8(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
-    for key in ("modules_to_convert", "dequantize"):
-        if config.get(key):
+    for key, default in (("modules_to_convert", None), ("dequantize", False), ("expert_dtype", "fp8")):
+        if config.get(key) not in (None, default):
             raise MapError(f"{path}: {key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
     rules = _patterns(config, path, match, "modules_to_not_convert", "ignored_layers")
-    text = _E4M3 if config.get("weight_block_size") is None else _BLOCK
+    text = _E4M3
     if config["quant_method"] == "mxfp8":
         text = _MXFP8
+    elif config.get("weight_block_size") is not None:
+        text = _BLOCK
     return rules, ModuleFormats(text, text, said=f"quant_method {config['quant_method']!r}")
 
 
@@ -388,9 +388,7 @@ def recipe_formats(name: str, elements: str = "") -> ModuleFormats:
     """Return the formats of a recipe of Transformer Engine, or of ``none``. ``elements``: ``e4m3`` or ``hybrid``."""
     if name == "none":
         return ModuleFormats(HIGH, HIGH, HIGH)
-    if name not in RECIPES:
-        raise MapError(f"There is no recipe {name!r}.{suggestion(name, ['none', *RECIPES])}")
-    row = RECIPES[name]
+    row = _known(RECIPES, name, "--recipe")
     if name == "nvfp4":
         return ModuleFormats(row.format, row.format, row.format)
     is_hybrid = elements == "hybrid" or (not elements and "E5M2" in row.elements)
@@ -410,12 +408,10 @@ def _megatron(data: _MegatronFile, path: str, around: Surroundings, modules: Seq
     rules = []
     for name, matcher in data.matchers.items():
         place = f"matchers.{name}"
-        if matcher.config not in formats:
-            known = suggestion(matcher.config, formats)
-            raise MapError(f"{path}: {place}.config {shown(matcher.config)} is not in configs.{known}")
+        given = _known(formats, matcher.config, f"{path}: {place}.config")
         recipe = data.configs[matcher.config].training_recipe
         overrides = (recipe.override_quantized_autocast, recipe.override_nonquantized_autocast)
-        rules.append(Rule(place, matcher.pattern, _te_wildcard, formats[matcher.config], matcher.enabled, overrides))
+        rules.append(Rule(place, matcher.pattern, _te_wildcard, given, matcher.enabled, overrides))
     high = recipe_formats("none")
     default = recipe_formats(around.recipe)
     first, last = around.bf16_layers
@@ -452,6 +448,4 @@ def _training_formats(recipe: _Recipe, place: str) -> ModuleFormats:
             f"{place}: 'custom' is code. Plan the model with te-precision map package.module:model --recipe"
             " package.module:factory."
         )
-    if name not in _MEGATRON:
-        raise MapError(f"{place}: the recipe {shown(name)} is not known.{suggestion(name, _MEGATRON)}")
-    return recipe_formats(_MEGATRON[name], recipe.fp8_format)
+    return recipe_formats(_known(_MEGATRON, name, place), recipe.fp8_format)

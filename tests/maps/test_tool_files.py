@@ -304,9 +304,10 @@ def config_with(**recipe: Any) -> dict[str, Any]:
     [
         ({}, "is no precision file: its keys are"),
         ({"matchers": {}, "quant_method": "fp8"}, "is Megatron's precision file and a quantization_config at once"),
-        ({"quant_method": "fp9"}, "quant_method 'fp9' is not read. Did you mean 'fp8'"),
+        ({"quant_method": "fp9"}, "quant_method: 'fp9' is not known. Did you mean 'fp8'"),
         ({"quantization_config": 8}, "the quantization: .* valid dictionary, not 8"),
         (fp8(3), r"modules_to_not_convert: 0: .* valid string, not 3"),
+        ({**fp8("a"), "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not read"),
         ({**fp8("a"), "ignored_layers": ["b"]}, "modules_to_not_convert and ignored_layers differ"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "quant_algo: 'NVFP5' is not known. Did you mean 'NVFP4'"),
         ({"quant_method": "modelopt"}, "quant_algo: None is not known"),
@@ -322,7 +323,7 @@ def config_with(**recipe: Any) -> dict[str, Any]:
             {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float9"}}},
             "quant_type.default._type: 'Float9'",
         ),
-        (megatron_with(config="mxfp9"), "matchers.all.config 'mxfp9' is not in configs. Did you mean 'mxfp8'"),
+        (megatron_with(config="mxfp9"), "matchers.all.config: 'mxfp9' is not known. Did you mean 'mxfp8'"),
         (megatron_with(type="regex"), "matchers.all.type: .*'glob', not 'regex'"),
         (megatron_with(pattern=None), "matchers.all.pattern: .* valid string, not None"),
         (
@@ -331,7 +332,7 @@ def config_with(**recipe: Any) -> dict[str, Any]:
         ),
         (
             config_with(fp8_quantization_recipe="mxfp9"),
-            "mxfp8.training_recipe: the recipe 'mxfp9' is not known",
+            "mxfp8.training_recipe: 'mxfp9' is not known. Did you mean 'mxfp8'",
         ),
         (config_with(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4"), "exclude each other"),
         (config_with(fp8_quantization_recipe="custom"), "is code"),
@@ -355,5 +356,5 @@ def test_what_a_file_needs(tmp_path: Path) -> None:
         open_map(file, around=Surroundings(recipe="mxfp8"))
     with pytest.raises(MapError, match=r"the matching of sglang is not known for modelopt"):
         mapped(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}, dense(), "sglang")
-    with pytest.raises(MapError, match="There is no recipe 'mxfp9'"):
+    with pytest.raises(MapError, match=r"--recipe: 'mxfp9' is not known. Did you mean 'mxfp8'"):
         open_map(file, modules=modules(dense()), around=Surroundings(recipe="mxfp9"))
