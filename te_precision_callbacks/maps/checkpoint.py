@@ -80,8 +80,8 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         tensors.update(_header(file))
     config_file = folder / "config.json"
     config = read_file(config_file) if config_file.exists() else {}
-    sizes = {**config, **config.get("text_config", {})}
-    rows = {sizes.get(key) for key in _TABLES}
+    sizes = {**config, **validated(dict[str, Any], config.get("text_config", {}), f"{config_file}: text_config")}
+    rows = [sizes.get(key) for key in _TABLES]
     dtype = _DTYPES.get(str(sizes.get("torch_dtype", sizes.get("dtype"))), "")
     modules: list[Module] = []
     formats: dict[str, ModuleFormats] = {}

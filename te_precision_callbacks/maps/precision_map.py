@@ -96,7 +96,9 @@ def validated(kind: type[KindT], data: Any, place: str) -> KindT:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise MapError(f"{place}: {where}: {first['msg']}, not {shown(first['input'])}.") from None
+        raise MapError(
+            f"{': '.join(filter(None, (place, where)))}: {first['msg']}, not {shown(first['input'])}."
+        ) from None
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from te_precision_callbacks.base.counts import ValueT
 from te_precision_callbacks.base.suggestions import shown, suggestion
@@ -79,13 +79,8 @@ _FLOATS = {
 }
 """Bits and group of compressed-tensors -> format."""
 
-_MEGATRON = {
-    "tensorwise": "fp8_current_scaling",
-    "blockwise": "fp8_block_scaling",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
-"""Megatron's name of a recipe -> Transformer Engine's."""
+_MEGATRON = {"tensorwise": "fp8_current_scaling", "blockwise": "fp8_block_scaling"}
+"""Megatron's name of a recipe -> Transformer Engine's, if it is another."""
 
 _LIBRARIES = {
     "transformers": ("transformers.quantizers.quantizers_utils", "should_convert_module", "5.23"),
@@ -290,7 +285,7 @@ def _compressed_tensors(config: Mapping[str, Any], path: str, match: Match) -> _
 
     groups = validated(dict[str, _Group], config.get("config_groups"), f"{path}: config_groups")
     targets = []
-    for name, group in groups.items():
+    for name, group in reversed(groups.items()):  # the last group with a target counts
         place = f"config_groups.{name}"
         weight = _scheme(group.weights, f"{path}: {place}.weights")
         formats = ModuleFormats(weight, _scheme(group.input_activations, f"{path}: {place}.input_activations"))
@@ -360,9 +355,12 @@ _READERS: Mapping[str, tuple[_Reader, Mapping[str | None, tuple[str, Match]]]] =
 
 
 class _Recipe(BaseModel):
-    fp8_quantization_recipe: str | None = None
-    fp4_quantization_recipe: str | None = None
-    fp8_format: str = "e4m3"
+    model_config = ConfigDict(extra="forbid")
+
+    fp8_quantization_recipe: Literal["tensorwise", "blockwise", "mxfp8", "custom"] | None = None
+    fp4_quantization_recipe: Literal["nvfp4", "custom"] | None = None
+    custom_recipe_factory: str | None = None
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
     override_quantized_autocast: bool = True
     override_nonquantized_autocast: bool = False
 
@@ -448,4 +446,4 @@ def _training_formats(recipe: _Recipe, place: str) -> ModuleFormats:
             f"{place}: 'custom' is code. Plan the model with te-precision map package.module:model --recipe"
             " package.module:factory."
         )
-    return recipe_formats(_known(_MEGATRON, name, place), recipe.fp8_format)
+    return recipe_formats(_MEGATRON.get(name, name), recipe.fp8_format)

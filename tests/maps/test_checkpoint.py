@@ -91,6 +91,10 @@ def test_incomplete_checkpoints(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": []}))
     with pytest.raises(MapError, match=r"weight_map: .* valid dictionary"):
         open_map(tmp_path)
+    index.unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": 3}))
+    with pytest.raises(MapError, match=r"config.json: text_config: .* valid dictionary, not 3"):
+        open_map(tmp_path)
     index.write_text("{")
     with pytest.raises(MapError, match="cannot be read"):
         open_map(tmp_path)

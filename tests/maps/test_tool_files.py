@@ -163,6 +163,7 @@ COMPRESSED: list[Any] = [
     (["re:down_proj"], [(["Linear"], CHANNEL)], ALL, set()),
     ([f"{LAYER}self_attn.qkv_proj", f"{LAYER}mlp.gate_up_proj"], [(["Linear"], CHANNEL)], ALL, set()),
     (["Linear"], [(["re:.*proj"], CHANNEL)], set(), set()),
+    ([], [(["Linear"], CHANNEL), (["Linear"], FP4)], set(), ALL),
 ]
 """Ignored, groups, modules in FP8 and in FP4: what compressed-tensors 0.20.1 does with a Llama of two blocks."""
 
@@ -332,10 +333,13 @@ def config_with(**recipe: Any) -> dict[str, Any]:
         ),
         (
             config_with(fp8_quantization_recipe="mxfp9"),
-            "mxfp8.training_recipe: 'mxfp9' is not known. Did you mean 'mxfp8'",
+            "mxfp8.training_recipe.fp8_quantization_recipe: Input should be 'tensorwise', .* not 'mxfp9'",
         ),
         (config_with(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4"), "exclude each other"),
-        (config_with(fp8_quantization_recipe="custom"), "is code"),
+        (config_with(fp8_quantization_recipe="custom", custom_recipe_factory="a.b"), "is code"),
+        (config_with(fp8_recipe="mxfp8"), "training_recipe.fp8_recipe: Extra inputs are not permitted"),
+        (config_with(fp8_quantization_recipe="nvfp4"), "fp8_quantization_recipe: .* not 'nvfp4'"),
+        (config_with(fp8_quantization_recipe="mxfp8", fp8_format="e5m2"), "fp8_format: .* 'hybrid', not 'e5m2'"),
         (
             {"configs": {"a": {"kitchen_config_type": "QLinearParams"}}},
             "configs.a.transformer_engine_config_type: Field required",
