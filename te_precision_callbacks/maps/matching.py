@@ -97,22 +97,23 @@ def apply_rules(file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
     """Return the map of a precision file on the modules of a model, with findings about its rules."""
     names = [module.name for module in modules]
     deciding: dict[str, Rule] = {}
-    problems: dict[tuple[FindingKind, str, str], list[tuple[Rule, list[str]]]] = {}
+    problems: dict[tuple[FindingKind, str, str], tuple[list[Rule], list[str]]] = {}
     for rule in file.rules:
         matched = _matched(file, rule, modules)
         problem = _problem(file, rule, matched, deciding, names)
         if problem is not None:
-            kind, reason, affected = problem
-            problems.setdefault((kind, form_of(rule.pattern), reason), []).append((rule, affected))
+            kind, reason, found = problem
+            rules, affected = problems.setdefault((kind, form_of(rule.pattern), reason), ([], []))
+            rules.append(rule)
+            affected += found
         if rule.enabled:
             for module in matched:
                 deciding.setdefault(module.name, rule)
     formats = {module.name: _formats(file, module, deciding.get(module.name)) for module in modules}
     findings = []
-    for (kind, _, reason), entries in problems.items():
-        places = join_names(rule.place for rule, _ in entries)
-        patterns = join_names(shown(rule.pattern) for rule, _ in entries)
-        affected = [name for _, some in entries for name in some]
+    for (kind, _, reason), (rules, affected) in problems.items():
+        places = join_names(rule.place for rule in rules)
+        patterns = join_names(shown(rule.pattern) for rule in rules)
         text = f"{file.path}: {places} {patterns} {reason}"
         if affected:
             text += f": {join_names(affected)}."

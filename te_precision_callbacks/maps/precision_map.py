@@ -143,8 +143,8 @@ def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
 def nearest_names(pattern: str, names: Iterable[str]) -> str:
     """Return a sentence with the names that share most words with a pattern, folded by block."""
     words = {word for word in re.split(r"[^\w]+", pattern) if len(word) > 1}
-    best = sorted(fold_names(names), key=lambda name: (-len(words.intersection(name.split("."))), len(name)))
-    return f" Nearest names: {', '.join(best[:3])}."
+    folded = sorted(fold_names(names), key=lambda name: (-len(words.intersection(name.split("."))), len(name)))
+    return f" Nearest names: {', '.join(folded[:3]) or 'none'}."
 
 
 def join_names(names: Iterable[str]) -> str:

@@ -82,7 +82,7 @@ def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, modules: S
 def _modules(path: Path, given: Any) -> Sequence[Module]:
     if isinstance(given, list):
         return given
-    if given is not None and not isinstance(given, (str, os.PathLike)):
+    if hasattr(given, "named_modules"):
         return _modules_of(given)
     folder = path.parent if given is None else Path(given).expanduser()
     checkpoint = read_checkpoint(folder)

@@ -85,7 +85,7 @@ def test_incomplete_checkpoints(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}}))
-    with pytest.raises(MapError, match=r"model-2.safetensors, with 1 tensors such as b.weight, is missing"):
+    with pytest.raises(MapError, match=r"model-2.safetensors, with 1 tensor such as b.weight, is missing"):
         open_map(tmp_path)
     save_file({"c.weight": torch.zeros(4, 4)}, tmp_path / "model-2.safetensors")
     index.write_text(json.dumps({"weight_map": []}))
