@@ -89,20 +89,23 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
     allowed: dict[str, None] = {}
     differences: list[Difference] = []
     for name, other in pairs:
-        formats: dict[str, tuple[str, str]] = {}
+        tensors: list[str] = []
+        in_a: dict[str, None] = {}
+        in_b: dict[str, None] = {}
         for tensor in ("weight", "activation"):
             first = getattr(a.modules[name], tensor)
             second = getattr(b.modules[other], tensor)
             if not first or not second:
                 not_said[tensor] = not_said.get(tensor, 0) + 1
             elif first != second and (is_quantized(first) or is_quantized(second)):
-                formats[tensor] = (first, second)
-        if formats and given.allows(name, other):
+                tensors.append(tensor)
+                in_a[first] = None
+                in_b[second] = None
+        if tensors and given.allows(name, other):
             allowed[name] = None
-        elif formats:
-            in_a, in_b = (" and ".join(dict.fromkeys(side)) for side in zip(*formats.values(), strict=True))
-            said = (a.modules[name].said, b.modules[other].said)
-            differences.append(Difference(name, other, " and ".join(formats), in_a, in_b, *said))
+        elif tensors:
+            texts = (" and ".join(tensors), " and ".join(in_a), " and ".join(in_b))
+            differences.append(Difference(name, other, *texts, a.modules[name].said, b.modules[other].said))
     matched = {other for _, other in pairs}
     only_a = tuple(name for name, others in partners.items() if not others)
     only_b = tuple(name for name in b.modules if name not in matched)

@@ -12,7 +12,6 @@ the means of -d (k1) and of exp(d) - 1 - d (k3), as in http://joschu.net/blog/kl
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,11 +96,11 @@ class LogProbs:
         if column != TOKEN:
             return {str(value): self.difference(limit, values == value) for value in np.unique(values)}
         ranges = {}
-        edges = np.unique(np.linspace(0, values.max() + 1, _BINS + 1).astype(np.int64))
-        for first, end in itertools.pairwise(edges):
-            rows = (values >= first) & (values < end)
+        width = int(values.max()) // _BINS + 1
+        for first in range(0, int(values.max()) + 1, width):
+            rows = values // width == first // width
             if rows.any():
-                ranges[f"{first} to {end - 1}"] = self.difference(limit, rows)
+                ranges[f"{first} to {first + width - 1}"] = self.difference(limit, rows)
         return ranges
 
     def curves(self) -> dict[str, Curve]:
