@@ -28,26 +28,32 @@ _GEMM = re.compile(r"\.(?:gemm_|weight)(\d+)$")
 _GENERIC = {"model", "module", "decoder", "transformer", "language_model", "base_model", "backbone", "text_model"}
 """Parts of a path above the blocks that distinguish no tower."""
 
-_ATOMS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("q_proj", "query", "layernorm_query", "linear_q"), ("q",)),
-    **dict.fromkeys(("k_proj", "key"), ("k",)),
-    **dict.fromkeys(("v_proj", "value"), ("v",)),
-    **dict.fromkeys(("key_value", "linear_kv"), ("k", "v")),
-    **dict.fromkeys(("qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"), ("q", "k", "v")),
-    **dict.fromkeys(("gate_proj", "w1"), ("gate",)),
-    **dict.fromkeys(("up_proj", "w3"), ("up",)),
-    **dict.fromkeys(("gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"), ("gate", "up")),
-    **dict.fromkeys(("down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h"), ("down",)),
-    **dict.fromkeys(("self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"), ("o",)),
-    **dict.fromkeys(("self_attention.proj", "self_attention.dense", "attn.c_proj"), ("o",)),
-    **dict.fromkeys(("mlp.c_proj",), ("down",)),
-    **dict.fromkeys(("mlp.gate", "mlp.router", "block_sparse_moe.gate"), ("router",)),
+_ENDS: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("q",): ("q_proj", "query", "layernorm_query", "linear_q"),
+    ("k",): ("k_proj", "key"),
+    ("v",): ("v_proj", "value"),
+    ("k", "v"): ("key_value", "linear_kv"),
+    ("q", "k", "v"): ("qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"),
+    ("gate",): ("gate_proj", "w1"),
+    ("up",): ("up_proj", "w3"),
+    ("gate", "up"): ("gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"),
+    ("down",): ("down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h", "mlp.c_proj"),
+    ("o",): (
+        *("self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"),
+        *("self_attention.proj", "self_attention.dense", "attn.c_proj"),
+    ),
+    ("router",): ("mlp.gate", "mlp.router", "block_sparse_moe.gate"),
 }
-"""End of a module's path in a block -> the projections that it contains."""
+"""Projections -> the ends of a module's path in a block that contains them."""
+
+_ATOMS = {end: projections for projections, ends in _ENDS.items() for end in ends}
 
 _OUTSIDE = {
-    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte"), "embedding"),
-    **dict.fromkeys(("lm_head", "output_layer"), "head"),
+    "embed_tokens": "embedding",
+    "word_embeddings": "embedding",
+    "wte": "embedding",
+    "lm_head": "head",
+    "output_layer": "head",
 }
 """Last part of a name outside of blocks -> what it is."""
 
