@@ -87,13 +87,12 @@ class RuleFile:
         default: the formats of a module without a rule.
     """
 
-    path: str
     tool: str
     rules: Sequence[Rule]
     default: Callable[[Module], ModuleFormats]
 
 
-def apply_rules(file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
+def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
     """Return the map of a precision file on the modules of a model, with findings about its rules."""
     names = [module.name for module in modules]
     deciding: dict[str, Rule] = {}
@@ -109,23 +108,23 @@ def apply_rules(file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
         if rule.enabled:
             for module in matched:
                 deciding.setdefault(module.name, rule)
-    formats = {module.name: _formats(file, module, deciding.get(module.name)) for module in modules}
+    formats = {module.name: _formats(path, file, module, deciding.get(module.name)) for module in modules}
     findings = []
     for (kind, _, reason), (rules, affected) in problems.items():
         places = join_names(rule.place for rule in rules)
         patterns = join_names(shown(rule.pattern) for rule in rules)
-        text = f"{file.path}: {places} {patterns} {reason}"
+        text = f"{path}: {places} {patterns} {reason}"
         if affected:
             text += f": {join_names(affected)}."
         findings.append(MapFinding(kind, text, tuple(affected)))
-    return PrecisionMap(file.path, formats, tuple(findings))
+    return PrecisionMap(path, formats, tuple(findings))
 
 
 def _matched(file: RuleFile, rule: Rule, modules: Sequence[Module]) -> list[Module]:
     try:
         return [module for module in modules if rule.matches(rule.pattern, module)]
     except (re.error, MapError) as error:
-        raise MapError(f"{file.path}: {rule} cannot be matched by the rules of {file.tool}: {error}.") from None
+        raise MapError(f"{rule} cannot be matched by the rules of {file.tool}: {error}.") from None
 
 
 def _problem(
@@ -157,12 +156,12 @@ def _is_part_of_a_word(pattern: str, name: str) -> bool:
     return bool(paths) and not any(f".{pattern}." in f".{path}." for path in paths)
 
 
-def _formats(file: RuleFile, module: Module, rule: Rule | None) -> ModuleFormats:
+def _formats(path: str, file: RuleFile, module: Module, rule: Rule | None) -> ModuleFormats:
     formats = file.default(module)
     if rule is not None and rule.acts(formats):
         formats = rule.formats._replace(said=f"{rule} ({file.tool})")
     weight, activation, gradient = (module.high if text == HIGH else text for text in formats[:3])
-    return ModuleFormats(weight, activation, gradient, f"{file.path}: {formats.said}")
+    return ModuleFormats(weight, activation, gradient, f"{path}: {formats.said}")
 
 
 def fused_name(name: str) -> str:

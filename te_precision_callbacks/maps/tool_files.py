@@ -35,7 +35,7 @@ Match = Callable[[str, Module], bool]
 _Rules = tuple[list[Rule], ModuleFormats]
 """The rules of a file; the formats of other linear layers."""
 
-_Reader = Callable[[Mapping[str, Any], str, Match], _Rules]
+_Reader = Callable[[Mapping[str, Any], Match], _Rules]
 
 _E4M3 = "FP8 E4M3"
 _BLOCK = "FP8 block E4M3"
@@ -103,34 +103,33 @@ class Surroundings(NamedTuple):
     bf16_layers: tuple[int, int] = (0, 0)
 
 
-def kind_of(data: Mapping[str, Any], path: str) -> str:
+def kind_of(data: Mapping[str, Any]) -> str:
     """Return the kind of a precision file; raises a MapError for none or several."""
     kinds = dict.fromkeys(kind for key, kind in _KINDS.items() if key in data)
     if len(kinds) == 1:
         return next(iter(kinds))
-    several = " and ".join(kinds) + " at once" if kinds else "no precision file"
+    several = " and ".join(kinds) or "no precision file"
     known = ", ".join(dict.fromkeys(_KINDS.values()))
-    raise MapError(f"{path} is {several}: its keys are {shown(list(data))}. Known files: {known}.")
+    raise MapError(f"this is {several}: its keys are {shown(list(data))}. Known files: {known}.")
 
 
-def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
+def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[Module]) -> RuleFile:
     """Read the rules of a precision file; raises a MapError with the key and the value."""
-    kind = kind_of(data, path)
-    if kind == _KINDS["matchers"]:
-        return _megatron(validated(_MegatronFile, data, path), path, around, modules)
+    if kind_of(data) == _KINDS["matchers"]:
+        return _megatron(validated(_MegatronFile, data, ""), around, modules)
     inner = data.get("quantization", data.get("quantization_config", data))
-    config = validated(dict[str, Any], inner, f"{path}: the quantization")
+    config = validated(dict[str, Any], inner, "the quantization")
     method = str(config.get("quant_method"))
     if "quantization" in data or method in ("modelopt_fp4", "modelopt_mxfp8"):
         method = "modelopt"
-    reader, tools = _known(_READERS, method, f"{path}: quant_method")
+    reader, tools = _known(_READERS, method, "quant_method")
     if around.engine not in tools:
         known = ", ".join(tool for tool, _ in tools.values())
-        raise MapError(f"{path}: the matching of {around.engine} is not known for {method}. Known: {known}.")
+        raise MapError(f"the matching of {around.engine} is not known for {method}. Known: {known}.")
     tool, match = tools[around.engine]
     if tool in _LIBRARIES:
         _, tool = _library(tool)
-    rules, default = reader(config, path, match)
+    rules, default = reader(config, match)
     lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
     keeps_head = reader is _fp8 and (around.engine is not None or lists == (None, None))
 
@@ -141,16 +140,16 @@ def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules
             return KEPT._replace(said=f"{tool} keeps lm_head")
         return default
 
-    return RuleFile(path, tool, rules, of_linear)
+    return RuleFile(tool, rules, of_linear)
 
 
-def _patterns(config: Mapping[str, Any], path: str, match: Match, *keys: str) -> list[Rule]:
+def _patterns(config: Mapping[str, Any], match: Match, *keys: str) -> list[Rule]:
     """Return the rules of the ignore list below one of some keys, which mean the same."""
     given = {key: config[key] for key in keys if config.get(key) is not None}
     if len({str(entries) for entries in given.values()}) > 1:
-        raise MapError(f"{path}: {' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
+        raise MapError(f"{' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
     for key, entries in given.items():
-        names = enumerate(validated(list[str], entries, f"{path}: {key}"))
+        names = enumerate(validated(list[str], entries, key))
         return [Rule(f"{key}[{number}]", entry, match) for number, entry in names]
     return []
 
@@ -251,11 +250,11 @@ def _sglang(entry: str, module: Module) -> bool:
 # ---------------------------------------------------------------------- quantization_config
 
 
-def _fp8(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
+def _fp8(config: Mapping[str, Any], match: Match) -> _Rules:
     for key, default in (("modules_to_convert", None), ("dequantize", False), ("expert_dtype", "fp8")):
         if config.get(key) not in (None, default):
-            raise MapError(f"{path}: {key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
-    rules = _patterns(config, path, match, "modules_to_not_convert", "ignored_layers")
+            raise MapError(f"{key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
+    rules = _patterns(config, match, "modules_to_not_convert", "ignored_layers")
     text = _E4M3
     if config["quant_method"] == "mxfp8":
         text = _MXFP8
@@ -279,19 +278,19 @@ class _Group(BaseModel):
     input_activations: _Scheme | None = None
 
 
-def _compressed_tensors(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
+def _compressed_tensors(config: Mapping[str, Any], match: Match) -> _Rules:
     def takes(entry: str, module: Module) -> bool:
         return match(entry, module) or _class_or_name(entry, module)
 
-    groups = validated(dict[str, _Group], config.get("config_groups"), f"{path}: config_groups")
+    groups = validated(dict[str, _Group], config.get("config_groups"), "config_groups")
     targets = []
     for name, group in reversed(groups.items()):  # the last group with a target counts
         place = f"config_groups.{name}"
-        weight = _scheme(group.weights, f"{path}: {place}.weights")
-        formats = ModuleFormats(weight, _scheme(group.input_activations, f"{path}: {place}.input_activations"))
+        weight = _scheme(group.weights, f"{place}.weights")
+        formats = ModuleFormats(weight, _scheme(group.input_activations, f"{place}.input_activations"))
         targets += [Rule(f"{place}.targets", entry, takes, formats) for entry in group.targets]
     targets.sort(key=lambda rule: (rule.pattern[:1].isupper(), rule.pattern.startswith("re:"), rule.pattern))
-    return [*_patterns(config, path, match, "ignore"), *targets], KEPT._replace(said="in no target")
+    return [*_patterns(config, match, "ignore"), *targets], KEPT._replace(said="in no target")
 
 
 def _scheme(scheme: _Scheme | None, place: str) -> str:
@@ -305,22 +304,22 @@ def _scheme(scheme: _Scheme | None, place: str) -> str:
     return _FLOATS[scheme.num_bits, group]
 
 
-def _modelopt(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
-    rules = _patterns(config, path, match, "exclude_modules", "ignore")
-    layers = validated(dict[str, dict[str, Any]], config.get("quantized_layers", {}), f"{path}: quantized_layers")
+def _modelopt(config: Mapping[str, Any], match: Match) -> _Rules:
+    rules = _patterns(config, match, "exclude_modules", "ignore")
+    layers = validated(dict[str, dict[str, Any]], config.get("quantized_layers", {}), "quantized_layers")
     for name, layer in layers.items():
-        formats = _known(_MODELOPT, layer.get("quant_algo"), f"{path}: quantized_layers.{name}.quant_algo")
+        formats = _known(_MODELOPT, layer.get("quant_algo"), f"quantized_layers.{name}.quant_algo")
         rules.append(Rule("quantized_layers", name, _fused_or_equal, formats))
     algorithm = config.get("quant_algo")
     default = KEPT
     if algorithm != "MIXED_PRECISION" or not layers:
-        default = _known(_MODELOPT, algorithm, f"{path}: quant_algo")
+        default = _known(_MODELOPT, algorithm, "quant_algo")
     return rules, default._replace(said=f"quant_algo {algorithm!r}")
 
 
-def _torchao(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
-    rules = _patterns(config, path, match, "modules_to_not_convert")
-    place = f"{path}: quant_type"
+def _torchao(config: Mapping[str, Any], match: Match) -> _Rules:
+    rules = _patterns(config, match, "modules_to_not_convert")
+    place = "quant_type"
     chosen = validated(dict[str, dict[str, Any]], config.get("quant_type"), place).get("default", {})
     name = chosen.get("_type")
     if name != "FqnToConfig":
@@ -329,7 +328,7 @@ def _torchao(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
     data = validated(dict[str, dict[str, dict[str, Any] | None]], chosen.get("_data"), f"{place}.default._data")
     formats = {}
     for key, scheme in data.get("fqn_to_config", {}).items():
-        formats[key] = KEPT if scheme is None else _known(_TORCHAO, scheme.get("_type"), f"{path}: {key}")
+        formats[key] = KEPT if scheme is None else _known(_TORCHAO, scheme.get("_type"), key)
     default = formats.pop("_default", KEPT)
     for key in sorted(formats, key=lambda key: key.startswith("re:")):
         rules.append(Rule("fqn_to_config", key, _full_match, formats[key]))
@@ -394,19 +393,19 @@ def recipe_formats(name: str, elements: str = "") -> ModuleFormats:
     return ModuleFormats(f"{row.format} E4M3", f"{row.format} E4M3", f"{row.format} {gradient}")
 
 
-def _megatron(data: _MegatronFile, path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
+def _megatron(data: _MegatronFile, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
     if around.recipe is None:
         raise MapError(
-            f"{path}: Megatron's file changes the recipe around the model, and leaves it to modules without a matcher."
+            "Megatron's file changes the recipe around the model, and leaves it to modules without a matcher."
             " Give this recipe with --recipe, such as --recipe mxfp8, or --recipe none."
         )
     formats = {}
     for name, config in data.configs.items():
-        formats[name] = _training_formats(config.training_recipe, f"{path}: configs.{name}.training_recipe")
+        formats[name] = _training_formats(config.training_recipe, f"configs.{name}.training_recipe")
     rules = []
     for name, matcher in data.matchers.items():
         place = f"matchers.{name}"
-        given = _known(formats, matcher.config, f"{path}: {place}.config")
+        given = _known(formats, matcher.config, f"{place}.config")
         recipe = data.configs[matcher.config].training_recipe
         overrides = (recipe.override_quantized_autocast, recipe.override_nonquantized_autocast)
         rules.append(Rule(place, matcher.pattern, _te_wildcard, given, matcher.enabled, overrides))
@@ -422,7 +421,7 @@ def _megatron(data: _MegatronFile, path: str, around: Surroundings, modules: Seq
             return high._replace(said=f"block {module.layer} is kept in high precision")
         return default._replace(said=f"no matcher: the recipe around the model, {around.recipe}")
 
-    return RuleFile(path, "Megatron-Core 0.16", rules, around_module)
+    return RuleFile("Megatron-Core 0.16", rules, around_module)
 
 
 def _is_te(module: Module) -> bool:

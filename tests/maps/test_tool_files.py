@@ -303,8 +303,11 @@ def config_with(**recipe: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "is no precision file: its keys are"),
-        ({"matchers": {}, "quant_method": "fp8"}, "is Megatron's precision file and a quantization_config at once"),
+        ({}, "file.json: this is no precision file: its keys are"),
+        (
+            {"matchers": {}, "quant_method": "fp8"},
+            "this is Megatron's precision file and a quantization_config: ",
+        ),
         ({"quant_method": "fp9"}, "quant_method: 'fp9' is not known. Did you mean 'fp8'"),
         ({"quantization_config": 8}, "the quantization: .* valid dictionary, not 8"),
         (fp8(3), r"modules_to_not_convert: 0: .* valid string, not 3"),
