@@ -82,6 +82,8 @@ def map_command(
     from te_precision_callbacks.maps.comparing import compare_maps
     from te_precision_callbacks.maps.tool_files import Surroundings
 
+    if b is None and alignment is not None:
+        raise typer.BadParameter("an alignment is for two sources", param_hint="--alignment")
     around = Surroundings(engine, recipe, bf16_layers)
     first = _open(a, modules, around)
     if b is None:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -29,42 +28,41 @@ _GEMM = re.compile(r"\.(?:gemm_|weight)(\d+)$")
 _GENERIC = {"model", "module", "decoder", "transformer", "language_model", "base_model", "backbone", "text_model"}
 """Parts of a path above the blocks that distinguish no tower."""
 
-_ATOMS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("q_proj", "query", "layernorm_query", "linear_q"), ("q",)),
-    **dict.fromkeys(("k_proj", "key"), ("k",)),
-    **dict.fromkeys(("v_proj", "value"), ("v",)),
-    **dict.fromkeys(("key_value", "linear_kv"), ("k", "v")),
-    **dict.fromkeys(("qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"), ("q", "k", "v")),
-    **dict.fromkeys(("gate_proj", "w1"), ("gate",)),
-    **dict.fromkeys(("up_proj", "w3"), ("up",)),
-    **dict.fromkeys(("gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"), ("gate", "up")),
-    **dict.fromkeys(("down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h"), ("down",)),
-    **dict.fromkeys(("self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"), ("o",)),
-    **dict.fromkeys(("self_attention.proj", "self_attention.dense", "attn.c_proj"), ("o",)),
-    **dict.fromkeys(("mlp.c_proj",), ("down",)),
-    **dict.fromkeys(("mlp.gate", "mlp.router", "block_sparse_moe.gate"), ("router",)),
+_ENDS: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("q",): ("q_proj", "query", "layernorm_query", "linear_q"),
+    ("k",): ("k_proj", "key"),
+    ("v",): ("v_proj", "value"),
+    ("k", "v"): ("key_value", "linear_kv"),
+    ("q", "k", "v"): ("qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"),
+    ("gate",): ("gate_proj", "w1"),
+    ("up",): ("up_proj", "w3"),
+    ("gate", "up"): ("gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"),
+    ("down",): ("down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h", "mlp.c_proj"),
+    ("o",): (
+        *("self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"),
+        *("self_attention.proj", "self_attention.dense", "attn.c_proj"),
+    ),
+    ("router",): ("mlp.gate", "mlp.router", "block_sparse_moe.gate"),
 }
-"""End of a module's path in a block -> the projections that it contains."""
+"""Projections -> the ends of a module's path in a block that contains them."""
+
+_ATOMS = {end: projections for projections, ends in _ENDS.items() for end in ends}
 
 _OUTSIDE = {
-    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte"), "embedding"),
-    **dict.fromkeys(("lm_head", "output_layer"), "head"),
+    "embed_tokens": "embedding",
+    "word_embeddings": "embedding",
+    "wte": "embedding",
+    "lm_head": "head",
+    "output_layer": "head",
 }
 """Last part of a name outside of blocks -> what it is."""
 
-
-class Atom(NamedTuple):
-    """A projection of a block, or the part of a name that an alignment file gives."""
-
-    place: tuple[str, ...]
-    projection: str
+_KINDS = {"shared_expert": "shared", "cross_att": "cross", "inter_attention": "cross"}
+"""Part of a name -> the kind of a block's part that has projections of its own; routed experts are another kind."""
 
 
-class _Entry(NamedTuple):
-    """A module with a projection. ``expert``: the number of an expert; empty for all of them, and elsewhere."""
-
-    expert: str
-    name: str
+Atom = tuple[tuple[str, ...], str]
+"""The place of a block, and a projection in it or the part of a name that an alignment file gives."""
 
 
 class Alignment(BaseModel):
@@ -83,31 +81,28 @@ def read_alignment(path: str | os.PathLike[str] | None) -> Alignment:
     """Read an alignment file; raises a MapError, or a ConfigError for a file that is not YAML."""
     if path is None:
         return Alignment()
-    alignment: Alignment = validated(Alignment, read_file(Path(path).expanduser()), str(path))
-    return alignment
+    return validated(Alignment, read_file(Path(path).expanduser()), str(path))
 
 
-def align(a: Iterable[str], b: Iterable[str], given: Alignment) -> dict[str, list[str]]:
+def align(a: Collection[str], b: Collection[str], given: Alignment) -> dict[str, list[str]]:
     """Return the partners in B of each name in A.
 
     Raises:
         MapError: two names of a side are the same projection, or a name of the alignment file does not exist.
     """
-    ours = list(a)
-    theirs = list(b)
     for pattern, others in given.names.items():
-        _check_exists(pattern, pattern, ours, "A")
+        _check_exists(pattern, pattern, a, "A")
         for alias in others:
-            _check_exists(pattern, alias, theirs, "B")
-    in_a = _index(ours, given.names)
+            _check_exists(pattern, alias, b, "B")
+    in_a = _index(a, given.names)
     aliases = {alias: [alias] for others in given.names.values() for alias in others}
-    in_b = _index(theirs, aliases)
-    partners: dict[str, dict[str, None]] = {name: {} for name in ours}
-    for atom, entries in in_a.items():
-        for entry in entries:
-            for other in in_b.get(atom, ()):
-                if entry.expert == other.expert or not entry.expert or not other.expert:
-                    partners[entry.name][other.name] = None
+    in_b = _index(b, aliases)
+    partners: dict[str, dict[str, None]] = {name: {} for name in a}
+    for atom, ours in in_a.items():
+        for expert, name in ours.items():
+            for other_expert, other in in_b.get(atom, {}).items():
+                if expert == other_expert or not expert or not other_expert:
+                    partners[name][other] = None
     return {name: list(others) for name, others in partners.items()}
 
 
@@ -121,20 +116,23 @@ def _parts(pattern: str, name: str) -> re.Match[str] | None:
     return re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]*)"), name)
 
 
-def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom, list[_Entry]]:
-    """Return atom -> modules; raises a MapError if two modules are the same projection."""
-    index: dict[Atom, list[_Entry]] = {}
+def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom, dict[str, str]]:
+    """Return atom -> number of an expert -> module; the number is empty for all experts, and elsewhere.
+
+    Raises:
+        MapError: two modules are the same projection.
+    """
+    index: dict[Atom, dict[str, str]] = {}
     for name in names:
         expert, atoms = _atoms(name)
-        atoms = list(_given_atoms(name, aliases)) or atoms
-        for atom in atoms:
-            same = index.setdefault(atom, [])
-            if any(entry.expert == expert for entry in same):
+        for atom in list(_given_atoms(name, aliases)) or atoms:
+            same = index.setdefault(atom, {})
+            if expert in same:
                 raise MapError(
-                    f"{same[0].name} and {name} both look like the same projection, so names cannot be aligned. Name"
+                    f"{same[expert]} and {name} both look like the same projection, so names cannot be aligned. Name"
                     " the partner of each below names in an alignment file (--alignment)."
                 )
-            same.append(_Entry(expert, name))
+            same[expert] = name
     return index
 
 
@@ -143,7 +141,7 @@ def _given_atoms(name: str, aliases: Mapping[str, list[str]]) -> Iterator[Atom]:
         match = _parts(pattern, name)
         if match is not None:
             for other in others:
-                yield Atom(match.groups(), f"names: {other}")
+                yield match.groups(), f"names: {other}"
 
 
 def _atoms(name: str) -> tuple[str, list[Atom]]:
@@ -151,22 +149,17 @@ def _atoms(name: str) -> tuple[str, list[Atom]]:
     match = _BLOCK.fullmatch(name)
     if match is None:
         last = name.rpartition(".")[2]
-        return "", [Atom((), _OUTSIDE.get(last, name))]
+        return "", [((), _OUTSIDE.get(last, name))]
     towers = [part for part in (match["tower"] or "").split(".") if part not in ("", *_GENERIC)]
-    gemm = _GEMM.search(match["rest"])
-    rest = _GEMM.sub("", match["rest"])
-    experts = _EXPERT.search(rest)
+    rest = match["rest"]
+    number = _GEMM.search(rest) or _EXPERT.search(rest)
+    rest = _GEMM.sub("", rest)
+    kind = next((kind for part, kind in _KINDS.items() if part in rest), "")
     expert = ""
-    kind = ""
-    if "shared_expert" in rest:
-        kind = "shared"
-    elif gemm or experts:
+    if number and not kind:
         kind = "experts"
-        number = gemm or experts
-        expert = (number and number[1]) or ""
-    elif "cross_att" in rest or "inter_attention" in rest:
-        kind = "cross"
+        expert = number[1] or ""
     last = rest.rpartition(".")[2]
     end = ".".join(rest.split(".")[-2:])
     projections = _ATOMS.get(end) or _ATOMS.get(last) or (rest,)
-    return expert, [Atom((*towers, match["block"], kind), projection) for projection in projections]
+    return expert, [((*towers, match["block"], kind), projection) for projection in projections]

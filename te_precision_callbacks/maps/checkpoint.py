@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.maps.matching import Module
 from te_precision_callbacks.maps.precision_map import MapError, ModuleFormats, read_file, validated
 
@@ -28,7 +29,14 @@ _PARTS = (
 _FP4 = {16.0: "NVFP4", 32.0: "MXFP4"}
 """Elements with one scale -> format."""
 
-_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale")
+_SCALES = (
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "input_scale",
+    "weight_zero_point",
+)
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 _TABLES = ("vocab_size", "max_position_embeddings", "n_positions", "type_vocab_size")
 """Keys of a model's config: a weight with so many rows is an embedding, or the output layer over it."""
@@ -62,11 +70,12 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     """
     folder = path if path.is_dir() else path.parent
     index: dict[str, str] = {}
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if path.is_dir() and (path / INDEX).exists():
+    files = sorted(path.glob("*.safetensors"))
+    if path.is_file() and path.suffix == ".safetensors":
+        files = [path]
+    elif (path / INDEX).exists():
         index = validated(dict[str, str], read_file(path / INDEX).get("weight_map"), f"{path / INDEX}: weight_map")
         files = [path / name for name in dict.fromkeys(index.values())]
-    files = [file for file in files if file.suffix == ".safetensors"]
     if not files:
         return None
     tensors: dict[str, _Tensor] = {}
@@ -74,14 +83,14 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         if not file.exists():
             lost = [tensor for tensor, name in index.items() if name == file.name]
             raise MapError(
-                f"{path}: {file.name}, with {len(lost)} tensors such as {lost[0]}, is missing. Download the whole"
-                " checkpoint."
+                f"{path}: {file.name}, with {many(len(lost), 'tensor')} such as {lost[0]}, is missing. Download the"
+                " whole checkpoint."
             )
         tensors.update(_header(file))
     config_file = folder / "config.json"
     config = read_file(config_file) if config_file.exists() else {}
-    sizes = {**config, **config.get("text_config", {})}
-    rows = {sizes.get(key) for key in _TABLES}
+    sizes = {**config, **validated(dict[str, Any], config.get("text_config", {}), f"{config_file}: text_config")}
+    rows = [sizes.get(key) for key in _TABLES]
     dtype = _DTYPES.get(str(sizes.get("torch_dtype", sizes.get("dtype"))), "")
     modules: list[Module] = []
     formats: dict[str, ModuleFormats] = {}

@@ -21,9 +21,6 @@ from te_precision_callbacks.maps.precision_map import (
 )
 from te_precision_callbacks.maps.sources import open_map
 
-_TENSORS = ("weight", "activation")
-_MOST_SAID = 2
-
 
 class Difference(NamedTuple):
     """A pair of modules with different formats, or with one quantized module.
@@ -92,31 +89,30 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
     allowed: dict[str, None] = {}
     differences: list[Difference] = []
     for name, other in pairs:
-        formats: dict[str, tuple[str, str]] = {}
-        for tensor in _TENSORS:
+        tensors: list[str] = []
+        in_a: dict[str, None] = {}
+        in_b: dict[str, None] = {}
+        for tensor in ("weight", "activation"):
             first = getattr(a.modules[name], tensor)
             second = getattr(b.modules[other], tensor)
             if not first or not second:
                 not_said[tensor] = not_said.get(tensor, 0) + 1
             elif first != second and (is_quantized(first) or is_quantized(second)):
-                formats[tensor] = (first, second)
-        if formats and given.allows(name, other):
+                tensors.append(tensor)
+                in_a[first] = None
+                in_b[second] = None
+        if tensors and given.allows(name, other):
             allowed[name] = None
-        elif formats:
-            in_a, in_b = (" and ".join(dict.fromkeys(side)) for side in zip(*formats.values(), strict=True))
-            said = (a.modules[name].said, b.modules[other].said)
-            differences.append(Difference(name, other, " and ".join(formats), in_a, in_b, *said))
+        elif tensors:
+            texts = (" and ".join(tensors), " and ".join(in_a), " and ".join(in_b))
+            differences.append(Difference(name, other, *texts, a.modules[name].said, b.modules[other].said))
     matched = {other for _, other in pairs}
     only_a = tuple(name for name, others in partners.items() if not others)
     only_b = tuple(name for name in b.modules if name not in matched)
-    alone = [*_quantized(a, only_a, given), *_quantized(b, only_b, given)]
+    alone: list[str] = []
+    for side, names in ((a, only_a), (b, only_b)):
+        alone += [name for name in names if is_quantized(side.modules[name].weight) and not given.allows(name)]
     return MapComparison(a, b, len(pairs), tuple(differences), tuple(allowed), only_a, only_b, tuple(alone), not_said)
-
-
-def _quantized(source: PrecisionMap, names: Iterable[str], given: Alignment) -> Iterator[str]:
-    for name in names:
-        if is_quantized(source.modules[name].weight) and not given.allows(name):
-            yield name
 
 
 def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
@@ -134,7 +130,7 @@ def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
 
 def fold_said(texts: Iterable[str]) -> str:
     """Return the sources of the formats of similar modules, with folded numbers."""
-    return "; ".join(fold_names(texts, most=_MOST_SAID))
+    return "; ".join(fold_names(texts, most=2))
 
 
 SameAsSource = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -164,5 +160,5 @@ def read_same_as(value: SameAsSource) -> SameAs | None:
     given = value if isinstance(value, Mapping) else {"map": value}
     if "map" not in given or set(given) - {"map", "alignment"}:
         raise MapError(f"require_same= must be a path, or a mapping with map and alignment, not {value!r}.")
-    paths = validated(dict[str, str | os.PathLike[str] | None], given, "require_same=")
+    paths = validated(dict[str, str | os.PathLike[str]], given, "require_same=")
     return SameAs(open_map(paths["map"]), read_alignment(paths.get("alignment")))

@@ -12,7 +12,6 @@ the means of -d (k1) and of exp(d) - 1 - d (k3), as in http://joschu.net/blog/kl
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +31,9 @@ from te_precision_callbacks.runs.recorded import Curve
 
 TOKEN = "token"
 SIDES = ("trainer", "rollout")
+
+_NEEDED = ("sample", TOKEN, *SIDES)
+_TYPES = {TOKEN: pa.uint32(), "step": pa.uint32(), "trainer": pa.float64(), "rollout": pa.float64()}
 
 _CURVES = {"mean": "mean |d|", "largest": "max |d|", "probability": "mean |dp|", "k1": "KL (k1)", "k3": "KL (k3)"}
 
@@ -83,7 +85,7 @@ class LogProbs:
             mean=float(distance.mean()),
             largest=float(distance.max()),
             probability=float(np.abs(np.exp(trainer) - np.exp(rollout)).mean()),
-            k1=float(-difference.mean()),
+            k1=float((rollout - trainer).mean()),
             k3=float((np.expm1(difference) - difference).mean()),
             beyond=float((distance > limit).mean()),
         )
@@ -94,11 +96,11 @@ class LogProbs:
         if column != TOKEN:
             return {str(value): self.difference(limit, values == value) for value in np.unique(values)}
         ranges = {}
-        edges = np.unique(np.linspace(0, values.max() + 1, _BINS + 1).astype(np.int64))
-        for first, end in itertools.pairwise(edges):
-            rows = (values >= first) & (values < end)
+        width = int(values.max()) // _BINS + 1
+        for first in range(0, int(values.max()) + 1, width):
+            rows = values // width == first // width
             if rows.any():
-                ranges[f"{first} to {end - 1}"] = self.difference(limit, rows)
+                ranges[f"{first} to {first + width - 1}"] = self.difference(limit, rows)
         return ranges
 
     def curves(self) -> dict[str, Curve]:
@@ -113,7 +115,9 @@ class LogProbs:
 
     def _column(self, name: str) -> npt.NDArray[Any]:
         if name not in self.columns:
-            raise LogProbsError(f"{self.source} has no column {name!r}.{suggestion(name, self.columns)}")
+            raise LogProbsError(
+                f"{self.source} has no column {name!r} of plain values.{suggestion(name, self.columns)}"
+            )
         return self.columns[name]
 
 
@@ -122,6 +126,8 @@ def read_logprobs(path: str | os.PathLike[str]) -> LogProbs:
 
     In safetensors, ``trainer`` and ``rollout`` are samples x positions, with an optional ``mask`` of the tokens that
     count.
+
+    Other columns are kept, except with lists or missing values.
 
     Raises:
         LogProbsError: an unknown format, a missing column or value, tensors of different shapes, or a number that is
@@ -135,19 +141,22 @@ def read_logprobs(path: str | os.PathLike[str]) -> LogProbs:
         table = readers[file.suffix](regular_file(file))
     except (OSError, pa.ArrowException) as error:
         raise LogProbsError(f"{file} cannot be read: {error}.") from error
-    for name in ("sample", TOKEN, *SIDES):
+    for name in _NEEDED:
         if name not in table.column_names:
             raise LogProbsError(f"{file}: there is no {name!r}.{suggestion(name, table.column_names)}")
-        kind = table[name].type
-        if name != "sample" and not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-            raise LogProbsError(f"{file}: {name!r} must hold numbers, not {kind}.")
     if not table.num_rows:
         raise LogProbsError(f"{file} has no tokens.")
     columns = {}
     for name in table.column_names:
-        if table[name].null_count:
-            raise LogProbsError(f"{file}: {table[name].null_count} of {table.num_rows} rows have no {name!r}.")
-        columns[name] = np.asarray(table[name].to_pylist())
+        column = table[name]
+        if name not in (*_NEEDED, *_TYPES) and (column.null_count or pa.types.is_nested(column.type)):
+            continue
+        if column.null_count:
+            raise LogProbsError(f"{file}: {column.null_count} of {table.num_rows} rows have no {name!r}.")
+        try:
+            columns[name] = np.asarray(column.cast(_TYPES.get(name, column.type)).to_pylist())
+        except pa.ArrowException as error:
+            raise LogProbsError(f"{file}: {name!r} cannot be read: {error}.") from error
     for side in SIDES:
         wrong = np.flatnonzero(~(np.isfinite(columns[side]) & (columns[side] <= 0)))
         if len(wrong):

@@ -7,7 +7,7 @@ input as one layer, so their rules are applied to such layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 
-_HIGH = "high precision"
+HIGH = "high precision"
 
 
 class Module(NamedTuple):
@@ -48,16 +48,8 @@ class Module(NamedTuple):
     layer: int | None = None
 
 
-class Formats(NamedTuple):
-    """The formats that a precision file gives; the module's own dtype by default; a gradient only for training."""
-
-    weight: str = _HIGH
-    activation: str = _HIGH
-    gradient: str = ""
-
-
-KEPT = Formats()
-"""High precision, in a file for inference."""
+KEPT = ModuleFormats(HIGH, HIGH)
+"""The module's own dtype, in a file for inference, which has no gradients."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +67,15 @@ class Rule:
     place: str
     pattern: str
     matches: Callable[[str, Module], bool]
-    formats: Formats = KEPT
+    formats: ModuleFormats = KEPT
     enabled: bool = True
     overrides: tuple[bool, bool] = (True, True)
 
     def __str__(self) -> str:
         return f"{self.place} {shown(self.pattern)}"
 
-    def acts(self, default: Formats) -> bool:
-        return self.overrides[default.weight == _HIGH] or self.formats == default
+    def acts(self, default: ModuleFormats) -> bool:
+        return self.overrides[default.weight == HIGH] or self.formats[:3] == default[:3]
 
 
 @dataclass(frozen=True)
@@ -92,67 +84,71 @@ class RuleFile:
 
     Attributes:
         tool: the tool or engine with its version, for its matching.
-        default: the formats of a module without a rule, and their source.
+        default: the formats of a module without a rule.
     """
 
-    path: str
     tool: str
     rules: Sequence[Rule]
-    default: Callable[[Module], tuple[Formats, str]]
+    default: Callable[[Module], ModuleFormats]
 
 
-def apply_rules(file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
+def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
     """Return the map of a precision file on the modules of a model, with findings about its rules."""
     names = [module.name for module in modules]
     deciding: dict[str, Rule] = {}
-    problems: dict[tuple[FindingKind, str, str], list[tuple[Rule, list[str]]]] = {}
+    problems: dict[tuple[FindingKind, str, str], tuple[list[Rule], list[str]]] = {}
     for rule in file.rules:
         matched = _matched(file, rule, modules)
-        for kind, reason, affected in _problems(file, rule, matched, deciding, names):
-            problems.setdefault((kind, form_of(rule.pattern), reason), []).append((rule, affected))
+        problem = _problem(file, rule, matched, deciding, names)
+        if problem is not None:
+            kind, reason, found = problem
+            rules, affected = problems.setdefault((kind, form_of(rule.pattern), reason), ([], []))
+            rules.append(rule)
+            affected += found
         if rule.enabled:
             for module in matched:
                 deciding.setdefault(module.name, rule)
-    formats = {module.name: _formats(file, module, deciding) for module in modules}
+    formats = {module.name: _formats(path, file, module, deciding.get(module.name)) for module in modules}
     findings = []
-    for (kind, _, reason), entries in problems.items():
-        places = join_names(rule.place for rule, _ in entries)
-        patterns = join_names(shown(rule.pattern) for rule, _ in entries)
-        affected = [name for _, some in entries for name in some]
-        text = f"{file.path}: {places} {patterns} {reason}"
+    for (kind, _, reason), (rules, affected) in problems.items():
+        places = join_names(rule.place for rule in rules)
+        patterns = join_names(shown(rule.pattern) for rule in rules)
+        text = f"{path}: {places} {patterns} {reason}"
         if affected:
             text += f": {join_names(affected)}."
         findings.append(MapFinding(kind, text, tuple(affected)))
-    return PrecisionMap(file.path, formats, tuple(findings))
+    return PrecisionMap(path, formats, tuple(findings))
 
 
 def _matched(file: RuleFile, rule: Rule, modules: Sequence[Module]) -> list[Module]:
     try:
         return [module for module in modules if rule.matches(rule.pattern, module)]
-    except re.error as error:
-        raise MapError(f"{file.path}: {rule} is not a regular expression, as {file.tool} reads it: {error}.") from None
+    except (re.error, MapError) as error:
+        raise MapError(f"{rule} cannot be matched by the rules of {file.tool}: {error}.") from None
 
 
-def _problems(
-    file: RuleFile, rule: Rule, matched: Sequence[Module], deciding: Mapping[str, Rule], names: Sequence[str]
-) -> Iterator[tuple[FindingKind, str, list[str]]]:
+def _problem(
+    file: RuleFile, rule: Rule, matched: Sequence[Module], deciding: Mapping[str, Rule], names: Iterable[str]
+) -> tuple[FindingKind, str, list[str]] | None:
+    """Return the kind of a rule's finding, its text, and the affected modules."""
     free = [module for module in matched if module.name not in deciding]
-    idle = [module.name for module in free if not rule.acts(file.default(module)[0])]
-    inside = [module.name for module in free if _is_part_of_a_word(rule.pattern, module.name)]
     if not rule.enabled:
         reason = "takes no module, because it is not enabled (enabled: true is missing)"
-        yield "disabled", reason, [module.name for module in free]
-    elif not matched:
-        yield "unmatched", f"takes no module.{nearest_names(rule.pattern, names)}", []
-    elif not free:
+        return "disabled", reason, [module.name for module in free]
+    if not matched:
+        return "unmatched", f"takes no module.{nearest_names(rule.pattern, names)}", []
+    if not free:
         earlier = join_names(str(deciding[module.name]) for module in matched)
         reason = f"takes no module, because an earlier entry ({earlier}) takes all it matches"
-        yield "shadowed", reason, [module.name for module in matched]
-    elif idle:
+        return "shadowed", reason, [module.name for module in matched]
+    idle = [module.name for module in free if not rule.acts(file.default(module))]
+    if idle:
         keys = "override_quantized_autocast, override_nonquantized_autocast"
-        yield "no_effect", f"has no effect in the recipe around these modules ({keys})", idle
-    elif inside:
-        yield "part_of_a_name", "matches only a part of a word in names", inside
+        return "no_effect", f"has no effect in the recipe around these modules ({keys})", idle
+    inside = [module.name for module in free if _is_part_of_a_word(rule.pattern, module.name)]
+    if inside:
+        return "part_of_a_name", "matches only a part of a word in names", inside
+    return None
 
 
 def _is_part_of_a_word(pattern: str, name: str) -> bool:
@@ -160,14 +156,12 @@ def _is_part_of_a_word(pattern: str, name: str) -> bool:
     return bool(paths) and not any(f".{pattern}." in f".{path}." for path in paths)
 
 
-def _formats(file: RuleFile, module: Module, deciding: Mapping[str, Rule]) -> ModuleFormats:
-    given, said = file.default(module)
-    rule = deciding.get(module.name)
-    if rule is not None and rule.acts(given):
-        given = rule.formats
-        said = f"{rule} ({file.tool})"
-    weight, activation, gradient = (module.high if text == _HIGH else text for text in given)
-    return ModuleFormats(weight, activation, gradient, f"{file.path}: {said}")
+def _formats(path: str, file: RuleFile, module: Module, rule: Rule | None) -> ModuleFormats:
+    formats = file.default(module)
+    if rule is not None and rule.acts(formats):
+        formats = rule.formats._replace(said=f"{rule} ({file.tool})")
+    weight, activation, gradient = (module.high if text == HIGH else text for text in formats[:3])
+    return ModuleFormats(weight, activation, gradient, f"{path}: {formats.said}")
 
 
 def fused_name(name: str) -> str:

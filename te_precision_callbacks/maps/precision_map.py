@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,8 +25,7 @@ KEY = "te_precision_map"
 
 FindingKind = Literal["unmatched", "disabled", "shadowed", "no_effect", "part_of_a_name", "checkpoint"]
 
-_MOST_NAMES = 4
-_MOST_NEAREST = 3
+KindT = TypeVar("KindT")
 
 
 class MapError(PrecisionDebugError, ValueError):
@@ -87,18 +86,19 @@ def map_from_json(data: Mapping[str, Any], place: str) -> PrecisionMap:
     """Read the result of ``te-precision map --json``; raises a MapError that names the entry."""
     if data[KEY] != SCHEMA:
         raise MapError(f"{place}: {KEY} is {shown(data[KEY])}, but this version reads only {SCHEMA}.")
-    result: PrecisionMap = validated(PrecisionMap, {**data, "source": place}, place)
-    return result
+    return validated(PrecisionMap, {**data, "source": place}, place)
 
 
-def validated(kind: Any, data: Any, place: str) -> Any:
-    """Return data as an annotated type; raises a MapError that names the first wrong key, and its value."""
+def validated(kind: type[KindT], data: Any, place: str) -> KindT:
+    """Return data as a type; raises a MapError that names the first wrong key, and its value."""
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise MapError(f"{place}: {where}: {first['msg']}, not {shown(first['input'])}.") from None
+        raise MapError(
+            f"{': '.join(filter(None, (place, where)))}: {first['msg']}, not {shown(first['input'])}."
+        ) from None
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -107,8 +107,7 @@ def read_file(path: Path) -> dict[str, Any]:
         twice = Problems()
         data, _ = read_yaml(path, twice, "precision")
         twice.raise_any()
-        mapping: dict[str, Any] = validated(dict[str, Any], data, str(path))
-        return mapping
+        return validated(dict[str, Any], data, str(path))
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
@@ -144,9 +143,9 @@ def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
 def nearest_names(pattern: str, names: Iterable[str]) -> str:
     """Return a sentence with the names that share most words with a pattern, folded by block."""
     words = {word for word in re.split(r"[^\w]+", pattern) if len(word) > 1}
-    best = sorted(fold_names(names), key=lambda name: (-len(words.intersection(name.split("."))), len(name)))
-    return f" Nearest names: {', '.join(best[:_MOST_NEAREST])}."
+    folded = sorted(fold_names(names), key=lambda name: (-len(words.intersection(name.split("."))), len(name)))
+    return f" Nearest names: {', '.join(folded[:3]) or 'none'}."
 
 
 def join_names(names: Iterable[str]) -> str:
-    return ", ".join(fold_names(names, most=_MOST_NAMES))
+    return ", ".join(fold_names(names, most=4))

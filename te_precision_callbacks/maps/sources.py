@@ -67,12 +67,16 @@ def open_map(
     data = read_file(path)
     if KEY in data:
         return map_from_json(data, str(path))
-    kind_of(data, str(path))
-    return _apply(path, data, given, _modules(path, modules))
+    return _apply(path, data, given, modules)
 
 
-def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, modules: Sequence[Module]) -> PrecisionMap:
-    result = apply_rules(read_rules(data, str(path), around, modules), modules)
+def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, given: Any) -> PrecisionMap:
+    try:
+        kind_of(data)
+        modules = _modules(path, given)
+        result = apply_rules(str(path), read_rules(data, around, modules), modules)
+    except MapError as error:
+        raise MapError(f"{path}: {error}") from None
     if around.engine is None:
         return result
     note = f"A model of {around.engine} may keep layers in high precision that the file does not name, such as routers."
@@ -82,13 +86,13 @@ def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, modules: S
 def _modules(path: Path, given: Any) -> Sequence[Module]:
     if isinstance(given, list):
         return given
-    if given is not None and not isinstance(given, (str, os.PathLike)):
+    if hasattr(given, "named_modules"):
         return _modules_of(given)
     folder = path.parent if given is None else Path(given).expanduser()
     checkpoint = read_checkpoint(folder)
     if checkpoint is None:
         raise MapError(
-            f"{path} names modules by patterns, and {folder} has no *.safetensors. Give the modules of the model with"
+            f"the file has patterns of names, and {folder} has no *.safetensors. Give the modules of the model with"
             " --modules: a checkpoint, or package.module:function."
         )
     return checkpoint.modules

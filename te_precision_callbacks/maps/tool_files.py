@@ -1,36 +1,41 @@
 """Reads precision files of other tools: Megatron, ModelOpt, and the ``quantization_config`` of Hugging Face models.
 
-The matching was read from Megatron-Core 0.16.1 (``core/quantization/quant_config.py``,
+Files for transformers and compressed-tensors are matched by the installed library's own function. The other rules, and
+these two without the library, were read from Megatron-Core 0.16.1 (``core/quantization/quant_config.py``,
 ``core/extensions/transformer_engine.py``), transformers 5.23 (``quantizers/quantizers_utils.py``), compressed-tensors
 0.20.1 (``utils/match.py``), torchao's ``FqnToConfig`` (``quant_api.py``), vLLM 0.24
 (``quantization/utils/quant_utils.py`` as of pull request 43981, ``quantization/modelopt.py``), and SGLang 0.5.12
-(``srt/layers/quantization/utils.py`` as of pull request 23467). Their functions are not called: importing them takes
-from seconds to half a minute, and Megatron imports Transformer Engine. Tests compare with them.
+(``srt/layers/quantization/utils.py`` as of pull request 23467). Megatron's reader is not called, because it imports
+Transformer Engine.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
+from te_precision_callbacks.base.counts import ValueT
 from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.maps.matching import FUSED, KEPT, Formats, Module, Rule, RuleFile, fused_name
-from te_precision_callbacks.maps.precision_map import MapError, validated
+from te_precision_callbacks.maps.matching import FUSED, HIGH, KEPT, Module, Rule, RuleFile, fused_name
+from te_precision_callbacks.maps.precision_map import MapError, ModuleFormats, validated
 
 Engine = Literal["vllm", "sglang"]
 
 Match = Callable[[str, Module], bool]
 """Whether an entry matches a module."""
 
-_Rules = tuple[list[Rule], tuple[Formats, str]]
-"""The rules of a file; the formats of other linear layers, and where these are said."""
+_Rules = tuple[list[Rule], ModuleFormats]
+"""The rules of a file; the formats of other linear layers."""
 
-_Reader = Callable[[Mapping[str, Any], str, Match], _Rules]
+_Reader = Callable[[Mapping[str, Any], Match], _Rules]
 
 _E4M3 = "FP8 E4M3"
 _BLOCK = "FP8 block E4M3"
@@ -47,21 +52,21 @@ _KINDS = {
 """Key of a precision file -> its kind."""
 
 _MODELOPT = {
-    "FP8": Formats(_E4M3, _E4M3),
-    "FP8_PER_CHANNEL_PER_TOKEN": Formats(_E4M3, _E4M3),
-    "FP8_PB_WO": Formats(_BLOCK),
-    "NVFP4": Formats(_NVFP4, _NVFP4),
-    "W4A16_NVFP4": Formats(_NVFP4),
-    "MXFP8": Formats(_MXFP8, _MXFP8),
+    "FP8": ModuleFormats(_E4M3, _E4M3),
+    "FP8_PER_CHANNEL_PER_TOKEN": ModuleFormats(_E4M3, _E4M3),
+    "FP8_PB_WO": ModuleFormats(_BLOCK, HIGH),
+    "NVFP4": ModuleFormats(_NVFP4, _NVFP4),
+    "W4A16_NVFP4": ModuleFormats(_NVFP4, HIGH),
+    "MXFP8": ModuleFormats(_MXFP8, _MXFP8),
 }
 """ModelOpt's ``quant_algo`` -> formats."""
 
 _TORCHAO = {
-    "Float8DynamicActivationFloat8WeightConfig": Formats(_E4M3, _E4M3),
-    "Float8WeightOnlyConfig": Formats(_E4M3),
-    "Int8DynamicActivationInt8WeightConfig": Formats("INT8", "INT8"),
-    "Int8WeightOnlyConfig": Formats("INT8"),
-    "Int4WeightOnlyConfig": Formats("INT4"),
+    "Float8DynamicActivationFloat8WeightConfig": ModuleFormats(_E4M3, _E4M3),
+    "Float8WeightOnlyConfig": ModuleFormats(_E4M3, HIGH),
+    "Int8DynamicActivationInt8WeightConfig": ModuleFormats("INT8", "INT8"),
+    "Int8WeightOnlyConfig": ModuleFormats("INT8", HIGH),
+    "Int4WeightOnlyConfig": ModuleFormats("INT4", HIGH),
 }
 
 _FLOATS = {
@@ -74,13 +79,14 @@ _FLOATS = {
 }
 """Bits and group of compressed-tensors -> format."""
 
-_MEGATRON = {
-    "tensorwise": "fp8_current_scaling",
-    "blockwise": "fp8_block_scaling",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
+_MEGATRON = {"tensorwise": "fp8_current_scaling", "blockwise": "fp8_block_scaling"}
+"""Megatron's name of a recipe -> Transformer Engine's, if it is another."""
+
+_LIBRARIES = {
+    "transformers": ("transformers.quantizers.quantizers_utils", "should_convert_module", "5.23"),
+    "compressed-tensors": ("compressed_tensors.utils.match", "match_name", "0.20"),
 }
-"""Megatron's name of a recipe -> Transformer Engine's."""
+"""Library -> the module and the name of its matching function, and the version that was read."""
 
 
 class Surroundings(NamedTuple):
@@ -97,59 +103,58 @@ class Surroundings(NamedTuple):
     bf16_layers: tuple[int, int] = (0, 0)
 
 
-def kind_of(data: Mapping[str, Any], path: str) -> str:
+def kind_of(data: Mapping[str, Any]) -> str:
     """Return the kind of a precision file; raises a MapError for none or several."""
     kinds = dict.fromkeys(kind for key, kind in _KINDS.items() if key in data)
     if len(kinds) == 1:
         return next(iter(kinds))
-    several = " and ".join(kinds) + " at once" if kinds else "no precision file"
+    several = " and ".join(kinds) or "no precision file"
     known = ", ".join(dict.fromkeys(_KINDS.values()))
-    raise MapError(f"{path} is {several}: its keys are {shown(list(data))}. Known files: {known}.")
+    raise MapError(f"this is {several}: its keys are {shown(list(data))}. Known files: {known}.")
 
 
-def read_rules(data: Mapping[str, Any], path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
+def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[Module]) -> RuleFile:
     """Read the rules of a precision file; raises a MapError with the key and the value."""
-    kind = kind_of(data, path)
-    if kind == _KINDS["matchers"]:
-        return _megatron(validated(_MegatronFile, data, path), path, around, modules)
+    if kind_of(data) == _KINDS["matchers"]:
+        return _megatron(validated(_MegatronFile, data, ""), around, modules)
     inner = data.get("quantization", data.get("quantization_config", data))
-    config: dict[str, Any] = validated(dict[str, Any], inner, f"{path}: the quantization")
+    config = validated(dict[str, Any], inner, "the quantization")
     method = str(config.get("quant_method"))
     if "quantization" in data or method in ("modelopt_fp4", "modelopt_mxfp8"):
         method = "modelopt"
-    if method not in _READERS:
-        raise MapError(f"{path}: quant_method {shown(method)} is not read.{suggestion(method, _READERS)}")
-    reader, tools = _READERS[method]
+    reader, tools = _known(_READERS, method, "quant_method")
     if around.engine not in tools:
         known = ", ".join(tool for tool, _ in tools.values())
-        raise MapError(f"{path}: the matching of {around.engine} is not known for {method}. Known: {known}.")
+        raise MapError(f"the matching of {around.engine} is not known for {method}. Known: {known}.")
     tool, match = tools[around.engine]
-    rules, default = reader(config, path, match)
+    if tool in _LIBRARIES:
+        _, tool = _library(tool)
+    rules, default = reader(config, match)
     lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
     keeps_head = reader is _fp8 and (around.engine is not None or lists == (None, None))
 
-    def of_linear(module: Module) -> tuple[Formats, str]:
+    def of_linear(module: Module) -> ModuleFormats:
         if not module.is_linear:
-            return KEPT, f"{tool} quantizes only linear layers"
+            return KEPT._replace(said=f"{tool} quantizes only linear layers")
         if keeps_head and module.name.endswith("lm_head"):
-            return KEPT, f"{tool} keeps lm_head"
+            return KEPT._replace(said=f"{tool} keeps lm_head")
         return default
 
-    return RuleFile(path, tool, rules, of_linear)
+    return RuleFile(tool, rules, of_linear)
 
 
-def _patterns(config: Mapping[str, Any], path: str, match: Match, *keys: str) -> list[Rule]:
+def _patterns(config: Mapping[str, Any], match: Match, *keys: str) -> list[Rule]:
     """Return the rules of the ignore list below one of some keys, which mean the same."""
     given = {key: config[key] for key in keys if config.get(key) is not None}
     if len({str(entries) for entries in given.values()}) > 1:
-        raise MapError(f"{path}: {' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
+        raise MapError(f"{' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
     for key, entries in given.items():
-        names: list[str] = validated(list[str], entries, f"{path}: {key}")
-        return [Rule(f"{key}[{number}]", entry, match) for number, entry in enumerate(names)]
+        names = enumerate(validated(list[str], entries, key))
+        return [Rule(f"{key}[{number}]", entry, match) for number, entry in names]
     return []
 
 
-def _known(table: Mapping[str, Formats], name: Any, place: str) -> Formats:
+def _known(table: Mapping[str, ValueT], name: Any, place: str) -> ValueT:
     if isinstance(name, str) and name in table:
         return table[name]
     raise MapError(f"{place}: {shown(name)} is not known.{suggestion(str(name), table)}")
@@ -158,7 +163,21 @@ def _known(table: Mapping[str, Formats], name: Any, place: str) -> Formats:
 # ---------------------------------------------------------------------- matching
 
 
+@functools.cache
+def _library(name: str) -> tuple[Callable[[str, Any], bool] | None, str]:
+    """Return the matching function of a library, and the version; imports it, which takes seconds."""
+    module, function, read = _LIBRARIES[name]
+    try:
+        called = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError):
+        return None, f"{name} {read}"
+    return called, f"installed {name} {importlib.metadata.version(name)}"
+
+
 def _transformers(entry: str, module: Module) -> bool:
+    should_convert, _ = _library("transformers")
+    if should_convert is not None:
+        return not should_convert(module.name, [entry])
     found = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module.name)
     return found is not None or module.name.endswith(entry)
 
@@ -170,18 +189,22 @@ def _transformers_weight(entry: str, module: Module) -> bool:
 def _equal_or_regex(entry: str, module: Module) -> bool:
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module.name) is not None
-    return entry in (module.name, fused_name(module.name))
+    return entry == module.name
+
+
+def _fused_or_equal(entry: str, module: Module) -> bool:
+    return _equal_or_regex(entry, module) or entry == fused_name(module.name)
 
 
 def _class_or_name(entry: str, module: Module) -> bool:
-    if _equal_or_regex(entry, module) or entry in module.classes:
+    match_name, _ = _library("compressed-tensors")
+    has_name = _equal_or_regex(entry, module) if match_name is None else match_name(module.name, entry)
+    if has_name or entry in module.classes:
         return True
     if module.classes or not entry[:1].isupper():
         return False
     if entry != "Linear":
-        raise MapError(
-            f"targets: {entry!r} is a class. Give --modules package.module:function, which has the classes of modules."
-        )
+        raise MapError("it is a class; give --modules package.module:function, which has the classes of modules")
     return module.is_linear
 
 
@@ -215,7 +238,7 @@ def _vllm_modelopt(entry: str, module: Module) -> bool:
 
 def _sglang(entry: str, module: Module) -> bool:
     if entry.startswith("re:"):
-        raise MapError(f"{entry!r} begins with 're:', and how SGLang 0.5.12 matches it is not known.")
+        raise MapError("how 're:' is matched is not known")
     name = _engine_name(module)
     in_experts = name.endswith("experts")
     path = name if in_experts else module.name
@@ -227,15 +250,17 @@ def _sglang(entry: str, module: Module) -> bool:
 # ---------------------------------------------------------------------- quantization_config
 
 
-def _fp8(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
-    for key in ("modules_to_convert", "dequantize"):
-        if config.get(key):
-            raise MapError(f"{path}: {key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
-    rules = _patterns(config, path, match, "modules_to_not_convert", "ignored_layers")
-    text = _E4M3 if config.get("weight_block_size") is None else _BLOCK
+def _fp8(config: Mapping[str, Any], match: Match) -> _Rules:
+    for key, default in (("modules_to_convert", None), ("dequantize", False), ("expert_dtype", "fp8")):
+        if config.get(key) not in (None, default):
+            raise MapError(f"{key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
+    rules = _patterns(config, match, "modules_to_not_convert", "ignored_layers")
+    text = _E4M3
     if config["quant_method"] == "mxfp8":
         text = _MXFP8
-    return rules, (Formats(text, text), f"quant_method {config['quant_method']!r}")
+    elif config.get("weight_block_size") is not None:
+        text = _BLOCK
+    return rules, ModuleFormats(text, text, said=f"quant_method {config['quant_method']!r}")
 
 
 class _Scheme(BaseModel):
@@ -253,21 +278,24 @@ class _Group(BaseModel):
     input_activations: _Scheme | None = None
 
 
-def _compressed_tensors(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
-    groups = validated(dict[str, _Group], config.get("config_groups"), f"{path}: config_groups")
+def _compressed_tensors(config: Mapping[str, Any], match: Match) -> _Rules:
+    def takes(entry: str, module: Module) -> bool:
+        return match(entry, module) or _class_or_name(entry, module)
+
+    groups = validated(dict[str, _Group], config.get("config_groups"), "config_groups")
     targets = []
-    for name, group in groups.items():
+    for name, group in reversed(groups.items()):  # the last group with a target counts
         place = f"config_groups.{name}"
-        weight = _scheme(group.weights, f"{path}: {place}.weights")
-        formats = Formats(weight, _scheme(group.input_activations, f"{path}: {place}.input_activations"))
-        targets += [Rule(f"{place}.targets", entry, _class_or_name, formats) for entry in group.targets]
+        weight = _scheme(group.weights, f"{place}.weights")
+        formats = ModuleFormats(weight, _scheme(group.input_activations, f"{place}.input_activations"))
+        targets += [Rule(f"{place}.targets", entry, takes, formats) for entry in group.targets]
     targets.sort(key=lambda rule: (rule.pattern[:1].isupper(), rule.pattern.startswith("re:"), rule.pattern))
-    return [*_patterns(config, path, match, "ignore"), *targets], (KEPT, "in no target")
+    return [*_patterns(config, match, "ignore"), *targets], KEPT._replace(said="in no target")
 
 
 def _scheme(scheme: _Scheme | None, place: str) -> str:
     if scheme is None:
-        return KEPT.weight
+        return HIGH
     if scheme.type == "int":
         return f"INT{scheme.num_bits}"
     group = "block" if scheme.strategy == "block" else scheme.group_size
@@ -276,34 +304,35 @@ def _scheme(scheme: _Scheme | None, place: str) -> str:
     return _FLOATS[scheme.num_bits, group]
 
 
-def _modelopt(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
-    rules = _patterns(config, path, match, "exclude_modules", "ignore")
-    layers = validated(dict[str, dict[str, Any]], config.get("quantized_layers", {}), f"{path}: quantized_layers")
+def _modelopt(config: Mapping[str, Any], match: Match) -> _Rules:
+    rules = _patterns(config, match, "exclude_modules", "ignore")
+    layers = validated(dict[str, dict[str, Any]], config.get("quantized_layers", {}), "quantized_layers")
     for name, layer in layers.items():
-        formats = _known(_MODELOPT, layer.get("quant_algo"), f"{path}: quantized_layers.{name}.quant_algo")
-        rules.append(Rule("quantized_layers", name, _equal_or_regex, formats))
+        formats = _known(_MODELOPT, layer.get("quant_algo"), f"quantized_layers.{name}.quant_algo")
+        rules.append(Rule("quantized_layers", name, _fused_or_equal, formats))
     algorithm = config.get("quant_algo")
     default = KEPT
     if algorithm != "MIXED_PRECISION" or not layers:
-        default = _known(_MODELOPT, algorithm, f"{path}: quant_algo")
-    return rules, (default, f"quant_algo {algorithm!r}")
+        default = _known(_MODELOPT, algorithm, "quant_algo")
+    return rules, default._replace(said=f"quant_algo {algorithm!r}")
 
 
-def _torchao(config: Mapping[str, Any], path: str, match: Match) -> _Rules:
-    rules = _patterns(config, path, match, "modules_to_not_convert")
-    place = f"{path}: quant_type"
+def _torchao(config: Mapping[str, Any], match: Match) -> _Rules:
+    rules = _patterns(config, match, "modules_to_not_convert")
+    place = "quant_type"
     chosen = validated(dict[str, dict[str, Any]], config.get("quant_type"), place).get("default", {})
     name = chosen.get("_type")
     if name != "FqnToConfig":
-        return rules, (_known(_TORCHAO, name, f"{place}.default._type"), f"quant_type {name}")
+        default = _known(_TORCHAO, name, f"{place}.default._type")
+        return rules, default._replace(said=f"quant_type {name}")
     data = validated(dict[str, dict[str, dict[str, Any] | None]], chosen.get("_data"), f"{place}.default._data")
     formats = {}
     for key, scheme in data.get("fqn_to_config", {}).items():
-        formats[key] = KEPT if scheme is None else _known(_TORCHAO, scheme.get("_type"), f"{path}: {key}")
+        formats[key] = KEPT if scheme is None else _known(_TORCHAO, scheme.get("_type"), key)
     default = formats.pop("_default", KEPT)
     for key in sorted(formats, key=lambda key: key.startswith("re:")):
         rules.append(Rule("fqn_to_config", key, _full_match, formats[key]))
-    return rules, (default, f"{name}: _default")
+    return rules, default._replace(said=f"{name}: _default")
 
 
 _VLLM = "vLLM 0.24"
@@ -313,10 +342,10 @@ _READERS: Mapping[str, tuple[_Reader, Mapping[str | None, tuple[str, Match]]]] =
     "mxfp8": (_fp8, _FP8_TOOLS),
     "compressed-tensors": (
         _compressed_tensors,
-        {None: ("compressed-tensors 0.20", _equal_or_regex), "vllm": (_VLLM, _equal_or_regex)},
+        {None: ("compressed-tensors", _class_or_name), "vllm": (_VLLM, _fused_or_equal)},
     ),
     "modelopt": (_modelopt, {None: ("ModelOpt's wildcards", _wildcard), "vllm": (_VLLM, _vllm_modelopt)}),
-    "torchao": (_torchao, {None: ("transformers, torchao", _transformers_weight)}),
+    "torchao": (_torchao, {None: ("transformers", _transformers_weight)}),
 }
 """``quant_method`` -> its reader, and engine -> (tool, matching of its ignore list)."""
 
@@ -325,9 +354,12 @@ _READERS: Mapping[str, tuple[_Reader, Mapping[str | None, tuple[str, Match]]]] =
 
 
 class _Recipe(BaseModel):
-    fp8_quantization_recipe: str | None = None
-    fp4_quantization_recipe: str | None = None
-    fp8_format: str = "e4m3"
+    model_config = ConfigDict(extra="forbid")
+
+    fp8_quantization_recipe: Literal["tensorwise", "blockwise", "mxfp8", "custom"] | None = None
+    fp4_quantization_recipe: Literal["nvfp4", "custom"] | None = None
+    custom_recipe_factory: str | None = None
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
     override_quantized_autocast: bool = True
     override_nonquantized_autocast: bool = False
 
@@ -349,51 +381,47 @@ class _MegatronFile(BaseModel):
     matchers: dict[str, _Matcher] = {}
 
 
-def recipe_formats(name: str, elements: str = "") -> Formats:
+def recipe_formats(name: str, elements: str = "") -> ModuleFormats:
     """Return the formats of a recipe of Transformer Engine, or of ``none``. ``elements``: ``e4m3`` or ``hybrid``."""
     if name == "none":
-        return Formats(gradient=KEPT.weight)
-    if name not in RECIPES:
-        raise MapError(f"There is no recipe {name!r}.{suggestion(name, ['none', *RECIPES])}")
-    row = RECIPES[name]
+        return ModuleFormats(HIGH, HIGH, HIGH)
+    row = _known(RECIPES, name, "--recipe")
     if name == "nvfp4":
-        return Formats(row.format, row.format, row.format)
+        return ModuleFormats(row.format, row.format, row.format)
     is_hybrid = elements == "hybrid" or (not elements and "E5M2" in row.elements)
     gradient = "E5M2" if is_hybrid else "E4M3"
-    return Formats(f"{row.format} E4M3", f"{row.format} E4M3", f"{row.format} {gradient}")
+    return ModuleFormats(f"{row.format} E4M3", f"{row.format} E4M3", f"{row.format} {gradient}")
 
 
-def _megatron(data: _MegatronFile, path: str, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
+def _megatron(data: _MegatronFile, around: Surroundings, modules: Sequence[Module]) -> RuleFile:
     if around.recipe is None:
         raise MapError(
-            f"{path}: Megatron's file changes the recipe around the model, and leaves it to modules without a matcher."
+            "Megatron's file changes the recipe around the model, and leaves it to modules without a matcher."
             " Give this recipe with --recipe, such as --recipe mxfp8, or --recipe none."
         )
     formats = {}
     for name, config in data.configs.items():
-        formats[name] = _training_formats(config.training_recipe, f"{path}: configs.{name}.training_recipe")
+        formats[name] = _training_formats(config.training_recipe, f"configs.{name}.training_recipe")
     rules = []
     for name, matcher in data.matchers.items():
         place = f"matchers.{name}"
-        if matcher.config not in formats:
-            known = suggestion(matcher.config, formats)
-            raise MapError(f"{path}: {place}.config {shown(matcher.config)} is not in configs.{known}")
+        given = _known(formats, matcher.config, f"{place}.config")
         recipe = data.configs[matcher.config].training_recipe
         overrides = (recipe.override_quantized_autocast, recipe.override_nonquantized_autocast)
-        rules.append(Rule(place, matcher.pattern, _te_wildcard, formats[matcher.config], matcher.enabled, overrides))
+        rules.append(Rule(place, matcher.pattern, _te_wildcard, given, matcher.enabled, overrides))
     high = recipe_formats("none")
     default = recipe_formats(around.recipe)
     first, last = around.bf16_layers
     blocks = 1 + max((module.layer or 0 for module in modules), default=0)
 
-    def around_module(module: Module) -> tuple[Formats, str]:
+    def around_module(module: Module) -> ModuleFormats:
         if not _is_te(module):
-            return high, "no module of Transformer Engine"
+            return high._replace(said="no module of Transformer Engine")
         if module.layer is not None and not first <= module.layer < blocks - last:
-            return high, f"block {module.layer} is kept in high precision"
-        return default, f"no matcher: the recipe around the model, {around.recipe}"
+            return high._replace(said=f"block {module.layer} is kept in high precision")
+        return default._replace(said=f"no matcher: the recipe around the model, {around.recipe}")
 
-    return RuleFile(path, "Megatron-Core 0.16", rules, around_module)
+    return RuleFile("Megatron-Core 0.16", rules, around_module)
 
 
 def _is_te(module: Module) -> bool:
@@ -406,7 +434,7 @@ def _te_wildcard(entry: str, module: Module) -> bool:
     return _is_te(module) and fnmatchcase(module.name, entry)
 
 
-def _training_formats(recipe: _Recipe, place: str) -> Formats:
+def _training_formats(recipe: _Recipe, place: str) -> ModuleFormats:
     if recipe.fp8_quantization_recipe and recipe.fp4_quantization_recipe:
         raise MapError(f"{place}: fp8_quantization_recipe and fp4_quantization_recipe exclude each other.")
     name = recipe.fp8_quantization_recipe or recipe.fp4_quantization_recipe
@@ -417,6 +445,4 @@ def _training_formats(recipe: _Recipe, place: str) -> Formats:
             f"{place}: 'custom' is code. Plan the model with te-precision map package.module:model --recipe"
             " package.module:factory."
         )
-    if name not in _MEGATRON:
-        raise MapError(f"{place}: the recipe {shown(name)} is not known.{suggestion(name, _MEGATRON)}")
-    return recipe_formats(_MEGATRON[name], recipe.fp8_format)
+    return recipe_formats(_MEGATRON.get(name, name), recipe.fp8_format)

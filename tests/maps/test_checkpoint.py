@@ -1,6 +1,7 @@
 """The stored formats of checkpoints."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_the_config_says_the_rest(tmp_path: Path) -> None:
     assert "F8_E4M3 [32, 32], weight_scale_inv F32 [2, 2]" in gate.said
     down = result.modules["model.layers.3.mlp.down_proj"]
     assert down[:2] == ("BF16", "BF16")
-    assert "modules_to_not_convert[1] 'model.layers.*.mlp.down_proj' (transformers)" in down.said
+    tool = f"installed transformers {version('transformers')}"
+    assert f"modules_to_not_convert[1] 'model.layers.*.mlp.down_proj' ({tool})" in down.said
     assert any("classes of modules are not in a checkpoint" in note for note in result.notes)
 
     wrong = open_map(checkpoint(tmp_path / "wrong", names, quantized=quantized, config=fp8("lm_head")))
@@ -83,11 +85,15 @@ def test_incomplete_checkpoints(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}}))
-    with pytest.raises(MapError, match=r"model-2.safetensors, with 1 tensors such as b.weight, is missing"):
+    with pytest.raises(MapError, match=r"model-2.safetensors, with 1 tensor such as b.weight, is missing"):
         open_map(tmp_path)
     save_file({"c.weight": torch.zeros(4, 4)}, tmp_path / "model-2.safetensors")
     index.write_text(json.dumps({"weight_map": []}))
     with pytest.raises(MapError, match=r"weight_map: .* valid dictionary"):
+        open_map(tmp_path)
+    index.unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": 3}))
+    with pytest.raises(MapError, match=r"config.json: text_config: .* valid dictionary, not 3"):
         open_map(tmp_path)
     index.write_text("{")
     with pytest.raises(MapError, match="cannot be read"):

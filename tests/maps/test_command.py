@@ -115,6 +115,7 @@ def test_a_plan_that_must_be_like_a_rollout(folder: Path) -> None:
     [
         ("map model --engine trt", "'trt' is not one of 'vllm', 'sglang'"),
         ("map model --bf16-layers 1", "requires 2 arguments"),
+        ("map model --alignment alignment.yaml", "an alignment is for two sources"),
     ],
 )
 def test_wrong_use(folder: Path, line: str, message: str) -> None:

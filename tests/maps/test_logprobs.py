@@ -75,8 +75,19 @@ def test_by_position_and_by_group(tmp_path: Path) -> None:
     assert [round(mean, 6) for mean in means.values()] == [0] * 6 + [1] * 2
     groups = read.by("group")
     assert {name: part.tokens for name, part in groups.items()} == {"easy": 256, "hard": 256}
-    with pytest.raises(LogProbsError, match=r"has no column 'grop'\. Did you mean 'group'"):
+    with pytest.raises(LogProbsError, match=r"has no column 'grop' of plain values\. Did you mean 'group'"):
         read.by("grop")
+
+
+def test_columns_of_other_kinds_do_not_matter(tmp_path: Path) -> None:
+    table = {"sample": ["a", "a"], "token": [0.0, 1.0], "trainer": [-1.0, -1.0], "rollout": [-1.0, -2.0]}
+    others = {"ids": [[1], [1, 2]], "reward": [None, 1.0], "group": ["x", "y"]}
+    pq.write_table(pa.table({**table, **others}), tmp_path / "t.parquet")
+    read = read_logprobs(tmp_path / "t.parquet")
+    assert set(read.columns) == {*table, "group"}
+    assert {value: part.mean for value, part in read.by("group").items()} == {"x": 0.0, "y": 1.0}
+    with pytest.raises(LogProbsError, match="has no column 'reward' of plain values"):
+        read.by("reward")
 
 
 def test_every_format_is_the_same_table(tmp_path: Path) -> None:
@@ -102,8 +113,11 @@ def test_every_format_is_the_same_table(tmp_path: Path) -> None:
         ({"trainer": [-1.0, float("nan")]}, "1 values of 'trainer' .* first nan at sample 0, position 1"),
         ({"rollout": [0.5, -1.0]}, r"first 0.5 at sample 0, position 0"),
         ({"rollout": [None, -1.0]}, "1 of 2 rows have no 'rollout'"),
-        ({"trainer": [[-1.0], [-1.0]]}, "'trainer' must hold numbers, not list"),
-        ({"token": ["a", "b"]}, "'token' must hold numbers, not string"),
+        ({"trainer": [[-1.0], [-1.0]]}, "'trainer' cannot be read: .* from list"),
+        ({"token": ["a", "b"]}, "'token' cannot be read: Failed to parse string"),
+        ({"token": [0.5, 1.0]}, "'token' cannot be read: .* 0.5"),
+        ({"token": [-1, 1]}, "'token' cannot be read: .* -1"),
+        ({"step": [1.0, float("nan")]}, "'step' cannot be read: .* nan"),
         ({"token": None}, "there is no 'token'"),
     ],
 )

@@ -1,6 +1,7 @@
 """The rules of other tools' precision files: against the tools themselves, or tables of their effect."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import yaml
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 
-from te_precision_callbacks.maps import MapError, PrecisionMap, open_map
+from te_precision_callbacks.maps import MapError, PrecisionMap, open_map, tool_files
 from te_precision_callbacks.maps.tool_files import Engine, Surroundings
 from tests.maps.making import RECIPES, dense, fp8, matcher, modules, precision_file, written
 from tests.session.test_megatron import one_rank  # noqa: F401
@@ -81,6 +82,14 @@ def mapped(folder: Path, data: Any, names: list[str], engine: Engine | None = No
     return open_map(written(folder / "config.json", data), modules=modules(names), around=Surroundings(engine))
 
 
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
 def high(source: PrecisionMap) -> set[str]:
     return {name.removeprefix(LAYER) for name, formats in source.modules.items() if formats.weight == "BF16"}
 
@@ -108,6 +117,18 @@ def test_the_ignore_lists_of_engines(tmp_path: Path, engine: Engine, config: Any
     assert any("may keep layers" in note for note in result.notes)
 
 
+@pytest.fixture(params=["called", "read"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The matching functions of libraries, and the rules that were read from them."""
+    tool_files._library.cache_clear()
+    if request.param == "read":
+        for module, _, _ in tool_files._LIBRARIES.values():
+            monkeypatch.setitem(sys.modules, module, None)
+    yield
+    tool_files._library.cache_clear()
+
+
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
     "skipped", [["lm_head"], ["lm_head", "model.layers.1"], ["mlp.gate"], ["q_proj"], [r"model.layers.*.mlp.down_proj"]]
 )
@@ -115,11 +136,7 @@ def test_fp8_of_transformers(tmp_path: Path, skipped: list[str]) -> None:
     """The modules that transformers itself replaces in a model."""
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=96
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = llama()
     file = written(tmp_path / "config.json", {"quantization_config": fp8(*skipped)})
     result = open_map(file, modules=model)
     replace_with_fp8_linear(
@@ -136,31 +153,51 @@ FP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
 DOWN = {"0.mlp.down_proj", "1.mlp.down_proj"}
 MLP = {f"{number}.mlp.{part}_proj" for number in range(2) for part in ("gate", "up", "down")}
 ALL = {name.removeprefix("model.layers.") for name in dense(2)} - {"model.embed_tokens"}
+COMPRESSED: list[Any] = [
+    (["lm_head"], [(["Linear"], CHANNEL)], ALL - {"lm_head"}, set()),
+    (["lm_head", "re:.*mlp.down.*"], [(["Linear"], CHANNEL)], ALL - DOWN - {"lm_head"}, set()),
+    (["lm_head"], [(["re:.*mlp.*_proj"], FP4), (["re:.*self_attn.*"], CHANNEL)], ALL - MLP - {"lm_head"}, MLP),
+    (["lm_head"], [(["Linear"], CHANNEL), (["re:.*down_proj"], FP4)], ALL - DOWN - {"lm_head"}, DOWN),
+    ([], [([f"{LAYER}mlp.up_proj"], FP4), (["re:.*up_proj"], BLOCK)], {"1.mlp.up_proj"}, {"0.mlp.up_proj"}),
+    (["down_proj"], [(["Linear"], CHANNEL)], ALL, set()),
+    (["re:down_proj"], [(["Linear"], CHANNEL)], ALL, set()),
+    ([f"{LAYER}self_attn.qkv_proj", f"{LAYER}mlp.gate_up_proj"], [(["Linear"], CHANNEL)], ALL, set()),
+    (["Linear"], [(["re:.*proj"], CHANNEL)], set(), set()),
+    ([], [(["Linear"], CHANNEL), (["Linear"], FP4)], set(), ALL),
+]
+"""Ignored, groups, modules in FP8 and in FP4: what compressed-tensors 0.20.1 does with a Llama of two blocks."""
 
 
-@pytest.mark.parametrize(
-    ("ignored", "groups", "in_fp8", "in_fp4"),
-    [
-        (["lm_head"], [(["Linear"], CHANNEL)], ALL - {"lm_head"}, set()),
-        (["lm_head", "re:.*mlp.down.*"], [(["Linear"], CHANNEL)], ALL - DOWN - {"lm_head"}, set()),
-        (["lm_head"], [(["re:.*mlp.*_proj"], FP4), (["re:.*self_attn.*"], CHANNEL)], ALL - MLP - {"lm_head"}, MLP),
-        (["lm_head"], [(["Linear"], CHANNEL), (["re:.*down_proj"], FP4)], ALL - DOWN - {"lm_head"}, DOWN),
-        ([], [([f"{LAYER}mlp.up_proj"], FP4), (["re:.*up_proj"], BLOCK)], {"1.mlp.up_proj"}, {"0.mlp.up_proj"}),
-        (["down_proj"], [(["Linear"], CHANNEL)], ALL, set()),
-        (["re:down_proj"], [(["Linear"], CHANNEL)], ALL, set()),
-    ],
-)
+def compressed(ignored: list[str], groups: Any) -> dict[str, Any]:
+    listed = {f"group_{n}": {"targets": targets, "weights": scheme} for n, (targets, scheme) in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "ignore": ignored, "config_groups": listed}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("ignored", "groups", "in_fp8", "in_fp4"), COMPRESSED)
 def test_compressed_tensors(
     tmp_path: Path, ignored: list[str], groups: Any, in_fp8: set[str], in_fp4: set[str]
 ) -> None:
-    """A table of what ``apply_quantization_config`` of compressed-tensors 0.20.1 does with a Llama of two blocks."""
-    listed = {f"group_{n}": {"targets": targets, "weights": scheme} for n, (targets, scheme) in enumerate(groups)}
-    config = {"quant_method": "compressed-tensors", "ignore": ignored, "config_groups": listed}
-    result = mapped(tmp_path, config, dense(2))
+    result = mapped(tmp_path, compressed(ignored, groups), dense(2))
     by_format: dict[str, set[str]] = {}
     for name, formats in result.modules.items():
         by_format.setdefault(formats.weight.split()[0], set()).add(name.removeprefix("model.layers."))
     assert (by_format.get("FP8", set()), by_format.get("NVFP4", set())) == (in_fp8, in_fp4)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("ignored", "groups"), [case[:2] for case in COMPRESSED])
+def test_what_compressed_tensors_itself_does(tmp_path: Path, ignored: list[str], groups: Any) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason="pip install compressed-tensors")
+    config = compressed([*ignored, "LlamaMLP", "re:.*[01].self_attn.[kv]_proj$"], groups)
+    model = llama()
+    result = open_map(written(tmp_path / "config.json", config), modules=model)
+    quantization.apply_quantization_config(model, quantization.QuantizationConfig.model_validate(config))
+    for name, module in model.named_modules():
+        if name in result.modules:
+            scheme = getattr(module, "quantization_scheme", None)
+            bits = {"FP8": 8, "NVFP4": 4}.get(result.modules[name].weight.split()[0])
+            assert bits == (scheme and scheme.weights.num_bits), name
 
 
 def test_modelopt_of_several_precisions(tmp_path: Path) -> None:
@@ -266,15 +303,19 @@ def config_with(**recipe: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "is no precision file: its keys are"),
-        ({"matchers": {}, "quant_method": "fp8"}, "is Megatron's precision file and a quantization_config at once"),
-        ({"quant_method": "fp9"}, "quant_method 'fp9' is not read. Did you mean 'fp8'"),
+        ({}, "file.json: this is no precision file: its keys are"),
+        (
+            {"matchers": {}, "quant_method": "fp8"},
+            "this is Megatron's precision file and a quantization_config: ",
+        ),
+        ({"quant_method": "fp9"}, "quant_method: 'fp9' is not known. Did you mean 'fp8'"),
         ({"quantization_config": 8}, "the quantization: .* valid dictionary, not 8"),
         (fp8(3), r"modules_to_not_convert: 0: .* valid string, not 3"),
+        ({**fp8("a"), "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not read"),
         ({**fp8("a"), "ignored_layers": ["b"]}, "modules_to_not_convert and ignored_layers differ"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "quant_algo: 'NVFP5' is not known. Did you mean 'NVFP4'"),
         ({"quant_method": "modelopt"}, "quant_algo: None is not known"),
-        (fp8("*mlp"), r"modules_to_not_convert\[0\] '\*mlp' is not a regular expression, as transformers reads it"),
+        (fp8("*mlp"), r"modules_to_not_convert\[0\] '\*mlp' cannot be matched .* transformers .*: nothing to repeat"),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -286,19 +327,22 @@ def config_with(**recipe: Any) -> dict[str, Any]:
             {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float9"}}},
             "quant_type.default._type: 'Float9'",
         ),
-        (megatron_with(config="mxfp9"), "matchers.all.config 'mxfp9' is not in configs. Did you mean 'mxfp8'"),
+        (megatron_with(config="mxfp9"), "matchers.all.config: 'mxfp9' is not known. Did you mean 'mxfp8'"),
         (megatron_with(type="regex"), "matchers.all.type: .*'glob', not 'regex'"),
         (megatron_with(pattern=None), "matchers.all.pattern: .* valid string, not None"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Conv1D"], "weights": CHANNEL}}},
-            "targets: 'Conv1D' is a class",
+            "targets 'Conv1D' cannot be matched by the rules of .*: it is a class",
         ),
         (
             config_with(fp8_quantization_recipe="mxfp9"),
-            "mxfp8.training_recipe: the recipe 'mxfp9' is not known",
+            "mxfp8.training_recipe.fp8_quantization_recipe: Input should be 'tensorwise', .* not 'mxfp9'",
         ),
         (config_with(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4"), "exclude each other"),
-        (config_with(fp8_quantization_recipe="custom"), "is code"),
+        (config_with(fp8_quantization_recipe="custom", custom_recipe_factory="a.b"), "is code"),
+        (config_with(fp8_recipe="mxfp8"), "training_recipe.fp8_recipe: Extra inputs are not permitted"),
+        (config_with(fp8_quantization_recipe="nvfp4"), "fp8_quantization_recipe: .* not 'nvfp4'"),
+        (config_with(fp8_quantization_recipe="mxfp8", fp8_format="e5m2"), "fp8_format: .* 'hybrid', not 'e5m2'"),
         (
             {"configs": {"a": {"kitchen_config_type": "QLinearParams"}}},
             "configs.a.transformer_engine_config_type: Field required",
@@ -319,5 +363,5 @@ def test_what_a_file_needs(tmp_path: Path) -> None:
         open_map(file, around=Surroundings(recipe="mxfp8"))
     with pytest.raises(MapError, match=r"the matching of sglang is not known for modelopt"):
         mapped(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}, dense(), "sglang")
-    with pytest.raises(MapError, match="There is no recipe 'mxfp9'"):
+    with pytest.raises(MapError, match=r"--recipe: 'mxfp9' is not known. Did you mean 'mxfp8'"):
         open_map(file, modules=modules(dense()), around=Surroundings(recipe="mxfp9"))
