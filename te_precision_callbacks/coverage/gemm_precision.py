@@ -41,6 +41,7 @@ class GemmPrecision:
             of a custom recipe, or :data:`HIGH_PRECISION`; several are joined by arrows. Empty for a GEMM that has not
             run.
         excluded: whether the layer ran in high precision because its forward is inside ``te.autocast(enabled=False)``.
+        outside: the share of its calls in an iteration outside of ``te.autocast``, if others were inside; else 0.
     """
 
     layer: str
@@ -52,6 +53,7 @@ class GemmPrecision:
     until: int | None = None
     recipe: str = ""
     excluded: bool = False
+    outside: float = 0.0
 
 
 def format_operands(operands: Mapping[str, str]) -> str:
@@ -94,10 +96,14 @@ class Format(NamedTuple):
 
 
 class GemmFact(NamedTuple):
-    """The operands of a GEMM in an iteration, each with its formats; or the reason why the GEMM did not run."""
+    """The operands of a GEMM in an iteration, each with its formats; or the reason why the GEMM did not run.
+
+    ``outside`` is the share of its calls outside of ``te.autocast``, if others were inside; else 0.
+    """
 
     operands: tuple[tuple[str, tuple[Format, ...]], ...] = ()
     not_run: str = ""
+    outside: float = 0.0
 
     @property
     def is_left_out(self) -> bool:
@@ -117,6 +123,10 @@ class _Change(NamedTuple):
     since: int
     facts: LayerFacts
     flags: int
+
+    @property
+    def is_mixed(self) -> bool:
+        return any(fact is not None and fact.outside for fact in self.facts)
 
 
 class _Span(NamedTuple):
@@ -185,6 +195,11 @@ class PrecisionHistory:
             return changes[-1].facts
         return _UNKNOWN
 
+    def begins_mixture(self, layer: str, iteration: int) -> bool:
+        """Return whether GEMMs of a layer ran inside and outside of ``te.autocast`` in an iteration, but not before."""
+        before, now = (*((None,) * 2), *self._layers.get(layer, ()))[-2:]
+        return now is not None and now.since == iteration and now.is_mixed and not (before and before.is_mixed)
+
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
         self.iterations.require("precision", iteration)
@@ -237,7 +252,7 @@ def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
             begin = end
 
 
-_Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
+_Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool, float]
 
 
 def _merge_spans(spans: Sequence[_Span]) -> _Fields:
@@ -252,8 +267,9 @@ def _merge_spans(spans: Sequence[_Span]) -> _Fields:
     if not ran:
         reasons = [span.fact.not_run for span in spans if span.fact.is_left_out] or [NO_BACKWARD]
         not_run = reasons[-1]
-    excluded = recipe == HIGH_PRECISION and any(span.excluded for span in spans)
-    return spans[0].gemm, operands, is_seen, not_run, spans[0].since, spans[-1].until, recipe, excluded
+    outside = spans[0].fact.outside if len(spans) == 1 else 0.0
+    excluded = (recipe == HIGH_PRECISION or outside > 0) and any(span.excluded for span in spans)
+    return spans[0].gemm, operands, is_seen, not_run, spans[0].since, spans[-1].until, recipe, excluded, outside
 
 
 def _join_facts(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.vocabulary import LOW_PRECISION
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import (
     EXCLUDED,
@@ -18,6 +19,7 @@ from te_precision_callbacks.coverage.coverage import (
     ProductName,
     Reason,
     StateRow,
+    precision_of,
 )
 from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
 from te_precision_callbacks.coverage.micro_batches import Kind, Parts
@@ -225,9 +227,8 @@ def _split_by_precision(
 ) -> Iterator[ProductSpan]:
     facts = counted.layers.get(product.layer)
     if not entries:
-        yield ProductSpan(
-            _apply_precision(product, None, facts, unconverted), order, None, counted.since, counted.until
-        )
+        for part in _apply_precision(product, None, facts, unconverted):
+            yield ProductSpan(part, order, None, counted.since, counted.until)
     for place, entry in enumerate(entries):
         since = entry.since
         until = entry.until
@@ -242,7 +243,8 @@ def _split_by_precision(
         since = max(since, counted.since)
         until = min(ends, default=None)
         if until is None or until >= since:
-            yield ProductSpan(_apply_precision(product, entry, facts, unconverted), order, entry, since, until)
+            for part in _apply_precision(product, entry, facts, unconverted):
+                yield ProductSpan(part, order, entry, since, until)
 
 
 def apply_precision(
@@ -256,7 +258,7 @@ def apply_precision(
         entry = None
         if product.family in _OF_TE:
             entry = entries.pop((product.layer, product.gemm), None)
-        yield _apply_precision(product, entry, layers.get(product.layer), unconverted)
+        yield from _apply_precision(product, entry, layers.get(product.layer), unconverted)
     for entry in entries.values():
         if entry.not_run:
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
@@ -267,22 +269,45 @@ def _apply_precision(
     entry: GemmPrecision | None,
     facts: HighPrecisionFacts | None,
     unconverted: Mapping[str, str],
-) -> Product:
+) -> Iterator[Product]:
+    """Yield a product with its precision in a step; two, if some of its calls were outside of ``te.autocast``."""
     if product.family not in _OF_TE:
         if product.is_low:
-            return replace(product, reason=None, reason_ref="")
-        if product.layer in unconverted and product.reason is Reason.NOT_TE:
-            return replace(product, reason=Reason.NOT_CONVERTED, reason_ref=unconverted[product.layer])
+            product = replace(product, reason=None, reason_ref="")
+        elif product.layer in unconverted and product.reason is Reason.NOT_TE:
+            product = replace(product, reason=Reason.NOT_CONVERTED, reason_ref=unconverted[product.layer])
+        yield product
+    elif entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
+        yield product
+    elif entry.not_run:
+        yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
+    elif entry.outside:
+        yield from _split_calls(product, entry, facts)
+    else:
+        yield _with_reason(replace(product, operands=entry.operands), entry, facts)
+
+
+def _split_calls(product: Product, entry: GemmPrecision, facts: HighPrecisionFacts | None) -> Iterator[Product]:
+    outside = replace(entry, recipe=HIGH_PRECISION)
+    calls = round(product.calls * entry.outside)
+    macs = round(product.macs * entry.outside)
+    for is_low, of_part, part in (
+        (True, entry, replace(product, calls=product.calls - calls, macs=product.macs - macs)),
+        (False, outside, replace(product, calls=calls, macs=macs)),
+    ):
+        operands = {}
+        for tensor, text in entry.operands.items():
+            formats = text.split(" -> ")
+            fitting = [one for one in formats if (precision_of(one) in LOW_PRECISION["quantized"]) is is_low]
+            operands[tensor] = " -> ".join(fitting or formats)
+        yield _with_reason(replace(part, operands=operands), of_part, facts)
+
+
+def _with_reason(product: Product, entry: GemmPrecision, facts: HighPrecisionFacts | None) -> Product:
+    if product.is_low:
         return product
-    if entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
-        return product
-    if entry.not_run:
-        return replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
-    result = replace(product, operands=entry.operands)
-    if result.is_low:
-        return result
     reason, ref = _reason(entry, facts)
-    return replace(result, reason=reason, reason_ref=ref)
+    return replace(product, reason=reason, reason_ref=ref)
 
 
 def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:

@@ -81,13 +81,13 @@ class _Notes:
     """Observations of one layer in one iteration.
 
     Attributes:
-        formats: operand -> format -> whether it was seen, not derived from quantizers.
+        formats: operand -> format -> the number of GEMMs with it that were seen; 0 if it is derived from quantizers.
         expected: the GEMMs that the forward announced.
         left_out: GEMM that the backward skips -> the reason.
         had_backward: without a backward, as for a skipped batch, an expected GEMM may be missing.
     """
 
-    formats: dict[LayerOperand, dict[Format, bool]] = field(default_factory=dict)
+    formats: dict[LayerOperand, dict[Format, int]] = field(default_factory=dict)
     expected: dict[GemmName, None] = field(default_factory=dict)
     left_out: dict[GemmName, str] = field(default_factory=dict)
     excluded: bool = False
@@ -98,16 +98,24 @@ class _Notes:
         if self.had_backward:
             reasons = dict.fromkeys(self.expected, NO_BACKWARD)
         facts = {gemm: GemmFact((), reason) for gemm, reason in (reasons | self.left_out).items()}
-        by_gemm: dict[GemmName, dict[str, dict[Format, bool]]] = {}
+        by_gemm: dict[GemmName, dict[str, dict[Format, int]]] = {}
         for operand, formats in self.formats.items():
             by_gemm.setdefault(operand.gemm, {})[operand.tensor] = formats
         seen: list[GemmName] = []
         for gemm, operands in by_gemm.items():
             tensors = [tensor for tensor in OPERANDS[gemm] if tensor in operands]
-            facts[gemm] = GemmFact(tuple((tensor, tuple(operands[tensor])) for tensor in tensors))
+            of_tensors = tuple((tensor, tuple(operands[tensor])) for tensor in tensors)
+            facts[gemm] = GemmFact(of_tensors, outside=_share_outside(operands[tensors[0]]))
             if len(tensors) == len(OPERANDS[gemm]) and all(all(formats.values()) for formats in operands.values()):
                 seen.append(gemm)
         return facts, seen
+
+
+def _share_outside(calls: Mapping[Format, int]) -> float:
+    """Return the share of a step's calls that no recipe was around, if some had one; else 0."""
+    outside = sum(count for made, count in calls.items() if not made.recipe)
+    whole = sum(calls.values())
+    return outside / whole if 0 < outside < whole else 0.0
 
 
 class PrecisionAudit:
@@ -208,7 +216,7 @@ class PrecisionAudit:
         for operand, made in formats.items():
             notes = self._now[operand.layer]
             notes.excluded |= excluded and not made.recipe
-            notes.formats.setdefault(operand, {}).setdefault(made, False)
+            notes.formats.setdefault(operand, {}).setdefault(made, 0)
 
     def expect(
         self, gemms: Iterable[LayerGemm], left_out: Mapping[LayerGemm, str], formats: Mapping[LayerOperand, Format]
@@ -232,7 +240,8 @@ class PrecisionAudit:
         if gemm == "fprop" and not (recipe or is_in_backward()) and _is_in_autocast():
             notes.excluded = True
         for operand, made in operands:
-            notes.formats.setdefault(operand, {})[made] = True
+            calls = notes.formats.setdefault(operand, {})
+            calls[made] = calls.get(made, 0) + 1
 
 
 def seen_operands(event: GemmEvent) -> tuple[SeenOperand, ...]:

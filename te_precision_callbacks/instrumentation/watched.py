@@ -114,6 +114,9 @@ class WatchedModules:
         for module in list(self.armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
             if upcoming is None or upcoming > iteration:
+                if self.resting.begins_mixture(id(module), ended_iteration):
+                    self.query_again(module)  # whether the next step is so too cannot be told at rest
+                    continue
                 self._rest(module)
             if upcoming is not None and upcoming > iteration:
                 self._to_arm.setdefault(upcoming, {})[id(module)] = module

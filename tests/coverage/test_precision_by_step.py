@@ -573,6 +573,19 @@ def test_one_step_in_high_precision(tmp_path: Any, odd: int) -> None:
     assert session.coverage(at=12).share("fp8") == session.coverage(at=14 if odd != 14 else 12).share("fp8") == 1
 
 
+@pytest.mark.parametrize(("outside", "after"), [((10,), 1), ((10, 11), 1), (range(10, 16), 2 / 3), (range(16), 2 / 3)])
+def test_a_micro_batch_in_high_precision(tmp_path: Any, outside: Collection[int], after: float) -> None:
+    """Step 10 collects statistics, and so does step 20."""
+    session = train(
+        16, lambda model, step: [{}, {"fp8": step not in outside}, {}], log_dir=tmp_path, require="fp8 >= 60%"
+    )
+    assert session.coverage(at=10).share("fp8") == pytest.approx(2 / 3, abs=1e-3)
+    assert session.coverage(at=14).share("fp8") == pytest.approx(after, abs=1e-3)
+    products = session.coverage(at=10).in_high_precision
+    (high,) = {(product.calls, product.why) for product in products if product.layer == "first"}
+    assert high == (1, "runs inside te.autocast(enabled=False)")
+
+
 def test_a_layernorm_mlp_that_computes_its_forward_again(tmp_path: Any) -> None:
     plain, again = (
         counted(model, lambda model=model: model(torch.randn(32, WIDTH)).sum().backward(), tmp_path)
