@@ -89,6 +89,8 @@ _EXCLUDED = 1 << len(GEMMS)
 
 MOST_SPANS = 64
 
+_MIXED_STEPS = 8
+
 
 class Format(NamedTuple):
     text: str
@@ -196,9 +198,11 @@ class PrecisionHistory:
         return _UNKNOWN
 
     def begins_mixture(self, layer: str, iteration: int) -> bool:
-        """Return whether GEMMs of a layer ran inside and outside of ``te.autocast`` in an iteration, but not before."""
-        before, now = (*((None,) * 2), *self._layers.get(layer, ()))[-2:]
-        return now is not None and now.since == iteration and now.is_mixed and not (before and before.is_mixed)
+        """Return whether GEMMs of a layer run both inside and outside of ``te.autocast`` for at most
+        :data:`_MIXED_STEPS` iterations."""
+        changes = self._layers.get(layer, [])[-2:]
+        mixed = [change for change in changes if change.is_mixed]
+        return mixed[-1:] == changes[-1:] and any(iteration < change.since + _MIXED_STEPS for change in mixed[:1])
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""

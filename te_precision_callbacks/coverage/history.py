@@ -281,7 +281,7 @@ def _apply_precision(
         yield product
     elif entry.not_run:
         yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
-    elif entry.outside:
+    elif entry.outside and not (facts and facts.recomputed_outside):
         yield from _split_calls(product, entry, facts)
     else:
         yield _with_reason(replace(product, operands=entry.operands), entry, facts)
