@@ -41,12 +41,15 @@ class GradientEffect(NamedTuple):
             parameter.
         cosine: mean cosine of both gradients.
         norm: mean of |g| / |h|.
+        update: mean cosine of both changes of the parameters in a step of the optimizer; None without an optimizer, and
+            if it changes nothing in high precision.
     """
 
     loss: float
     error: float
     cosine: float
     norm: float
+    update: float | None = None
 
 
 class Regions:
@@ -133,22 +136,22 @@ class EffectMeasurement:
         self._high: list[torch.Tensor | None] = []
 
     def measure_high(self) -> None:
-        loss, gradients = self._run(None)
+        loss, results = self._run(None)
         if not math.isfinite(loss):
             raise SearchError(f"The loss is {loss} in high precision, so no effect of low precision can be seen.")
         # DistributedDataParallel may write later gradients into the same memory.
-        self._high = [None if gradient is None else gradient.clone() for gradient in gradients]
-        if not any(gradient is not None and bool(gradient.any()) for gradient in self._high):
-            raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
+        self._high = [None if result is None else result.clone() for result in results]
         self.high = self._compare(loss, self._high)
+        if self.high_norm == 0:
+            raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
 
     def measure(self, choice: Choice | None, make: Make = custom_recipe) -> GradientEffect:
         return self._compare(*self._run(choice, make))
 
-    def final_loss(
-        self, optimizer: torch.optim.Optimizer, batches: Sequence[Any], choice: Choice | None, seed: int
-    ) -> float:
+    def final_loss(self, batches: Sequence[Any], choice: Choice | None, seed: int) -> float:
         """Train from the state with a seed; returns the mean loss of the last quarter of the steps."""
+        optimizer = self._state.optimizer
+        assert optimizer is not None  # noqa: S101
         self._state.begin()
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -156,51 +159,64 @@ class EffectMeasurement:
         with self.regions.switched(choice):
             for batch in batches:
                 optimizer.zero_grad(set_to_none=True)
-                loss = run_closure(self._closure, batch, self._state.parameters)
-                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(self._loss_with_backward(batch))
                 optimizer.step()
-                losses.append(float(loss.detach()))
         last = losses[-max(1, len(losses) // 4) :]
         (mean,) = mean_over_ranks(torch.tensor([sum(last) / len(last)], dtype=torch.float64))
         return float(mean)
 
     def _run(self, choice: Choice | None, make: Make = custom_recipe) -> tuple[float, list[torch.Tensor | None]]:
+        """Return the mean loss, and the gradients of the parameters, followed by their updates with an optimizer."""
         self._state.begin()
-        total = 0.0
         with self.regions.switched(choice, make):
-            for batch in self._batches:
-                loss = run_closure(self._closure, batch, self._state.parameters)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
-                self.passes += 1
+            losses = [self._loss_with_backward(batch) for batch in self._batches]
+        self.passes += len(losses)
         gradients = [parameter.grad for parameter in self._state.parameters]
+        updates = self._state.updates()
         for parameter in self._state.parameters:
             parameter.grad = None
-        return total / len(self._batches), gradients
+        return sum(losses) / len(losses), [*gradients, *updates]
 
-    def _compare(self, loss: float, gradients: Sequence[torch.Tensor | None]) -> GradientEffect:
-        rows = []
-        for ours, high in zip(gradients, self._high, strict=True):
-            if high is None:
-                continue
-            h = _local(high)
-            g = torch.zeros_like(h) if ours is None else _local(ours)
-            parts = [part.sum(dtype=torch.float64) for part in ((g - h).square(), g * h, g.square(), h.square())]
-            rows.append(torch.stack([*parts, torch.full_like(parts[0], h.numel())]).cpu())
-        rows.append(torch.full_like(rows[0], loss))
-        shared = torch.tensor(mean_over_ranks(torch.stack(rows)), dtype=torch.float64)
-        loss = float(shared[-1, 0])
-        difference, product, ours_square, high_square, weight = shared[:-1].T
-        self.high_norm = float(high_square.sum().sqrt())
-        if not bool(shared.isfinite().all()):
-            return GradientEffect(loss, LOST, 0.0, LOST)
-        has_gradient = high_square > 0
-        weight = weight * has_gradient / weight[has_gradient].sum()
-        size = high_square.where(has_gradient, torch.ones(()))
-        cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
-        error = (difference / size).clamp(max=_UNRELATED)
-        means = [float((weight * values).sum()) for values in (error, cosine, (ours_square / size).sqrt())]
-        return GradientEffect(loss, *means)
+    def _loss_with_backward(self, batch: Any) -> float:
+        loss = run_closure(self._closure, batch, self._state.parameters)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def _compare(self, loss: float, results: Sequence[torch.Tensor | None]) -> GradientEffect:
+        rows = [_sums(ours, high) for ours, high in zip(results, self._high, strict=True)]
+        shared = torch.tensor(mean_over_ranks(torch.stack([torch.full_like(rows[0], loss), *rows])))
+        loss = float(shared[0, 0])
+        count = len(self._state.parameters) + 1
+        gradients = shared[1:count]
+        self.high_norm = float(gradients[:, 3].sum().sqrt())
+        update = _means(shared[count:].nan_to_num())[1] if bool(shared[count:, 3].any()) else None
+        if not bool(gradients.isfinite().all()) or not math.isfinite(loss):
+            return GradientEffect(loss, LOST, 0.0, LOST, update)
+        return GradientEffect(loss, *_means(gradients), update)
+
+
+def _sums(ours: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
+    """Return sums over a parameter's elements: squared difference, product, squares, and the number of elements."""
+    if high is None:
+        return torch.zeros(5, dtype=torch.float64)
+    h = _local(high)
+    g = torch.zeros_like(h) if ours is None else _local(ours)
+    parts = [part.sum(dtype=torch.float64) for part in ((g - h).square(), g * h, g.square(), h.square())]
+    return torch.stack([*parts, torch.full_like(parts[0], h.numel())]).cpu()
+
+
+def _means(sums: torch.Tensor) -> tuple[float, float, float]:
+    """Return the means over parameters of the relative squared error, the cosine, and the norm's ratio."""
+    difference, product, ours_square, high_square, weight = sums.T
+    has_values = high_square > 0
+    weight = weight * has_values
+    size = high_square.where(has_values, torch.ones(()))
+    cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
+    error = (difference / size).clamp(max=_UNRELATED)
+    error, cosine, norm = (
+        (weight * values).sum() / weight.sum() for values in (error, cosine, (ours_square / size).sqrt())
+    )
+    return float(error), float(cosine), float(norm)
 
 
 def _version_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:

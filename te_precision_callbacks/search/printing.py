@@ -21,7 +21,8 @@ _MOST_ROWS = 12
 def show(result: SearchResult, folder: Path) -> None:
     terminal.show_text(f"Recipe {result.recipe}; {result.passes} forwards with backward.")
     terminal.show("\n[bold]Effect of low precision, alone in a layer[/bold]")
-    _show_rows(("level", "where", "gradient error", "cosine", "loss"), list(map(_cells_of_group, result.measured)))
+    heads_of_groups = ("level", "where", "gradient error", "cosine", "of update", "loss")
+    _show_rows(heads_of_groups, list(map(_cells_of_group, result.measured)))
     terminal.show("\n[bold]Cost against quality[/bold]")
     heads = ("also in high precision", "low share", "ms over all-low", "expected error")
     _show_rows(heads, list(map(_cells_of_point, result.frontier)))
@@ -43,7 +44,8 @@ def show(result: SearchResult, folder: Path) -> None:
 
 
 def _effect(effect: GradientEffect) -> str:
-    return f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
+    text = f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
+    return text if effect.update is None else f"{text}, of the optimizer's update {effect.update:.6f}"
 
 
 def _show_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -57,7 +59,8 @@ def _show_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _cells_of_group(entry: MeasuredGroup) -> tuple[str, ...]:
     effect = entry.effect
-    return entry.level, entry.group.name, f"{effect.error:.3g}", f"{effect.cosine:.6f}", f"{effect.loss:.6g}"
+    update = "" if effect.update is None else f"{effect.update:.6f}"
+    return entry.level, entry.group.name, f"{effect.error:.3g}", f"{effect.cosine:.6f}", update, f"{effect.loss:.6g}"
 
 
 def _cells_of_point(point: Point) -> tuple[str, ...]:

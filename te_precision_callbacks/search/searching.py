@@ -139,7 +139,8 @@ def search(
         model: with Transformer Engine's layers. The closure runs them in ``te.autocast``.
         closure: returns the loss of a batch. It runs no backward and no optimizer.
         batches: the first ``sweep_batches`` are for the sweep; to confirm, each seed takes ``steps`` more.
-        optimizer: steps the short trainings that confirm the choice; without, nothing is confirmed.
+        optimizer: steps the short trainings that confirm the choice, and a step in each pass, for the cosine of the
+            update; without, nothing is confirmed.
         low_share, extra_ms, cosine: the budget; see :class:`SearchBudget`. A step has the batches of the sweep.
         device: a GPU's name, for planned milliseconds, such as ``h200``.
         together: regular expressions of whole layer names. Layers that match one, with equal captures, are chosen
@@ -184,12 +185,12 @@ def search(
     with _memory_errors(), contextlib.ExitStack() as stack:
         units = Units(model)
         stack.callback(units.restore)
-        state = TrainingState(model, optimizer if seeds else None)
+        state = TrainingState(model, optimizer)
         stack.callback(state.restore)
         fresh = [drawn[start : start + steps] for start in range(sweep_batches, needed, steps)]
         measurement = EffectMeasurement(state, Regions(units), closure, drawn[:sweep_batches])
         running = _Search(model, units, measurement, fresh, path, _is_late(max_time), _progress(is_shown=progress))
-        return running.run(budget, optimizer, target, together, tolerance)
+        return running.run(budget, target, together, tolerance)
 
 
 @contextlib.contextmanager
@@ -254,7 +255,6 @@ class _Search:
     def run(
         self,
         budget: SearchBudget,
-        optimizer: torch.optim.Optimizer | None,
         device: Device | None,
         together: Sequence[str],
         tolerance: float,
@@ -266,8 +266,13 @@ class _Search:
             raise SearchError("The closure does not enter te.autocast with enabled=True, so nothing can be switched.")
         recipe = name_of_recipe(low) or ""
         noise = self._measurement.measure(None)
-        state = {"recipe": str(low), "layers": list(self._units.all), "steps": [*map(len, self._fresh)][:1]}
+        state: dict[str, Any] = {
+            "recipe": str(low),
+            "layers": list(self._units.all),
+            "steps": [*map(len, self._fresh)][:1],
+        }
         state |= {"loss": f"{high.loss:.5g}", "gradient": f"{self._measurement.high_norm:.5g}"}
+        state["optimizer"] = high.update is not None
         self._results.resume(state)
         sweep = Sweep(self._units, self._measurement, self._results, self._progress, self._is_late)
         all_low = sweep.effect(frozenset())
@@ -290,7 +295,7 @@ class _Search:
             noise.error,
             tuple(measured),
             tuple(points),
-            self._confirm(choice, optimizer, tolerance),
+            self._confirm(choice, tolerance),
             self._measurement.passes,
             tuple(self._notes),
         )
@@ -310,10 +315,8 @@ class _Search:
                 " Python only."
             )
 
-    def _confirm(
-        self, choice: Choice, optimizer: torch.optim.Optimizer | None, tolerance: float
-    ) -> Confirmation | None:
-        if optimizer is None or not self._fresh:
+    def _confirm(self, choice: Choice, tolerance: float) -> Confirmation | None:
+        if not self._fresh:
             self._notes.append("Not confirmed: short trainings need optimizer= and seeds=, 3 at least to decide.")
             return None
         key = hashlib.sha256(repr(sorted(choice)).encode()).hexdigest()[:16]
@@ -324,7 +327,7 @@ class _Search:
             if self._is_late():
                 self._notes.append("Not confirmed: max_time= was over. Search again with this folder to continue.")
                 return None
-            losses[f"{arm} {seed}"] = self._measurement.final_loss(optimizer, self._fresh[seed], arms[arm], seed)
+            losses[f"{arm} {seed}"] = self._measurement.final_loss(self._fresh[seed], arms[arm], seed)
             self._results.save()
         of_choice, low, high = ([losses[f"{arm} {seed}"] for seed in range(len(self._fresh))] for arm in arms)
         return Confirmation(

@@ -113,7 +113,7 @@ class Point:
 
 def frontier(measured: Sequence[MeasuredGroup], all_low: GradientEffect, costs: Costs) -> list[Point]:
     """Return the points of the greedy order, which has the largest effect for the least cost first."""
-    leaves = [entry for entry in measured if not entry.is_split]
+    leaves = [entry for entry in measured if entry.level == "gemm" or not (entry.is_split or entry.level == "operand")]
 
     def value(entry: MeasuredGroup) -> tuple[bool, float]:
         cost = costs.of(entry.group.switches)

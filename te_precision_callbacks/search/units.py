@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, GemmName
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import gemms_left_out
@@ -21,7 +21,7 @@ from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.factory import assign_names
 from te_precision_callbacks.te import modules as te_modules
 
-Switch = tuple[str, str]
+Switch = tuple[str, GemmName]
 """A unit and one of its GEMMs."""
 
 Choice = frozenset[Switch]
@@ -43,10 +43,11 @@ class Unit(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """GEMMs that are switched together."""
+    """GEMMs that are switched together, or one of their operands."""
 
     name: str
     switches: Choice
+    operand: str = ""
 
 
 class Units:
@@ -190,3 +191,9 @@ def merged(name: str, groups: Iterable[LayerGroup]) -> LayerGroup:
 def split_by_gemm(atom: LayerGroup) -> list[LayerGroup]:
     parts = ((gemm, frozenset(switch for switch in atom.switches if switch[1] == gemm)) for gemm in GEMMS)
     return [LayerGroup(f"{atom.name} {gemm}", switches) for gemm, switches in parts]
+
+
+def split_by_operand(group: LayerGroup) -> list[LayerGroup]:
+    """Return the operands of groups with one GEMM."""
+    (gemm,) = {gemm for _, gemm in group.switches}
+    return [LayerGroup(f"{group.name} {operand}", group.switches, operand) for operand in OPERANDS[gemm]]

@@ -43,8 +43,8 @@ async function searchPage(report) {
     ["Gradient cosine", [digits(effect.cosine, 6), " ", el("small", {}, `all-low: ${digits(low.cosine, 6)}`)]],
     ["Choice against the tolerance", report.confirmation?.choice.decision ?? "not confirmed"],
   ].filter(Boolean);
-  const columns = ["level", "where", "#gradient error", "#cosine", "#loss"];
-  const rows = report.measured.map((entry) => [entry.level, entry.name, digits(entry.error), digits(entry.cosine, 6), digits(entry.loss, 6)]);
+  const columns = ["level", "where", "#gradient error", "#cosine", "#of update", "#loss"];
+  const rows = report.measured.map((entry) => [entry.level, entry.name, digits(entry.error), digits(entry.cosine, 6), entry.update === null ? "" : digits(entry.update, 6), digits(entry.loss, 6)]);
   const high = Object.entries(report.high);
   return [[
     el("h1", {}, report.name), notes(report, "Limits"),
