@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from te_precision_callbacks.search.errors import BudgetError, SearchError
     from te_precision_callbacks.search.measuring import GradientEffect
     from te_precision_callbacks.search.searching import Confirmation, SearchResult, search
-    from te_precision_callbacks.search.solving import Point, SearchBudget
+    from te_precision_callbacks.search.solving import MeasuredPrior, Point, SearchBudget
     from te_precision_callbacks.search.sweep import MeasuredGroup
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Confirmation",
     "GradientEffect",
     "MeasuredGroup",
+    "MeasuredPrior",
     "Point",
     "SearchBudget",
     "SearchError",

@@ -29,10 +29,10 @@ from te_precision_callbacks.search.measuring import (
     mean_over_ranks,
 )
 from te_precision_callbacks.search.results import Results, is_first_rank
-from te_precision_callbacks.search.solving import Costs, Point, SearchBudget, choose, frontier
+from te_precision_callbacks.search.solving import PRIORS, Costs, MeasuredPrior, Point, SearchBudget, choose, frontier
 from te_precision_callbacks.search.state import TrainingState
 from te_precision_callbacks.search.sweep import MeasuredGroup, Progress, Sweep
-from te_precision_callbacks.search.units import Choice, Units
+from te_precision_callbacks.search.units import Choice, LayerGroup, Units, merged
 from te_precision_callbacks.search.writing import (
     CONFIG,
     MEGATRON,
@@ -80,6 +80,7 @@ class SearchResult:
         confirmation: None without an optimizer or seeds, and if the time was up.
         passes: forwards with backward of the sweep and the solution.
         notes: limits of the result.
+        prior: a published rule for the recipe, for comparison; None without one.
     """
 
     recipe: str
@@ -94,6 +95,7 @@ class SearchResult:
     confirmation: Confirmation | None
     passes: int
     notes: tuple[str, ...]
+    prior: MeasuredPrior | None
 
     def as_json(self) -> dict[str, Any]:
         measured = [
@@ -105,7 +107,9 @@ class SearchResult:
         ]
         effects = {"effect": self.effect._asdict(), "all_low": self.all_low._asdict()}
         confirmation = None if self.confirmation is None else asdict(self.confirmation)
-        return {**vars(self), **effects, "measured": measured, "frontier": points, "confirmation": confirmation}
+        prior = None if self.prior is None else {**vars(self.prior), "effect": self.prior.effect._asdict()}
+        shown = {"measured": measured, "frontier": points, "confirmation": confirmation, "prior": prior}
+        return {**vars(self), **effects, **shown}
 
     def describe(self) -> Iterator[str]:
         """Yield the confirmation's lines: of the choice and of all-low, against all-high."""
@@ -279,7 +283,9 @@ class _Search:
         self._require_quiet(noise, high, all_low)
         whole = low.delayed()
         costs = Costs(products, recipe, device)
-        measured = sweep.run(self._units.atoms(together, whole_modules=whole), by_gemm=not whole)
+        atoms = self._units.atoms(together, whole_modules=whole)
+        prior = self._begin_with_prior(atoms, sweep, costs, recipe)
+        measured = sweep.run(atoms, by_gemm=not whole)
         points = frontier(measured, all_low, costs)
         choice = choose(points, budget, costs, sweep.effect)
         effect = sweep.effect(choice)
@@ -298,12 +304,24 @@ class _Search:
             self._confirm(choice, tolerance),
             self._measurement.passes,
             tuple(self._notes),
+            prior,
         )
         self._results.summary = {"result": result.as_json()}
         self._results.save()
         if self._folder is not None and is_first_rank():
             write_page(self._folder / PAGE, {**result.as_json(), "confirmed": list(result.describe())})
         return result
+
+    @staticmethod
+    def _begin_with_prior(atoms: list[LayerGroup], sweep: Sweep, costs: Costs, recipe: str) -> MeasuredPrior | None:
+        """Move the groups of a published rule to the front, and measure the rule."""
+        if recipe not in PRIORS:
+            return None
+        text, source, share = PRIORS[recipe]
+        count = max(1, round(share * len(atoms)))
+        atoms[:] = [*atoms[-count:], *atoms[:-count]]
+        choice = merged(text, atoms[:count]).switches
+        return MeasuredPrior(text, source, costs.low_share(choice), costs.extra_ms(choice), sweep.effect(choice))
 
     def _require_quiet(self, noise: GradientEffect, high: GradientEffect, low: GradientEffect) -> None:
         change = noise.loss - high.loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
@@ -93,6 +94,29 @@ class SearchBudget:
         if self.low_share is not None and costs.low_share(choice) < self.low_share:
             return False
         return self.extra_ms is None or extra is None or extra <= self.extra_ms
+
+
+class Prior(NamedTuple):
+    """A published rule: the share of the layers, counted from the last, to keep in high precision."""
+
+    text: str
+    source: str
+    share: float
+
+
+PRIORS = {"nvfp4": Prior("the last 15 % of the layers", "https://arxiv.org/abs/2509.25149", 0.15)}
+"""Recipe -> where a search starts. It decides nothing."""
+
+
+@dataclass(frozen=True)
+class MeasuredPrior:
+    """The rule's cost and effect, beside the result."""
+
+    text: str
+    source: str
+    low_share: float
+    extra_ms: float | None
+    effect: GradientEffect
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,14 @@ def test_a_planted_layer_and_its_gemm_come_first(recipe: str, place: int) -> Non
         assert result.low_share >= 0.85
         closed = (result.all_low.error - result.effect.error) / (result.all_low.error - healthy)
         assert closed > 0.8
+        if recipe == "nvfp4":  # two of twelve layers, which cannot help the first block
+            assert result.prior is not None
+            assert result.prior.source.startswith("https://arxiv.org/")
+            assert result.prior.low_share == pytest.approx(1 - 3 / 18)
+            assert result.prior.effect.error > result.effect.error
+            assert result.frontier[0].kept == ""
+        else:
+            assert result.prior is None
 
 
 @pytest.mark.slow
