@@ -6,7 +6,6 @@ L.Trainer(callbacks=[PrecisionSearch(step=1000, low_share=0.85)]).fit(model)
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,23 +17,16 @@ from te_precision_callbacks.search.at_step import SearchAtStep, loss_of
 __all__ = ["PrecisionSearch"]
 
 
-class PrecisionSearch(Callback):
+class PrecisionSearch(SearchAtStep, Callback):
     """See :class:`~te_precision_callbacks.search.at_step.SearchAtStep`; needs automatic optimization.
 
     The metrics ``te_search/...`` go to all loggers. What ``training_step`` logs during the search does not.
     """
 
-    def __init__(self, step: int, folder: str | Path = "search", **options: Any) -> None:
-        self._search = SearchAtStep(step, folder, **options)
-
-    @property
-    def result(self) -> Any:
-        return self._search.result
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._search.is_due(trainer.global_step):
+        if self.is_due(trainer.global_step):
             self._run(trainer, pl_module)
-        self._search.keep(batch)
+        self.keep(batch)
 
     def _run(self, trainer: Trainer, module: LightningModule) -> None:
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -48,6 +40,6 @@ class PrecisionSearch(Callback):
             stack.callback(replaced.restore)
             for name in ("log", "log_dict"):
                 replaced.replace(module, name, lambda *arguments, **keywords: None)
-            metrics = self._search.run(module, closure, optimizer)
+            metrics = self.run(module, closure, optimizer)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, trainer.global_step)

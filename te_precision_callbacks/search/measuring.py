@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.ranks import is_initialized, world_size
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.check.factory import format_failure
-from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.factory import custom_recipe
 from te_precision_callbacks.search.state import TrainingState
-from te_precision_callbacks.search.units import Choice, Units
+from te_precision_callbacks.search.units import Choice, SearchError, Units
 
 Closure = Callable[[Any], torch.Tensor]
 
-Make = Callable[[Any, Any], Any]
+Make = Callable[[Any], Any]
+"""Makes a recipe from the recipe in low precision."""
 
 LOST = 1e9
 """The error of a gradient with inf or nan."""
@@ -59,35 +60,29 @@ class Regions:
         low: the recipe that the model uses; None before the model was seen.
     """
 
-    def __init__(self, units: Units) -> None:
-        self.low: Any = None
-        self._units = units
-        self._choice: Choice | None = None
-        self._make: Make = custom_recipe
-        self._made: Any = None
+    low: Any = None
 
     @contextlib.contextmanager
-    def switched(self, choice: Choice | None, make: Make = custom_recipe) -> Iterator[None]:
-        """Run with a choice of GEMMs in high precision; None for all, without any quantizer.
-
-        Args:
-            make: makes the recipe from ``low``, and unit -> GEMMs in high precision.
-        """
+    def switched(self, make: Make | None) -> Iterator[None]:
+        """Run in another recipe, made from ``low``; None for high precision, without any quantizer."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+        from transformer_engine.pytorch.quantization import get_default_fp8_recipe
 
-        self._choice = choice
-        self._make = make
-        self._made = None
         replaced = Replacements()
         upstream = manager.autocast_enter
+        made: Any = None
 
         def autocast_enter(
             enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *rest: Any, **keywords: Any
         ) -> None:
+            nonlocal made
             recipe = fp8_recipe
-            if enabled and (recipe is None or recipe is not self._made):
-                recipe = self._recipe(recipe)
-            upstream(enabled and choice is not None, calibrating, recipe, *rest, **keywords)
+            if enabled and (recipe is None or recipe is not made):
+                self._require(recipe or get_default_fp8_recipe())
+                if made is None and make is not None:
+                    made = make(self.low)
+                recipe = made
+            upstream(enabled and make is not None, calibrating, recipe, *rest, **keywords)
 
         replaced.replace(manager, "autocast_enter", staticmethod(autocast_enter))
         try:
@@ -95,25 +90,15 @@ class Regions:
         finally:
             replaced.restore()
 
-    def _recipe(self, given: Any) -> Any:
-        from transformer_engine.pytorch.quantization import get_default_fp8_recipe
-
-        low = get_default_fp8_recipe() if given is None else given
+    def _require(self, recipe: Any) -> None:
         if self.low is None:
-            self.low = _require_recipe(low)
-        elif low != self.low:
-            raise SearchError(f"The model runs in several recipes, {self.low} and {low}. A search needs one.")
-        if self._made is None and self._choice is not None:
-            self._made = self._make(self.low, self._units.high(self._choice))
-        return self._made
-
-
-def _require_recipe(recipe: Any) -> Any:
-    if recipe.custom():
-        raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")
-    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
-        raise SearchError("A search leaves attention in high precision: set fp8_dpa=False and fp8_mha=False.")
-    return recipe
+            if recipe.custom():
+                raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")
+            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+                raise SearchError("A search leaves attention in high precision: set fp8_dpa=False and fp8_mha=False.")
+            self.low = recipe
+        elif recipe != self.low:
+            raise SearchError(f"The model runs in several recipes, {self.low} and {recipe}. A search needs one.")
 
 
 class EffectMeasurement:
@@ -125,12 +110,13 @@ class EffectMeasurement:
         high_norm: the norm of its gradient.
     """
 
-    def __init__(self, state: TrainingState, regions: Regions, closure: Closure, batches: Sequence[Any]) -> None:
+    def __init__(self, state: TrainingState, units: Units, closure: Closure, batches: Sequence[Any]) -> None:
         self.passes = 0
         self.high = GradientEffect(math.nan, 0.0, 1.0, 1.0)
         self.high_norm = 0.0
         self._state = state
-        self.regions = regions
+        self._units = units
+        self.regions = Regions()
         self._closure = closure
         self._batches = batches
         self._high: list[torch.Tensor | None] = []
@@ -145,8 +131,19 @@ class EffectMeasurement:
         if self.high_norm == 0:
             raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
 
-    def measure(self, choice: Choice | None, make: Make = custom_recipe) -> GradientEffect:
-        return self._compare(*self._run(choice, make))
+    def measure(self, choice: Choice | None, make: Make | None = None, operand: str = "") -> GradientEffect:
+        """Measure a choice of GEMMs in high precision, of the others one operand or both; None for all in high."""
+        return self._compare(*self._run(make or self._make(choice, operand)))
+
+    def _make(self, choice: Choice | None, operand: str = "") -> Make | None:
+        if choice is None:
+            return None
+        high = self._units.high(choice)
+        if not operand:
+            return lambda low: custom_recipe(low, high)
+        from te_precision_callbacks.search.operands import operand_recipe
+
+        return lambda low: operand_recipe(low, high, operand)
 
     def final_loss(self, batches: Sequence[Any], choice: Choice | None, seed: int) -> float:
         """Train from the state with a seed; returns the mean loss of the last quarter of the steps."""
@@ -156,19 +153,19 @@ class EffectMeasurement:
         torch.manual_seed(seed)
         np.random.seed(seed)
         losses = []
-        with self.regions.switched(choice):
+        with self.regions.switched(self._make(choice)):
             for batch in batches:
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(self._loss_with_backward(batch))
-                optimizer.step()
+                self._state.step()
         last = losses[-max(1, len(losses) // 4) :]
         (mean,) = mean_over_ranks(torch.tensor([sum(last) / len(last)], dtype=torch.float64))
         return float(mean)
 
-    def _run(self, choice: Choice | None, make: Make = custom_recipe) -> tuple[float, list[torch.Tensor | None]]:
+    def _run(self, make: Make | None) -> tuple[float, list[torch.Tensor | None]]:
         """Return the mean loss, and the gradients of the parameters, followed by their updates with an optimizer."""
         self._state.begin()
-        with self.regions.switched(choice, make):
+        with self.regions.switched(make):
             losses = [self._loss_with_backward(batch) for batch in self._batches]
         self.passes += len(losses)
         gradients = [parameter.grad for parameter in self._state.parameters]
@@ -230,11 +227,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def mean_over_ranks(values: torch.Tensor) -> Any:
     """Return equal values on all ranks, so that all take the same decisions."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_initialized():
         on_cpu = "gloo" in torch.distributed.get_backend()
         shared = values if on_cpu else values.cuda()
         torch.distributed.all_reduce(shared)
-        values = shared.cpu() / torch.distributed.get_world_size()
+        values = shared.cpu() / world_size()
     return values.tolist()
 
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.search.errors import BudgetError
 from te_precision_callbacks.search.measuring import GradientEffect
 from te_precision_callbacks.search.sweep import MeasuredGroup
-from te_precision_callbacks.search.units import Choice, merged
+from te_precision_callbacks.search.units import BudgetError, Choice, merged
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import time_products
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from te_precision_callbacks.check.factory import format_failure
+from te_precision_callbacks.search.units import SearchError
 from te_precision_callbacks.te.state import Fp8State
 
 
@@ -58,11 +60,20 @@ class TrainingState:
             parameter.grad = None
         self._fp8.lend_copy()
 
+    def step(self) -> None:
+        assert self.optimizer is not None  # noqa: S101
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise SearchError(format_failure("The step of optimizer= failed", error)) from error
+
     def updates(self) -> list[torch.Tensor]:
         """Step the optimizer; returns the changes of the parameters, in the memory of the host."""
         if self.optimizer is None:
             return []
-        self.optimizer.step()
+        self.step()
         return [parameter.detach().cpu() - self._tensors[parameter] for parameter in self.parameters]
 
     def restore(self) -> None:

@@ -11,15 +11,24 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, GemmName
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import gemms_left_out
 from te_precision_callbacks.layers.forwards import is_in_backward
 from te_precision_callbacks.layers.naming import Model, named_operations, named_te_modules
-from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.factory import assign_names
 from te_precision_callbacks.te import modules as te_modules
+
+
+class SearchError(PrecisionDebugError, RuntimeError):
+    """A search cannot run, or cannot continue. The state of the training was put back."""
+
+
+class BudgetError(SearchError):
+    """No choice meets the budget."""
+
 
 Switch = tuple[str, GemmName]
 """A unit and one of its GEMMs."""
@@ -56,6 +65,7 @@ class Units:
     Attributes:
         all: name -> unit.
         modules: path -> module.
+        switches: all GEMMs of all units.
 
     Raises:
         SearchError: the model has no layers to search, or has parts that a search cannot switch.
@@ -84,6 +94,7 @@ class Units:
             for name, layers in zip(parts, of_part, strict=True):
                 self.all[name] = Unit(name, layers, entry.name)
             self._parts[module] = parts
+        self.switches: Choice = frozenset((name, gemm) for name in self.all for gemm in GEMMS)
 
     def restore(self) -> None:
         for module, name in self._names:

@@ -302,6 +302,16 @@ def test_an_interrupted_search_continues(tmp_path: Path) -> None:
         find(model, batch, folder=tmp_path)
 
 
+def test_a_search_is_confirmed_later_with_its_measurements(tmp_path: Path) -> None:
+    model, optimizer, data = trained(blocks=2)
+    batch = [next(data)]
+    first = find(model, batch, optimizer=optimizer, seeds=0, folder=tmp_path)
+    later = find(model, [*batch, next(data), next(data)], optimizer=optimizer, seeds=1, steps=2, folder=tmp_path)
+    assert later.high == first.high
+    assert later.passes == 3  # high precision, its noise, and the recipe of the file
+    assert later.confirmation is not None
+
+
 def test_without_time_nothing_is_chosen(tmp_path: Path) -> None:
     model, _, data = trained(blocks=2)
     with pytest.raises(SearchError, match=r"max_time= was over before the blocks were measured.*keeps 1 measurement"):
@@ -386,6 +396,8 @@ def test_wrong_options_and_models_are_refused() -> None:
     model, optimizer, data = trained(blocks=2)
     with pytest.raises(SearchError, match=r"batches= ended after 2, but the search needs 61: 1 for the sweep and 20"):
         find(model, [next(data), next(data)], optimizer=optimizer)
+    with pytest.raises(SearchError, match=r"batches= cannot be read: TypeError: 'NoneType'"):
+        find(model, None)
     for wrong, message in (
         ({"cosine": None}, "needs a budget"),
         ({"cosine": 2}, r"cosine=2 must be between 0 and 1"),
