@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,3 @@ class SearchAtStep:
             _logger.info("%s", line)
         metrics = {"low_share": result.low_share, "cosine": result.effect.cosine, "cosine_low": result.all_low.cosine}
         return {f"te_search/{name}": value for name, value in metrics.items()}
-
-
-def loss_of(output: Any) -> Any:
-    """Return the loss of a training step's output: a mapping with ``loss``, or the loss."""
-    return output["loss"] if isinstance(output, Mapping) else output

@@ -6,13 +6,14 @@ L.Trainer(callbacks=[PrecisionSearch(step=1000, low_share=0.85)]).fit(model)
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from te_precision_callbacks.base.replaced import Replacements
-from te_precision_callbacks.search.at_step import SearchAtStep, loss_of
+from te_precision_callbacks.search.at_step import SearchAtStep
 
 __all__ = ["PrecisionSearch"]
 
@@ -32,7 +33,8 @@ class PrecisionSearch(SearchAtStep, Callback):
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
         def closure(batch: Any) -> Any:
-            return loss_of(trainer.strategy.training_step(batch, *[0] * takes_index))
+            output = trainer.strategy.training_step(batch, *[0] * takes_index)
+            return output["loss"] if isinstance(output, Mapping) else output
 
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         with contextlib.ExitStack() as stack:
