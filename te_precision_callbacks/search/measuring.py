@@ -181,7 +181,8 @@ class EffectMeasurement:
 
     def _compare(self, loss: float, results: Sequence[torch.Tensor | None]) -> GradientEffect:
         rows = [_sums(ours, high) for ours, high in zip(results, self._high, strict=True)]
-        shared = torch.tensor(mean_over_ranks(torch.stack([torch.full_like(rows[0], loss), *rows])))
+        rows.insert(0, torch.full_like(rows[0], loss))
+        shared = torch.tensor(mean_over_ranks(torch.stack(rows)), dtype=torch.float64)
         loss = float(shared[0, 0])
         count = len(self._state.parameters) + 1
         gradients = shared[1:count]
