@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.search.errors import BudgetError, SearchError
     from te_precision_callbacks.search.measuring import GradientEffect
     from te_precision_callbacks.search.searching import Confirmation, SearchResult, search
-    from te_precision_callbacks.search.solving import Point, SearchBudget
+    from te_precision_callbacks.search.solving import MeasuredPrior, Point, SearchBudget
     from te_precision_callbacks.search.sweep import MeasuredGroup
+    from te_precision_callbacks.search.units import BudgetError, SearchError
 
 __all__ = [
     "BudgetError",
     "Confirmation",
     "GradientEffect",
     "MeasuredGroup",
+    "MeasuredPrior",
     "Point",
     "SearchBudget",
     "SearchError",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,14 @@ class SearchAtStep:
     """
 
     def __init__(self, step: int, folder: str | Path = "search", **options: Any) -> None:
-        known = inspect.signature(search).parameters
-        given = {name for name, value in known.items() if value.kind is inspect.Parameter.KEYWORD_ONLY}
-        unknown = set(options) - (given - {"optimizer", "folder"})
-        if unknown:
-            raise OptionError(f"PrecisionSearch has no option {sorted(unknown)[0]!r}.")
-        SearchBudget(*(options.get(name) for name in ("low_share", "extra_ms", "cosine")))
-        sweep, seeds, steps = (options.get(name, known[name].default) for name in ("sweep_batches", "seeds", "steps"))
-        needed = sweep + seeds * steps
+        try:
+            given = inspect.signature(search).bind(None, None, (), optimizer=None, folder=folder, **options)
+        except TypeError as error:
+            raise OptionError(f"PrecisionSearch: {error}.") from None
+        given.apply_defaults()
+        values = given.arguments
+        SearchBudget(values["low_share"], values["extra_ms"], values["cosine"])
+        needed = values["sweep_batches"] + values["seeds"] * values["steps"]
         if step < needed:
             raise OptionError(f"step={step}: the search needs the batches of {needed} steps before it.")
         self.result: SearchResult | None = None
@@ -64,16 +63,12 @@ class SearchAtStep:
         self._batches.clear()
         try:
             self.result = search(model, closure, batches, optimizer=optimizer, **self._options)
-        except PrecisionDebugError as error:
-            _logger.warning("The precision search failed; the training goes on: %s", error)
+        except Exception as error:  # a search never ends a training
+            with_trace = not isinstance(error, PrecisionDebugError)
+            _logger.warning("The precision search failed; the training goes on: %s", error, exc_info=with_trace)
             return {}
         result = self.result
         for line in (f"In high precision: {', '.join(result.high) or 'nothing'}.", *result.describe()):
             _logger.info("%s", line)
         metrics = {"low_share": result.low_share, "cosine": result.effect.cosine, "cosine_low": result.all_low.cosine}
         return {f"te_search/{name}": value for name, value in metrics.items()}
-
-
-def loss_of(output: Any) -> Any:
-    """Return the loss of a training step's output: a mapping with ``loss``, or the loss."""
-    return output["loss"] if isinstance(output, Mapping) else output

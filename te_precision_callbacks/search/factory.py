@@ -52,10 +52,10 @@ class QuantizerFactory:
         from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
         if rowwise and columnwise:
-            return _high_quantizer()
+            return high_quantizer()
         if not rowwise and not columnwise:
             return self._quantizer(tensor)
-        quantizers = [_high_quantizer() if is_high else self._quantizer(tensor) for is_high in (rowwise, columnwise)]
+        quantizers = [high_quantizer() if is_high else self._quantizer(tensor) for is_high in (rowwise, columnwise)]
         made = HybridQuantizer(rowwise_quantizer=quantizers[0], columnwise_quantizer=quantizers[1])
         if self.low.float8_current_scaling() and rowwise:
             quantizers[1].set_usage(rowwise=True)  # its kernel writes columnwise data only together with rowwise data
@@ -80,7 +80,7 @@ class QuantizerFactory:
         return made
 
 
-def _high_quantizer() -> Any:
+def high_quantizer() -> Any:
     """Return an IdentityQuantizer that casts weights as torch.autocast does."""
     import torch
     from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.ranks import is_initialized, world_size
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.check.factory import format_failure
-from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.factory import custom_recipe
 from te_precision_callbacks.search.state import TrainingState
-from te_precision_callbacks.search.units import Choice, Units
+from te_precision_callbacks.search.units import Choice, SearchError, Units
 
 Closure = Callable[[Any], torch.Tensor]
 
-Make = Callable[[Any, Any], Any]
+Make = Callable[[Any], Any]
+"""Makes a recipe from the recipe in low precision."""
 
 LOST = 1e9
 """The error of a gradient with inf or nan."""
@@ -41,12 +42,15 @@ class GradientEffect(NamedTuple):
             parameter.
         cosine: mean cosine of both gradients.
         norm: mean of |g| / |h|.
+        update: mean cosine of both changes of the parameters in a step of the optimizer; None without an optimizer, and
+            if it changes nothing in high precision.
     """
 
     loss: float
     error: float
     cosine: float
     norm: float
+    update: float | None = None
 
 
 class Regions:
@@ -56,35 +60,29 @@ class Regions:
         low: the recipe that the model uses; None before the model was seen.
     """
 
-    def __init__(self, units: Units) -> None:
-        self.low: Any = None
-        self._units = units
-        self._choice: Choice | None = None
-        self._make: Make = custom_recipe
-        self._made: Any = None
+    low: Any = None
 
     @contextlib.contextmanager
-    def switched(self, choice: Choice | None, make: Make = custom_recipe) -> Iterator[None]:
-        """Run with a choice of GEMMs in high precision; None for all, without any quantizer.
-
-        Args:
-            make: makes the recipe from ``low``, and unit -> GEMMs in high precision.
-        """
+    def switched(self, make: Make | None) -> Iterator[None]:
+        """Run in another recipe, made from ``low``; None for high precision, without any quantizer."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+        from transformer_engine.pytorch.quantization import get_default_fp8_recipe
 
-        self._choice = choice
-        self._make = make
-        self._made = None
         replaced = Replacements()
         upstream = manager.autocast_enter
+        made: Any = None
 
         def autocast_enter(
             enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *rest: Any, **keywords: Any
         ) -> None:
+            nonlocal made
             recipe = fp8_recipe
-            if enabled and (recipe is None or recipe is not self._made):
-                recipe = self._recipe(recipe)
-            upstream(enabled and choice is not None, calibrating, recipe, *rest, **keywords)
+            if enabled and (recipe is None or recipe is not made):
+                self._require(recipe or get_default_fp8_recipe())
+                if made is None and make is not None:
+                    made = make(self.low)
+                recipe = made
+            upstream(enabled and make is not None, calibrating, recipe, *rest, **keywords)
 
         replaced.replace(manager, "autocast_enter", staticmethod(autocast_enter))
         try:
@@ -92,25 +90,15 @@ class Regions:
         finally:
             replaced.restore()
 
-    def _recipe(self, given: Any) -> Any:
-        from transformer_engine.pytorch.quantization import get_default_fp8_recipe
-
-        low = get_default_fp8_recipe() if given is None else given
+    def _require(self, recipe: Any) -> None:
         if self.low is None:
-            self.low = _require_recipe(low)
-        elif low != self.low:
-            raise SearchError(f"The model runs in several recipes, {self.low} and {low}. A search needs one.")
-        if self._made is None and self._choice is not None:
-            self._made = self._make(self.low, self._units.high(self._choice))
-        return self._made
-
-
-def _require_recipe(recipe: Any) -> Any:
-    if recipe.custom():
-        raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")
-    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
-        raise SearchError("A search leaves attention in high precision: set fp8_dpa=False and fp8_mha=False.")
-    return recipe
+            if recipe.custom():
+                raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")
+            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+                raise SearchError("A search leaves attention in high precision: set fp8_dpa=False and fp8_mha=False.")
+            self.low = recipe
+        elif recipe != self.low:
+            raise SearchError(f"The model runs in several recipes, {self.low} and {recipe}. A search needs one.")
 
 
 class EffectMeasurement:
@@ -122,85 +110,111 @@ class EffectMeasurement:
         high_norm: the norm of its gradient.
     """
 
-    def __init__(self, state: TrainingState, regions: Regions, closure: Closure, batches: Sequence[Any]) -> None:
+    def __init__(self, state: TrainingState, units: Units, closure: Closure, batches: Sequence[Any]) -> None:
         self.passes = 0
         self.high = GradientEffect(math.nan, 0.0, 1.0, 1.0)
         self.high_norm = 0.0
         self._state = state
-        self.regions = regions
+        self._units = units
+        self.regions = Regions()
         self._closure = closure
         self._batches = batches
         self._high: list[torch.Tensor | None] = []
 
     def measure_high(self) -> None:
-        loss, gradients = self._run(None)
+        loss, results = self._run(None)
         if not math.isfinite(loss):
             raise SearchError(f"The loss is {loss} in high precision, so no effect of low precision can be seen.")
         # DistributedDataParallel may write later gradients into the same memory.
-        self._high = [None if gradient is None else gradient.clone() for gradient in gradients]
-        if not any(gradient is not None and bool(gradient.any()) for gradient in self._high):
-            raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
+        self._high = [None if result is None else result.clone() for result in results]
         self.high = self._compare(loss, self._high)
+        if self.high_norm == 0:
+            raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
 
-    def measure(self, choice: Choice | None, make: Make = custom_recipe) -> GradientEffect:
-        return self._compare(*self._run(choice, make))
+    def measure(self, choice: Choice | None, make: Make | None = None, operand: str = "") -> GradientEffect:
+        """Measure a choice of GEMMs in high precision, of the others one operand or both; None for all in high."""
+        return self._compare(*self._run(make or self._make(choice, operand)))
 
-    def final_loss(
-        self, optimizer: torch.optim.Optimizer, batches: Sequence[Any], choice: Choice | None, seed: int
-    ) -> float:
+    def _make(self, choice: Choice | None, operand: str = "") -> Make | None:
+        if choice is None:
+            return None
+        high = self._units.high(choice)
+        if not operand:
+            return lambda low: custom_recipe(low, high)
+        from te_precision_callbacks.search.operands import operand_recipe
+
+        return lambda low: operand_recipe(low, high, operand)
+
+    def final_loss(self, batches: Sequence[Any], choice: Choice | None, seed: int) -> float:
         """Train from the state with a seed; returns the mean loss of the last quarter of the steps."""
+        optimizer = self._state.optimizer
+        assert optimizer is not None  # noqa: S101
         self._state.begin()
         torch.manual_seed(seed)
         np.random.seed(seed)
         losses = []
-        with self.regions.switched(choice):
+        with self.regions.switched(self._make(choice)):
             for batch in batches:
                 optimizer.zero_grad(set_to_none=True)
-                loss = run_closure(self._closure, batch, self._state.parameters)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                losses.append(float(loss.detach()))
+                losses.append(self._loss_with_backward(batch))
+                self._state.step()
         last = losses[-max(1, len(losses) // 4) :]
         (mean,) = mean_over_ranks(torch.tensor([sum(last) / len(last)], dtype=torch.float64))
         return float(mean)
 
-    def _run(self, choice: Choice | None, make: Make = custom_recipe) -> tuple[float, list[torch.Tensor | None]]:
+    def _run(self, make: Make | None) -> tuple[float, list[torch.Tensor | None]]:
+        """Return the mean loss, and the gradients of the parameters, followed by their updates with an optimizer."""
         self._state.begin()
-        total = 0.0
-        with self.regions.switched(choice, make):
-            for batch in self._batches:
-                loss = run_closure(self._closure, batch, self._state.parameters)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
-                self.passes += 1
+        with self.regions.switched(make):
+            losses = [self._loss_with_backward(batch) for batch in self._batches]
+        self.passes += len(losses)
         gradients = [parameter.grad for parameter in self._state.parameters]
+        updates = self._state.updates()
         for parameter in self._state.parameters:
             parameter.grad = None
-        return total / len(self._batches), gradients
+        return sum(losses) / len(losses), [*gradients, *updates]
 
-    def _compare(self, loss: float, gradients: Sequence[torch.Tensor | None]) -> GradientEffect:
-        rows = []
-        for ours, high in zip(gradients, self._high, strict=True):
-            if high is None:
-                continue
-            h = _local(high)
-            g = torch.zeros_like(h) if ours is None else _local(ours)
-            parts = [part.sum(dtype=torch.float64) for part in ((g - h).square(), g * h, g.square(), h.square())]
-            rows.append(torch.stack([*parts, torch.full_like(parts[0], h.numel())]).cpu())
-        rows.append(torch.full_like(rows[0], loss))
+    def _loss_with_backward(self, batch: Any) -> float:
+        loss = run_closure(self._closure, batch, self._state.parameters)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def _compare(self, loss: float, results: Sequence[torch.Tensor | None]) -> GradientEffect:
+        rows = [_sums(ours, high) for ours, high in zip(results, self._high, strict=True)]
+        rows.insert(0, torch.full_like(rows[0], loss))
         shared = torch.tensor(mean_over_ranks(torch.stack(rows)), dtype=torch.float64)
-        loss = float(shared[-1, 0])
-        difference, product, ours_square, high_square, weight = shared[:-1].T
-        self.high_norm = float(high_square.sum().sqrt())
-        if not bool(shared.isfinite().all()):
-            return GradientEffect(loss, LOST, 0.0, LOST)
-        has_gradient = high_square > 0
-        weight = weight * has_gradient / weight[has_gradient].sum()
-        size = high_square.where(has_gradient, torch.ones(()))
-        cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
-        error = (difference / size).clamp(max=_UNRELATED)
-        means = [float((weight * values).sum()) for values in (error, cosine, (ours_square / size).sqrt())]
-        return GradientEffect(loss, *means)
+        loss = float(shared[0, 0])
+        count = len(self._state.parameters) + 1
+        gradients = shared[1:count]
+        self.high_norm = float(gradients[:, 3].sum().sqrt())
+        update = _means(shared[count:].nan_to_num())[1] if bool(shared[count:, 3].any()) else None
+        if not bool(gradients.isfinite().all()) or not math.isfinite(loss):
+            return GradientEffect(loss, LOST, 0.0, LOST, update)
+        return GradientEffect(loss, *_means(gradients), update)
+
+
+def _sums(ours: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
+    """Return sums over a parameter's elements: squared difference, product, squares, and the number of elements."""
+    if high is None:
+        return torch.zeros(5, dtype=torch.float64)
+    h = _local(high)
+    g = torch.zeros_like(h) if ours is None else _local(ours)
+    parts = [part.sum(dtype=torch.float64) for part in ((g - h).square(), g * h, g.square(), h.square())]
+    return torch.stack([*parts, torch.full_like(parts[0], h.numel())]).cpu()
+
+
+def _means(sums: torch.Tensor) -> tuple[float, float, float]:
+    """Return the means over parameters of the relative squared error, the cosine, and the norm's ratio."""
+    difference, product, ours_square, high_square, weight = sums.T
+    has_values = high_square > 0
+    weight = weight * has_values
+    size = high_square.where(has_values, torch.ones(()))
+    cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
+    error = (difference / size).clamp(max=_UNRELATED)
+    error, cosine, norm = (
+        (weight * values).sum() / weight.sum() for values in (error, cosine, (ours_square / size).sqrt())
+    )
+    return float(error), float(cosine), float(norm)
 
 
 def _version_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
@@ -214,11 +228,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def mean_over_ranks(values: torch.Tensor) -> Any:
     """Return equal values on all ranks, so that all take the same decisions."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_initialized():
         on_cpu = "gloo" in torch.distributed.get_backend()
         shared = values if on_cpu else values.cuda()
         torch.distributed.all_reduce(shared)
-        values = shared.cpu() / torch.distributed.get_world_size()
+        values = shared.cpu() / world_size()
     return values.tolist()
 
 

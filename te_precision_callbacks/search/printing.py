@@ -12,7 +12,7 @@ from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.search.measuring import GradientEffect
 from te_precision_callbacks.search.searching import SearchResult
-from te_precision_callbacks.search.solving import Point
+from te_precision_callbacks.search.solving import MeasuredPrior, Point
 from te_precision_callbacks.search.sweep import MeasuredGroup
 
 _MOST_ROWS = 12
@@ -21,7 +21,8 @@ _MOST_ROWS = 12
 def show(result: SearchResult, folder: Path) -> None:
     terminal.show_text(f"Recipe {result.recipe}; {result.passes} forwards with backward.")
     terminal.show("\n[bold]Effect of low precision, alone in a layer[/bold]")
-    _show_rows(("level", "where", "gradient error", "cosine", "loss"), list(map(_cells_of_group, result.measured)))
+    heads_of_groups = ("level", "where", "gradient error", "cosine", "of update", "loss")
+    _show_rows(heads_of_groups, list(map(_cells_of_group, result.measured)))
     terminal.show("\n[bold]Cost against quality[/bold]")
     heads = ("also in high precision", "low share", "ms over all-low", "expected error")
     _show_rows(heads, list(map(_cells_of_point, result.frontier)))
@@ -32,8 +33,11 @@ def show(result: SearchResult, folder: Path) -> None:
     if not result.high:
         terminal.show_text("Everything in low precision.")
     terminal.show_text(f"All-low: {_effect(result.all_low)}.")
-    extra = "" if result.extra_ms is None else f", {result.extra_ms:.3g} ms over all-low"
-    terminal.show_text(f"Choice: {_effect(result.effect)}; {percent(result.low_share)} % low{extra}.")
+    terminal.show_text(f"Choice: {_effect_and_cost(result)}.")
+    if result.prior is not None:
+        terminal.show_text(
+            f"For comparison, {result.prior.text} ({result.prior.source}): {_effect_and_cost(result.prior)}."
+        )
     if result.confirmation is not None:
         terminal.show(f"\n[bold]Confirmation, {many(result.confirmation.steps, 'step')}[/bold]")
         for line in result.describe():
@@ -43,7 +47,13 @@ def show(result: SearchResult, folder: Path) -> None:
 
 
 def _effect(effect: GradientEffect) -> str:
-    return f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
+    text = f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
+    return text if effect.update is None else f"{text}, of the optimizer's update {effect.update:.6f}"
+
+
+def _effect_and_cost(measured: SearchResult | MeasuredPrior) -> str:
+    extra = "" if measured.extra_ms is None else f", {measured.extra_ms:.3g} ms over all-low"
+    return f"{_effect(measured.effect)}; {percent(measured.low_share)} % low{extra}"
 
 
 def _show_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -57,7 +67,8 @@ def _show_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _cells_of_group(entry: MeasuredGroup) -> tuple[str, ...]:
     effect = entry.effect
-    return entry.level, entry.group.name, f"{effect.error:.3g}", f"{effect.cosine:.6f}", f"{effect.loss:.6g}"
+    update = "" if effect.update is None else f"{effect.update:.6f}"
+    return entry.level, entry.group.name, f"{effect.error:.3g}", f"{effect.cosine:.6f}", update, f"{effect.loss:.6g}"
 
 
 def _cells_of_point(point: Point) -> tuple[str, ...]:

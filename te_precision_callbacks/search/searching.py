@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import math
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,20 @@ from rich.console import Console
 from rich.progress import track
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import name_of_recipe
-from te_precision_callbacks.search.errors import SearchError
+from te_precision_callbacks.check.factory import format_failure
 from te_precision_callbacks.search.measuring import (
     Closure,
     EffectMeasurement,
     GradientEffect,
-    Regions,
     mean_over_ranks,
 )
-from te_precision_callbacks.search.results import Results, is_first_rank
-from te_precision_callbacks.search.solving import Costs, Point, SearchBudget, choose, frontier
+from te_precision_callbacks.search.results import Results, hashed
+from te_precision_callbacks.search.solving import PRIORS, Costs, MeasuredPrior, Point, SearchBudget, choose, frontier
 from te_precision_callbacks.search.state import TrainingState
-from te_precision_callbacks.search.sweep import MeasuredGroup, Progress, Sweep
-from te_precision_callbacks.search.units import Choice, Units
+from te_precision_callbacks.search.sweep import MeasuredGroup, sweep
+from te_precision_callbacks.search.units import Choice, LayerGroup, SearchError, Units, merged
 from te_precision_callbacks.search.writing import (
     CONFIG,
     MEGATRON,
@@ -49,6 +48,10 @@ from te_precision_callbacks.views.compare.wording import describe_pairs
 
 _MOST_NOISE = 0.1
 """Noise of repeated runs, as a share of the effect of all-low, above which nothing can be measured."""
+
+
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+"""Shows the progress over a sequence, with its name."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class SearchResult:
         confirmation: None without an optimizer or seeds, and if the time was up.
         passes: forwards with backward of the sweep and the solution.
         notes: limits of the result.
+        prior: a published rule for the recipe, for comparison; None without one.
     """
 
     recipe: str
@@ -94,18 +98,21 @@ class SearchResult:
     confirmation: Confirmation | None
     passes: int
     notes: tuple[str, ...]
+    prior: MeasuredPrior | None
 
     def as_json(self) -> dict[str, Any]:
         measured = [
             {"name": entry.group.name, "level": entry.level, **entry.effect._asdict()} for entry in self.measured
         ]
         points = [
-            {field.name: getattr(point, field.name) for field in fields(Point) if field.name != "choice"}
+            {entry.name: getattr(point, entry.name) for entry in fields(Point) if entry.name != "choice"}
             for point in self.frontier
         ]
         effects = {"effect": self.effect._asdict(), "all_low": self.all_low._asdict()}
         confirmation = None if self.confirmation is None else asdict(self.confirmation)
-        return {**vars(self), **effects, "measured": measured, "frontier": points, "confirmation": confirmation}
+        prior = None if self.prior is None else {**vars(self.prior), "effect": self.prior.effect._asdict()}
+        shown = {"measured": measured, "frontier": points, "confirmation": confirmation, "prior": prior}
+        return {**vars(self), **effects, **shown}
 
     def describe(self) -> Iterator[str]:
         """Yield the confirmation's lines: of the choice and of all-low, against all-high."""
@@ -139,7 +146,8 @@ def search(
         model: with Transformer Engine's layers. The closure runs them in ``te.autocast``.
         closure: returns the loss of a batch. It runs no backward and no optimizer.
         batches: the first ``sweep_batches`` are for the sweep; to confirm, each seed takes ``steps`` more.
-        optimizer: steps the short trainings that confirm the choice; without, nothing is confirmed.
+        optimizer: steps the short trainings that confirm the choice, and a step in each pass, for the cosine of the
+            update; without, nothing is confirmed.
         low_share, extra_ms, cosine: the budget; see :class:`SearchBudget`. A step has the batches of the sweep.
         device: a GPU's name, for planned milliseconds, such as ``h200``.
         together: regular expressions of whole layer names. Layers that match one, with equal captures, are chosen
@@ -171,7 +179,10 @@ def search(
     if extra_ms is not None and target is None:
         raise OptionError("extra_ms= needs a device, such as device='h200'.")
     needed = sweep_batches + seeds * steps
-    drawn = list(itertools.islice(batches, needed))
+    try:
+        drawn = list(itertools.islice(batches, needed))
+    except Exception as error:
+        raise SearchError(format_failure("batches= cannot be read", error)) from error
     if len(drawn) < needed:
         raise SearchError(
             f"batches= ended after {len(drawn)}, but the search needs {needed}: {sweep_batches} for the sweep and"
@@ -184,12 +195,13 @@ def search(
     with _memory_errors(), contextlib.ExitStack() as stack:
         units = Units(model)
         stack.callback(units.restore)
-        state = TrainingState(model, optimizer if seeds else None)
+        state = TrainingState(model, optimizer)
         stack.callback(state.restore)
         fresh = [drawn[start : start + steps] for start in range(sweep_batches, needed, steps)]
-        measurement = EffectMeasurement(state, Regions(units), closure, drawn[:sweep_batches])
-        running = _Search(model, units, measurement, fresh, path, _is_late(max_time), _progress(is_shown=progress))
-        return running.run(budget, optimizer, target, together, tolerance)
+        measurement = EffectMeasurement(state, units, closure, drawn[:sweep_batches])
+        results = Results(None if path is None else path / "search.json")
+        running = _Search(model, units, measurement, fresh, results, _is_late(max_time), _progress(is_shown=progress))
+        return running.run(budget, target, together, tolerance)
 
 
 @contextlib.contextmanager
@@ -228,61 +240,44 @@ def _is_late(max_time: float | None) -> Callable[[], bool]:
     return is_late
 
 
+@dataclass
 class _Search:
-    """See :func:`search` for the arguments. ``fresh``: the batches of each seed."""
+    """See :func:`search` for the attributes. ``fresh``: the batches of each seed."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        units: Units,
-        measurement: EffectMeasurement,
-        fresh: Sequence[Sequence[Any]],
-        folder: Path | None,
-        is_late: Callable[[], bool],
-        progress: Progress,
-    ) -> None:
-        self._model = model
-        self._units = units
-        self._measurement = measurement
-        self._fresh = fresh
-        self._folder = folder
-        self._is_late = is_late
-        self._progress = progress
-        self._results = Results(None if folder is None else folder / "search.json")
-        self._notes: list[str] = []
+    model: torch.nn.Module
+    units: Units
+    measurement: EffectMeasurement
+    fresh: Sequence[Sequence[Any]]
+    results: Results
+    is_late: Callable[[], bool]
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
 
     def run(
-        self,
-        budget: SearchBudget,
-        optimizer: torch.optim.Optimizer | None,
-        device: Device | None,
-        together: Sequence[str],
-        tolerance: float,
+        self, budget: SearchBudget, device: Device | None, together: Sequence[str], tolerance: float
     ) -> SearchResult:
-        products = self._units.products(self._measurement.measure_high)
-        high = self._measurement.high
-        low = self._measurement.regions.low
+        products = self.units.products(self.measurement.measure_high)
+        low = self.measurement.regions.low
         if low is None:
             raise SearchError("The closure does not enter te.autocast with enabled=True, so nothing can be switched.")
         recipe = name_of_recipe(low) or ""
-        noise = self._measurement.measure(None)
-        state = {"recipe": str(low), "layers": list(self._units.all), "steps": [*map(len, self._fresh)][:1]}
-        state |= {"loss": f"{high.loss:.5g}", "gradient": f"{self._measurement.high_norm:.5g}"}
-        self._results.resume(state)
-        sweep = Sweep(self._units, self._measurement, self._results, self._progress, self._is_late)
-        all_low = sweep.effect(frozenset())
-        self._require_quiet(noise, high, all_low)
+        noise = self.measurement.measure(None)
+        self._resume(low)
+        all_low = self._effect(frozenset())
+        self._require_quiet(noise, all_low)
         whole = low.delayed()
         costs = Costs(products, recipe, device)
-        measured = sweep.run(self._units.atoms(together, whole_modules=whole), by_gemm=not whole)
+        atoms = self.units.atoms(together, whole_modules=whole)
+        prior = self._begin_with_prior(atoms, costs, recipe)
+        measured = sweep(atoms, self._effects, by_gemm=not whole)
         points = frontier(measured, all_low, costs)
-        choice = choose(points, budget, costs, sweep.effect)
-        effect = sweep.effect(choice)
+        choice = choose(points, budget, costs, self._effect)
+        effect = self._effect(choice)
         self._write(choice, effect, low)
         measured.sort(key=lambda entry: -entry.effect.error)
         result = SearchResult(
             recipe,
-            {name: gemms for name, gemms in self._units.high(choice).items() if gemms},
+            {name: gemms for name, gemms in self.units.high(choice).items() if gemms},
             costs.low_share(choice),
             costs.extra_ms(choice),
             effect,
@@ -290,18 +285,61 @@ class _Search:
             noise.error,
             tuple(measured),
             tuple(points),
-            self._confirm(choice, optimizer, tolerance),
-            self._measurement.passes,
-            tuple(self._notes),
+            self._confirm(choice, tolerance),
+            self.measurement.passes,
+            tuple(self.notes),
+            prior,
         )
-        self._results.summary = {"result": result.as_json()}
-        self._results.save()
-        if self._folder is not None and is_first_rank():
-            write_page(self._folder / PAGE, {**result.as_json(), "confirmed": list(result.describe())})
+        self.results.summary = {"result": result.as_json()}
+        self.results.save()
+        if self.results.path is not None and own_rank() == 0:
+            content = {**result.as_json(), "confirmed": list(result.describe())}
+            write_page(self.results.path.with_name(PAGE), content)
         return result
 
-    def _require_quiet(self, noise: GradientEffect, high: GradientEffect, low: GradientEffect) -> None:
-        change = noise.loss - high.loss
+    def _resume(self, low: Any) -> None:
+        high = self.measurement.high
+        state: dict[str, Any] = {"recipe": str(low), "layers": list(self.units.all)}
+        state |= {"optimizer": high.update is not None}
+        state |= {"loss": f"{high.loss:.5g}", "gradient": f"{self.measurement.high_norm:.5g}"}
+        self.results.resume(state)
+
+    def _effect(self, choice: Choice, operand: str = "") -> GradientEffect:
+        """Measure a choice of GEMMs in high precision, unless the file has it; of the others, one operand or both."""
+        key = hashed("".join(f"{name} {gemm}," for name, gemm in sorted(choice)) + operand)
+        if key not in self.results.effects:
+            self.results.effects[key] = self.measurement.measure(choice, operand=operand)
+            self.results.save()
+        return self.results.effects[key]
+
+    def _effects(self, level: str, groups: Sequence[LayerGroup]) -> list[GradientEffect] | None:
+        """Measure each group in low precision alone; None if the time is up, which ends the search at the blocks."""
+        effects = []
+        for group in self.progress(groups, f"{level}s"):
+            if not self.is_late():
+                effects.append(self._effect(self.units.switches - group.switches, group.operand))
+            elif level == "block":
+                path = self.results.path
+                kept = f" {path} keeps {len(self.results.effects)} measurements: run again to continue." if path else ""
+                raise SearchError(
+                    f"max_time= was over before the blocks were measured, so nothing can be chosen.{kept}"
+                )
+            else:
+                return None
+        return effects
+
+    def _begin_with_prior(self, atoms: list[LayerGroup], costs: Costs, recipe: str) -> MeasuredPrior | None:
+        """Move the groups of a published rule to the front, and measure the rule."""
+        if recipe not in PRIORS:
+            return None
+        text, source, share = PRIORS[recipe]
+        count = max(1, round(share * len(atoms)))
+        atoms[:] = [*atoms[-count:], *atoms[:-count]]
+        choice = merged(text, atoms[:count]).switches
+        return MeasuredPrior(text, source, costs.low_share(choice), costs.extra_ms(choice), self._effect(choice))
+
+    def _require_quiet(self, noise: GradientEffect, low: GradientEffect) -> None:
+        change = noise.loss - self.measurement.high.loss
         if noise.error > _MOST_NOISE * low.error:
             raise SearchError(
                 f"The closure is not deterministic: two runs in high precision from one state differ by {change:.3g} in"
@@ -310,39 +348,38 @@ class _Search:
                 " Python only."
             )
 
-    def _confirm(
-        self, choice: Choice, optimizer: torch.optim.Optimizer | None, tolerance: float
-    ) -> Confirmation | None:
-        if optimizer is None or not self._fresh:
-            self._notes.append("Not confirmed: short trainings need optimizer= and seeds=, 3 at least to decide.")
+    def _confirm(self, choice: Choice, tolerance: float) -> Confirmation | None:
+        if not self.fresh:
+            self.notes.append("Not confirmed: short trainings need optimizer= and seeds=, 3 at least to decide.")
             return None
-        key = hashlib.sha256(repr(sorted(choice)).encode()).hexdigest()[:16]
-        arms: dict[str, Choice | None] = {key: choice, "low": frozenset(), "high": None}
-        losses = self._results.losses
-        runs = [(arm, seed) for seed in range(len(self._fresh)) for arm in arms if f"{arm} {seed}" not in losses]
-        for arm, seed in self._progress(runs, "confirmation"):
-            if self._is_late():
-                self._notes.append("Not confirmed: max_time= was over. Search again with this folder to continue.")
+        steps = len(self.fresh[0])
+        choices = {hashed(repr(sorted(choice))): choice, "low": frozenset(), "high": None}
+        arms: dict[str, Choice | None] = {f"{arm} {steps}": switches for arm, switches in choices.items()}
+        losses = self.results.losses
+        runs = [(arm, seed) for seed in range(len(self.fresh)) for arm in arms if f"{arm} {seed}" not in losses]
+        for arm, seed in self.progress(runs, "confirmation"):
+            if self.is_late():
+                self.notes.append("Not confirmed: max_time= was over. Search again with this folder to continue.")
                 return None
-            losses[f"{arm} {seed}"] = self._measurement.final_loss(optimizer, self._fresh[seed], arms[arm], seed)
-            self._results.save()
-        of_choice, low, high = ([losses[f"{arm} {seed}"] for seed in range(len(self._fresh))] for arm in arms)
+            losses[f"{arm} {seed}"] = self.measurement.final_loss(self.fresh[seed], arms[arm], seed)
+            self.results.save()
+        of_choice, low, high = ([losses[f"{arm} {seed}"] for seed in range(len(self.fresh))] for arm in arms)
         return Confirmation(
-            len(self._fresh[0]), paired_difference(high, of_choice, tolerance), paired_difference(high, low, tolerance)
+            steps, paired_difference(high, of_choice, tolerance), paired_difference(high, low, tolerance)
         )
 
     def _write(self, choice: Choice, effect: GradientEffect, low: Any) -> None:
-        if self._folder is None:
+        if self.results.path is None:
             return
-        folder = self._folder if is_first_rank() else Path(tempfile.mkdtemp())
-        write_config(folder / CONFIG, choice, self._units, self._model, low)
-        written = write_recipe(folder / RECIPE, choice, self._units, low)
-        written["assign_names"](self._model)
-        again = self._measurement.measure(choice, lambda low, high: written["recipe"](low))
+        folder = self.results.path.parent if own_rank() == 0 else Path(tempfile.mkdtemp())
+        write_config(folder / CONFIG, choice, self.units, self.model, low)
+        written = write_recipe(folder / RECIPE, choice, self.units, low)
+        written["assign_names"](self.model)
+        again = self.measurement.measure(choice, lambda low: written["recipe"](low))
         if again != effect:
             raise SearchError(f"{folder / RECIPE} gives {again}, but the search measured {effect}.")
-        rounded = write_megatron(folder / MEGATRON, choice, self._units, low)
+        rounded = write_megatron(folder / MEGATRON, choice, self.units, low)
         if rounded:
-            self._notes.append(
+            self.notes.append(
                 f"{MEGATRON} has no GEMMs: it keeps these modules wholly in high precision: {', '.join(rounded)}."
             )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.search.errors import BudgetError
 from te_precision_callbacks.search.measuring import GradientEffect
 from te_precision_callbacks.search.sweep import MeasuredGroup
-from te_precision_callbacks.search.units import Choice, merged
+from te_precision_callbacks.search.units import BudgetError, Choice, merged
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import time_products
 
@@ -95,6 +95,29 @@ class SearchBudget:
         return self.extra_ms is None or extra is None or extra <= self.extra_ms
 
 
+class Prior(NamedTuple):
+    """A published rule: the share of the layers, counted from the last, to keep in high precision."""
+
+    text: str
+    source: str
+    share: float
+
+
+PRIORS = {"nvfp4": Prior("the last 15 % of the layers", "https://arxiv.org/abs/2509.25149", 0.15)}
+"""Recipe -> where a search starts. It decides nothing."""
+
+
+@dataclass(frozen=True)
+class MeasuredPrior:
+    """The rule's cost and effect, beside the result."""
+
+    text: str
+    source: str
+    low_share: float
+    extra_ms: float | None
+    effect: GradientEffect
+
+
 @dataclass(frozen=True)
 class Point:
     """A point of the frontier: the first groups of the greedy order are in high precision.
@@ -113,7 +136,7 @@ class Point:
 
 def frontier(measured: Sequence[MeasuredGroup], all_low: GradientEffect, costs: Costs) -> list[Point]:
     """Return the points of the greedy order, which has the largest effect for the least cost first."""
-    leaves = [entry for entry in measured if not entry.is_split]
+    leaves = [entry for entry in measured if entry.level == "gemm" or not (entry.is_split or entry.level == "operand")]
 
     def value(entry: MeasuredGroup) -> tuple[bool, float]:
         cost = costs.of(entry.group.switches)

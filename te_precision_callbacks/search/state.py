@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from te_precision_callbacks.check.factory import format_failure
+from te_precision_callbacks.search.units import SearchError
 from te_precision_callbacks.te.state import Fp8State
 
 
-class RandomState:
-    """The states of the random generators of torch, CUDA, NumPy and Python."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _generators() -> list[tuple[Callable[[Any], object], Any]]:
+    """Return the states of the random generators of torch, CUDA, NumPy and Python, each with its setter."""
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.cuda.is_available():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    return states
 
 
 class TrainingState:
@@ -43,21 +37,20 @@ class TrainingState:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        tensors = list(model.buffers())
+        self.optimizer = optimizer
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        tensors += [gradient for _, gradient in self._gradients if gradient is not None]
-        self._optimizer = optimizer
         self._optimizer_state: dict[Any, Any] = {}
         self._groups: list[dict[str, Any]] = []
+        tensors = [*model.buffers(), *(gradient for _, gradient in self._gradients if gradient is not None)]
         if optimizer is not None:
             tensors += model.parameters()
             self._optimizer_state = {key: dict(entry) for key, entry in optimizer.state.items()}
             values = [value for entry in self._optimizer_state.values() for value in entry.values()]
             tensors += [value for value in values if isinstance(value, torch.Tensor)]
             self._groups = [_options(group) for group in optimizer.param_groups]
-        self._tensors = [(tensor, _copied(tensor)) for tensor in tensors]
-        self._random = RandomState()
+        self._tensors = {tensor: tensor.detach().to("cpu", copy=True) for tensor in tensors}
+        self._generators = _generators()
         self._fp8 = Fp8State(model)
 
     def begin(self) -> None:
@@ -66,6 +59,22 @@ class TrainingState:
         for parameter, _ in self._gradients:
             parameter.grad = None
         self._fp8.lend_copy()
+
+    def step(self) -> None:
+        assert self.optimizer is not None  # noqa: S101
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise SearchError(format_failure("The step of optimizer= failed", error)) from error
+
+    def updates(self) -> list[torch.Tensor]:
+        """Step the optimizer; returns the changes of the parameters, in the memory of the host."""
+        if self.optimizer is None:
+            return []
+        self.step()
+        return [parameter.detach().cpu() - self._tensors[parameter] for parameter in self.parameters]
 
     def restore(self) -> None:
         """Go back to the state, bit for bit, with the same tensors."""
@@ -76,14 +85,15 @@ class TrainingState:
 
     def _put_back(self) -> None:
         with torch.no_grad():
-            for tensor, value in self._tensors:
+            for tensor, value in self._tensors.items():
                 tensor.copy_(value)
-        if self._optimizer is not None:
-            self._optimizer.state.clear()
-            self._optimizer.state.update({key: dict(entry) for key, entry in self._optimizer_state.items()})
-            for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update({key: dict(entry) for key, entry in self._optimizer_state.items()})
+            for group, options in zip(self.optimizer.param_groups, self._groups, strict=True):
                 group.update(copy.deepcopy(options))
-        self._random.restore()
+        for put_back, state in self._generators:
+            put_back(state)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ transformers.Trainer(model, args, train_dataset=data, callbacks=[PrecisionSearch
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -17,17 +16,11 @@ from te_precision_callbacks.transformers.callback import find_training
 __all__ = ["PrecisionSearch"]
 
 
-class PrecisionSearch(TrainerCallback):
+class PrecisionSearch(SearchAtStep, TrainerCallback):
     """See :class:`~te_precision_callbacks.search.at_step.SearchAtStep`. The Trainer logs ``te_search/...``."""
 
-    def __init__(self, step: int, folder: str | Path = "search", **options: Any) -> None:
-        self._search = SearchAtStep(step, folder, **options)
-        self._trainer: Trainer | None = None
-        self._calls: BeforeCalls | None = None
-
-    @property
-    def result(self) -> Any:
-        return self._search.result
+    _trainer: Trainer | None = None
+    _calls: BeforeCalls | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         training = find_training()
@@ -37,7 +30,7 @@ class PrecisionSearch(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         trainer = self._trainer
-        if trainer is None or not self._search.is_due(state.global_step):
+        if trainer is None or not self.is_due(state.global_step):
             return
 
         def closure(inputs: Any) -> Any:
@@ -45,7 +38,7 @@ class PrecisionSearch(TrainerCallback):
                 return trainer.compute_loss(trainer.model_wrapped, trainer._prepare_inputs(dict(inputs)))
 
         optimizer: Any = trainer.optimizer
-        metrics = self._search.run(trainer.model, closure, getattr(optimizer, "optimizer", optimizer))
+        metrics = self.run(trainer.model, closure, getattr(optimizer, "optimizer", optimizer))
         if metrics:
             trainer.log(metrics)
 
@@ -55,4 +48,4 @@ class PrecisionSearch(TrainerCallback):
         self._calls = self._trainer = None
 
     def _keep(self, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> None:
-        self._search.keep(dict(inputs))
+        self.keep(dict(inputs))

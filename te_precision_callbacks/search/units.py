@@ -11,17 +11,26 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, GemmName
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import gemms_left_out
 from te_precision_callbacks.layers.forwards import is_in_backward
 from te_precision_callbacks.layers.naming import Model, named_operations, named_te_modules
-from te_precision_callbacks.search.errors import SearchError
 from te_precision_callbacks.search.factory import assign_names
 from te_precision_callbacks.te import modules as te_modules
 
-Switch = tuple[str, str]
+
+class SearchError(PrecisionDebugError, RuntimeError):
+    """A search cannot run, or cannot continue. The state of the training was put back."""
+
+
+class BudgetError(SearchError):
+    """No choice meets the budget."""
+
+
+Switch = tuple[str, GemmName]
 """A unit and one of its GEMMs."""
 
 Choice = frozenset[Switch]
@@ -43,10 +52,11 @@ class Unit(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """GEMMs that are switched together."""
+    """GEMMs that are switched together, or one of their operands."""
 
     name: str
     switches: Choice
+    operand: str = ""
 
 
 class Units:
@@ -55,6 +65,7 @@ class Units:
     Attributes:
         all: name -> unit.
         modules: path -> module.
+        switches: all GEMMs of all units.
 
     Raises:
         SearchError: the model has no layers to search, or has parts that a search cannot switch.
@@ -83,6 +94,7 @@ class Units:
             for name, layers in zip(parts, of_part, strict=True):
                 self.all[name] = Unit(name, layers, entry.name)
             self._parts[module] = parts
+        self.switches: Choice = frozenset((name, gemm) for name in self.all for gemm in GEMMS)
 
     def restore(self) -> None:
         for module, name in self._names:
@@ -190,3 +202,9 @@ def merged(name: str, groups: Iterable[LayerGroup]) -> LayerGroup:
 def split_by_gemm(atom: LayerGroup) -> list[LayerGroup]:
     parts = ((gemm, frozenset(switch for switch in atom.switches if switch[1] == gemm)) for gemm in GEMMS)
     return [LayerGroup(f"{atom.name} {gemm}", switches) for gemm, switches in parts]
+
+
+def split_by_operand(group: LayerGroup) -> list[LayerGroup]:
+    """Return the operands of groups with one GEMM."""
+    (gemm,) = {gemm for _, gemm in group.switches}
+    return [LayerGroup(f"{group.name} {operand}", group.switches, operand) for operand in OPERANDS[gemm]]

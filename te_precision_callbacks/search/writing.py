@@ -28,8 +28,7 @@ from te_precision_callbacks.maps.precision_map import is_quantized
 from te_precision_callbacks.maps.sources import open_map
 from te_precision_callbacks.maps.tool_files import Surroundings
 from te_precision_callbacks.search import factory
-from te_precision_callbacks.search.errors import SearchError
-from te_precision_callbacks.search.units import Choice, Units
+from te_precision_callbacks.search.units import Choice, SearchError, Units
 from te_precision_callbacks.views.report.page import PageTemplate, write_bytes
 
 _logger = logging.getLogger(__name__)

@@ -33,9 +33,9 @@ class Searched(Plain):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
-def fit(folder: Path, *callbacks: L.Callback) -> tuple[dict[str, torch.Tensor], str]:
+def fit(folder: Path, *callbacks: L.Callback, model: type[Searched] = Searched) -> tuple[dict[str, torch.Tensor], str]:
     torch.manual_seed(1)
-    model = Searched()
+    training = model()
     logger = CSVLogger(folder)
     fitting = L.Trainer(
         max_epochs=1,
@@ -49,8 +49,8 @@ def fit(folder: Path, *callbacks: L.Callback) -> tuple[dict[str, torch.Tensor], 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    fitting.fit(model, loader(6, 16))
-    return tensors_of(model.state_dict()), (Path(logger.log_dir) / "metrics.csv").read_text()
+    fitting.fit(training, loader(6, 16))
+    return tensors_of(training.state_dict()), (Path(logger.log_dir) / "metrics.csv").read_text()
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -85,6 +85,24 @@ def test_a_failed_search_ends_no_training(tmp_path: Path, caplog: pytest.LogCapt
     assert "The precision search failed; the training goes on: A debug session is running" in caplog.text
 
 
+def test_an_optimizer_that_fails_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = PrecisionSearch(4, tmp_path / "search", **OPTIONS)
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if closure is None:  # Lightning passes one, the search does not
+                raise ValueError("needs a closure")
+            return super().step(closure)
+
+    class WithOdd(Searched):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Odd(self.parameters(), lr=0.01)
+
+    fit(tmp_path, callback, model=WithOdd)
+    assert callback.result is None
+    assert "the training goes on: The step of optimizer= failed: ValueError: needs a closure" in caplog.text
+
+
 def train(folder: Path, *callbacks: Any) -> tuple[dict[str, Any], list[Any]]:
     model = Net(RECIPES["current"]())
     training = trainer(arguments(folder, max_steps=6, seed=1, per_device_train_batch_size=16), *callbacks, model=model)
@@ -107,7 +125,7 @@ def test_wrong_options_are_refused_before_the_training() -> None:
     for options, message in (
         ({}, r"step=60: the search needs the batches of 61 steps before it"),
         ({"seeds": 0}, "needs a budget"),
-        ({"lowshare": 1}, "PrecisionSearch has no option 'lowshare'"),
+        ({"lowshare": 1}, "PrecisionSearch: got an unexpected keyword argument 'lowshare'"),
     ):
         budget = {} if message == "needs a budget" else {"cosine": 0.9}
         with pytest.raises(OptionError, match=message):
