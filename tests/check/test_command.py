@@ -446,6 +446,7 @@ def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
 
 
 def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a trainer of an earlier test
     result = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
     assert (result["device"], result["convert"], result["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
     assert not AcceleratorState._shared_state

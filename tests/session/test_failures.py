@@ -137,6 +137,7 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     monkeypatch.setattr(statistics_log, "MAX_QUEUED", 50)
     monkeypatch.setattr(sink, "MAX_QUEUED", 50)
     well, net = threading.Event(), te.Linear(32, 32)
+    before = set(threading.enumerate())
 
     def hanging(*arguments: Any, **keywords: Any) -> Any:
         if threading.current_thread().name.startswith("te-precision"):
@@ -155,7 +156,7 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     well.set()
     assert keeper.iterations == list(range(100))
     assert "The disk does not respond" in caplog.text, "the end has said what is lost"
-    wait_until(lambda: not any(thread.name.startswith("te-precision") for thread in threading.enumerate()))
+    wait_until(lambda: not any(one.name.startswith("te-precision") for one in {*threading.enumerate()} - before))
 
 
 @pytest.mark.parametrize(
