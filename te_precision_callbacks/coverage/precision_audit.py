@@ -186,6 +186,11 @@ class PrecisionAudit:
                 facts, seen = notes.facts()
                 self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)
 
+    def newly_mixed(self, iteration: int) -> set[str]:
+        """Return the layers that have begun to run both inside and outside of ``te.autocast``."""
+        self._write()
+        return {layer for layer in self._now if self._history.begins_mixture(layer, iteration)}
+
     def holds(self, formats: Mapping[LayerOperand, Format]) -> bool:
         """Return whether the last iteration had these formats. GEMMs that a backward skips do not count."""
         for operand, made in formats.items():

@@ -62,10 +62,6 @@ class RestingLayers:
         else:
             self._seen_in[id(module)] = state
 
-    def begins_mixture(self, key: int, iteration: int) -> bool:
-        """Return whether a module has begun to run both inside and outside of ``te.autocast``."""
-        return any(self._audit.history.begins_mixture(layer, iteration) for layer in self._layers.get(key, ()))
-
     def add(self, module: torch.nn.Module) -> None:
         self._new.append(module)
 

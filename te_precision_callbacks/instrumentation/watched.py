@@ -48,6 +48,7 @@ class WatchedModules:
         self.fused: dict[int, tuple[Schedule, ...]] = {}
         self.armed: dict[int, torch.nn.Module] = {}
         self.resting = RestingLayers(audit, self.query_again)
+        self._audit = audit
         self._is_debug_iter = is_debug_iter
         self._failures = failures
         self.refused: set[int] = set()
@@ -111,10 +112,11 @@ class WatchedModules:
         ended_iteration = iteration - 1
         was_armed = frozenset(self.armed)
         new_at_rest = self.resting.take_new(was_armed)
+        mixed = self._audit.newly_mixed(ended_iteration)
         for module in list(self.armed.values()):
             upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
             if upcoming is None or upcoming > iteration:
-                if self.resting.begins_mixture(id(module), ended_iteration):
+                if not mixed.isdisjoint(self.layers[id(module)]):
                     self.query_again(module)  # whether the next step is so too cannot be told at rest
                     continue
                 self._rest(module)
