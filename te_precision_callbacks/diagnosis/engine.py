@@ -22,7 +22,7 @@ from te_precision_callbacks.diagnosis.finding import (
     worst_first,
 )
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.reactions import STOP, read_reactions
+from te_precision_callbacks.diagnosis.reactions import STOP, calls_for_reaction, read_reactions
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.sinks.step_records import Event
@@ -329,7 +329,7 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
         return lambda finding: False  # a function decides only when it is called
     if isinstance(on_finding, Mapping):
         reactions = read_reactions(on_finding)
-        return lambda finding: STOP in reactions.get(finding.rule, ())
+        return lambda finding: STOP in reactions.get(finding.rule, ()) and calls_for_reaction(finding)
     word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
     names = [name.strip() for name in chosen.split(",") if name.strip()]
     known = [*SEVERITIES, *(rule.id for rule in RULES)]
@@ -344,4 +344,9 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
     if not names:
         return lambda finding: finding.severity != "note"
     least = max((SEVERITIES.index(name) for name in names if name in SEVERITIES), default=-1)
-    return lambda finding: SEVERITIES.index(finding.severity) <= least or finding.rule in names
+
+    def stops(finding: Finding) -> bool:
+        is_of_rule = finding.rule in names and calls_for_reaction(finding)
+        return is_of_rule or SEVERITIES.index(finding.severity) <= least
+
+    return stops

@@ -265,10 +265,10 @@ class Run:
         self._contract.begin_step(iteration)
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)
-        # Check the facts, and the statistics where they are delivered.
+        # Check the facts, on which the rules for events depend, and the statistics where they are delivered.
+        self._check_facts(iteration)
         self._send_pending()
         self._exchange(losses=ranks.requested.losses, origins=ranks.requested.origins)
-        self._check_facts(iteration)
         try:
             records = self._deliver(ending)
         finally:

@@ -164,6 +164,26 @@ def test_the_gradient_of_one_weight(tmp_path: Path) -> None:
     assert (finding.layers, finding.tensor, finding.since) == (("linear",), "gradient", 6)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_first_step_is_one_that_a_scaler_skips(recipe: str, tmp_path: Path) -> None:
+    """As usual: the scaler begins with too large a scale. The step ends before its facts are known."""
+    model = Blocks(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with InspectSession(log_dir=tmp_path, model=model, on_finding={"nonfinite": "stop"}) as session:
+        for _ in range(4):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(32, 64)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            session.step()
+    assert scaler.get_scale() < 2.0**30
+    severities = [finding.severity for finding in session.findings if finding.rule == "nonfinite"]
+    assert set(severities) == {"note"}
+    assert diagnose(tmp_path) == session.findings
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
 def test_training_has_the_same_bits(recipe: str, tmp_path: Path) -> None:
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
