@@ -110,6 +110,7 @@ def nan_at(place: str, step: int, batch: int) -> Callable[[int, int, Blocks], Ho
 
 
 FIRST_OF = {"input": ("mlp.fc1", "input"), "between": ("linear", "activation"), "output": ("head", "input")}
+BEFORE = {"input": "the batch", "between": "the GEMM of mlp.fc2", "output": "the GEMM of linear"}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_the_first_tensor_with_nan(recipe: str, nan: tuple[str, int, int], tmp_p
     assert (finding.layers, finding.tensor) == ((layer,), tensor)
     assert (finding.since, finding.severity) == (step, "error")
     assert f"in micro-batch {batch} of step {step}" in finding.seen
+    assert BEFORE[place] in finding.remedy
     assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
 
 
@@ -154,6 +156,17 @@ def test_a_weight_after_its_update(number: float, tmp_path: Path) -> None:
     finding = only(train(Blocks("delayed"), 10, tmp_path, after=put_into_weight(number)), "nonfinite")
     assert (finding.layers, finding.since) == (("linear",), 6)
     assert "after the update of step 6, first linear.weight" in finding.seen
+    assert "the optimizer's step and state" in finding.remedy
+
+
+@pytest.mark.parametrize("every_step", [True, False])
+def test_a_weight_before_the_first_step(every_step: bool, tmp_path: Path) -> None:
+    """There is no checkpoint, and no update."""
+    model = Blocks("current")
+    model.linear.weight.data[2, 2] = math.nan
+    finding = only(train(model, 3, tmp_path, every_step=every_step), "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since) == (("linear",), "weight", 0)
+    assert finding.remedy.startswith("Start again, and look at the initialization")
 
 
 def test_the_gradient_of_one_weight(tmp_path: Path) -> None:
@@ -287,6 +300,7 @@ def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
         "warning",
     )
     assert "to which the cast turns an inf" in finding.seen
+    assert "clip" not in finding.remedy
 
 
 def test_a_step_without_low_precision(tmp_path: Path) -> None:
