@@ -237,10 +237,10 @@ class Diagnosis:
     ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
         until = None if sighting.since is None else iteration
+        remedy = sighting.remedy or rule.remedy
+        if (sighting.since if known is None else known.since) == 0:
+            remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
         if known is None:
-            remedy = sighting.remedy or rule.remedy
-            if sighting.since == 0:
-                remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
             layers = tuple(self._facts.sort_by_execution(sighting.layers, sighting.tensor))
             return (
                 Finding(
@@ -265,18 +265,20 @@ class Diagnosis:
                 True,
             )
         if sighting.replaces:
-            return dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None), False
+            remedy = remedy if sighting.remedy else known.remedy
+            known = dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None, remedy=remedy)
+            return known, False
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen, seen_at = (without_exponents(sighting.seen), until) if worse else (known.seen, known.seen_at)
-        patch = sighting.patch if worse else known.patch
+        patch, remedy = (sighting.patch, remedy) if worse else (known.patch, known.remedy)
         severity = severity if worse else known.severity
         layers = (*known.layers, *self._facts.sort_by_execution(more, sighting.tensor))
         if worse and sighting.layers:
             leading = self._facts.sort_by_execution(sighting.layers, sighting.tensor)
             layers = (*leading, *(layer for layer in layers if layer not in leading))
         known = dataclasses.replace(known, layers=layers, until=until, severity=severity)
-        return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch), worse
+        return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch, remedy=remedy), worse
 
 
 def _last_good(since: int | None, checked: Iterable[int]) -> int | None:

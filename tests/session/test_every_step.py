@@ -141,6 +141,42 @@ def test_each_step_is_read(tmp_path: Path) -> None:
         assert only(session, "nonfinite").since == step
 
 
+@pytest.mark.parametrize(
+    ("steps", "breaks", "severity"),
+    [(11, "", "note"), (10, "", "error"), (13, "gradient", "error"), (13, "later", "error"), (15, "again", "note")],
+)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_batch_with_nan_that_the_script_skips(
+    recipe: str, steps: int, breaks: str, severity: str, tmp_path: Path
+) -> None:
+    """In step 7, and perhaps in step 11 again; or its nan stays in a gradient, or comes to a weight in step 11."""
+    model = Blocks(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for step in range(steps):
+            batch = torch.randn(32, 64)
+            if step == 7 or (step == 11 and breaks == "again"):
+                batch[3, 5] = math.nan
+            loss = model(batch).square().mean()
+            if loss.isfinite() or breaks == "gradient":
+                loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 11 and breaks == "later":
+                model.linear.bias.data[2] = math.nan
+            session.log({"loss": loss})
+            session.step()
+    findings = [finding for finding in session.findings if finding.rule == "nonfinite"]
+    assert (findings[0].severity, findings[-1].since) == (severity, 7), str(findings)
+    assert len(findings) == 1 + (breaks == "later")
+    assert ("skips such a step" in findings[0].remedy, "Resume" in findings[0].remedy) == (
+        severity == "note",
+        severity == "error",
+    )
+    assert diagnose(tmp_path) == session.findings
+
+
 def put_into_weight(number: float) -> Callable[[int, Blocks], None]:
     def after(step: int, model: Blocks) -> None:
         if step == 6:

@@ -16,6 +16,8 @@ from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, 
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
+from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP
+from te_precision_callbacks.flight.steps import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
 
 FROM_ZERO = 20
@@ -86,6 +88,11 @@ _SKIPPED = (
     " skips fewer steps"
 )
 
+_FINITE_AGAIN = (
+    f"all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, and no gradient at an optimizer's"
+    " step had inf or nan"
+)
+
 _OF_BACKWARD = ("gradient", "dgrad", "wgrad")
 
 NEARLY_ALL = 90.0
@@ -100,6 +107,7 @@ class Nonfinite(RuleCheck):
 
     _first: Sighting | None = None
     _is_scaled = False
+    _lasts = False  # whether parameters had inf or nan, or may have had them
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         self._is_scaled = is_scaled(facts)
@@ -135,6 +143,12 @@ class Nonfinite(RuleCheck):
             yield self._first
         if event.kind == "first_nonfinite":
             yield from self._origin(event)
+        self._lasts |= event.kind == "observation_failed"
+        self._lasts |= any(row["what"].startswith("nonfinite") for row in event.data.get("problems", ()))
+        if event.kind == "finite_again" and self._first is not None and not self._lasts:
+            seen = f"{self._first.seen}; {_FINITE_AGAIN}"
+            yield self._first._replace(seen=seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
+            self._first = None
         for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
             if row["what"] == "nonfinite_gradient":
                 self._first = _nonfinite_gradient(row)
@@ -368,7 +382,9 @@ RULES = (
         collect="LogTensorStats with stats: [nonfinite_num], or the default config",
         condition=(
             "a tensor has an inf or nan element, or the gradient of a parameter has one when its optimizer steps; the"
-            " first such tensor in execution order is reported"
+            " first such tensor in execution order is reported. A note if the watch of every step found it, on a single"
+            f" rank, and all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, as are all"
+            " gradients and weights at optimizer steps: as where the script skips a batch"
         ),
         silent="nothing: in gradients that a GradScaler has scaled for float16, inf and nan are a note",
         severity="error",
