@@ -43,6 +43,7 @@ class Diagnosis:
         self._places = {rule.id: place for place, (rule, _) in enumerate(self._checks)}
         self._findings: dict[_Key, Finding] = {}
         self._sort_keys: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
+        self._returned: dict[_Key, int] = {}  # the worst severity so far
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
@@ -208,7 +209,9 @@ class Diagnosis:
                 continue
             for sighting in sightings:
                 if sighting.withdraws:
-                    self._findings.pop((rule.id, sighting.tensor, sighting.key), None)
+                    key = rule.id, sighting.tensor, sighting.key
+                    self._findings.pop(key, None)
+                    self._returned.pop(key, None)
                     continue
                 # Facts are collected after they begin, and at different times in live and recorded runs.
                 since = sighting.since if name == "facts" else None
@@ -230,6 +233,10 @@ class Diagnosis:
             finding = dataclasses.replace(finding, ranks=(rank,))
         self._findings[key] = finding
         self._sort_keys.setdefault(key, (iteration, self._places[rule.id]))
+        severity = SEVERITIES.index(finding.severity)
+        is_new &= severity < self._returned.get(key, len(SEVERITIES))  # not again after it has become a note
+        if is_new:
+            self._returned[key] = severity
         return key, finding, is_new
 
     def _update_finding(

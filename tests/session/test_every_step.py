@@ -170,6 +170,8 @@ def test_a_batch_with_nan_that_the_script_skips(
     findings = [finding for finding in session.findings if finding.rule == "nonfinite"]
     assert (findings[0].severity, findings[-1].since) == (severity, 7), str(findings)
     assert len(findings) == 1 + (breaks == "later")
+    reported = [row for row in open_run(tmp_path).events.to_pylist() if row["text"] and "(nonfinite, " in row["text"]]
+    assert len(reported) == len(findings), "each once, also if it comes again"
     assert ("skips such a step" in findings[0].remedy, "Resume" in findings[0].remedy) == (
         severity == "note",
         severity == "error",

@@ -62,8 +62,8 @@ def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
 
 
 OF_SKIPPED_STEP = (
-    "Nothing, if the script skips such a step on purpose, and the forward updates no buffers, as BatchNorm does: they are"
-    " not checked. Otherwise look for the cause: debug='activation_overflow' stops at the module and batch"
+    "Nothing, if the script skips such a step on purpose, and the forward updates no buffers, as BatchNorm does: they"
+    " are not checked. Otherwise look for the cause: debug='activation_overflow' stops at the module and batch"
 )
 
 UNFILTERED = "loss_step"
