@@ -341,6 +341,26 @@ def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
     assert "clip" not in finding.remedy
 
 
+def test_an_inf_that_fp8_in_blocks_hides(tmp_path: Path) -> None:
+    """Its block has the scale 1, as a block of zeros has; the input of the next norm is a note."""
+
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if step == 22:
+            return lambda place, x: x.index_fill(1, torch.tensor([7]), math.inf) if place == "between" else x
+        return None
+
+    class Plain(Blocks):
+        def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+            with te.autocast(recipe=self.recipe):
+                return self.head(self.linear(self.at("between", x)))
+
+    session = train(Plain("block"), 26, tmp_path, at)
+    assert session is not None
+    assert [(found.rule, found.layers, found.tensor) for found in session.findings if found.since == 22] == [
+        ("spike", ("head",), "input")
+    ]
+
+
 def test_a_step_without_low_precision(tmp_path: Path) -> None:
     session = train(Blocks("current"), 26, tmp_path, calls=lambda step: {"enabled": step != 22})
     finding = only(session, "precision-gap")
