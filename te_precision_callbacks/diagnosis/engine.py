@@ -22,7 +22,7 @@ from te_precision_callbacks.diagnosis.finding import (
     worst_first,
 )
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.reactions import STOP, read_reactions
+from te_precision_callbacks.diagnosis.reactions import STOP, calls_for_reaction, read_reactions
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.sinks.step_records import Event
@@ -43,6 +43,7 @@ class Diagnosis:
         self._places = {rule.id: place for place, (rule, _) in enumerate(self._checks)}
         self._findings: dict[_Key, Finding] = {}
         self._sort_keys: dict[_Key, tuple[int, int]] = {}  # iteration and rule, by which findings are in order
+        self._returned: dict[_Key, int] = {}  # the worst severity so far
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
@@ -208,7 +209,9 @@ class Diagnosis:
                 continue
             for sighting in sightings:
                 if sighting.withdraws:
-                    self._findings.pop((rule.id, sighting.tensor, sighting.key), None)
+                    key = rule.id, sighting.tensor, sighting.key
+                    self._findings.pop(key, None)
+                    self._returned.pop(key, None)
                     continue
                 # Facts are collected after they begin, and at different times in live and recorded runs.
                 since = sighting.since if name == "facts" else None
@@ -230,6 +233,10 @@ class Diagnosis:
             finding = dataclasses.replace(finding, ranks=(rank,))
         self._findings[key] = finding
         self._sort_keys.setdefault(key, (iteration, self._places[rule.id]))
+        severity = SEVERITIES.index(finding.severity)
+        is_new &= severity < self._returned.get(key, len(SEVERITIES))  # not again after it has become a note
+        if is_new:
+            self._returned[key] = severity
         return key, finding, is_new
 
     def _update_finding(
@@ -237,10 +244,10 @@ class Diagnosis:
     ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
         until = None if sighting.since is None else iteration
+        remedy = sighting.remedy or rule.remedy
+        if (sighting.since if known is None else known.since) == 0:
+            remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
         if known is None:
-            remedy = sighting.remedy or rule.remedy
-            if sighting.since == 0:
-                remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
             layers = tuple(self._facts.sort_by_execution(sighting.layers, sighting.tensor))
             return (
                 Finding(
@@ -265,18 +272,20 @@ class Diagnosis:
                 True,
             )
         if sighting.replaces:
-            return dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None), False
+            remedy = remedy if sighting.remedy else known.remedy
+            known = dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None, remedy=remedy)
+            return known, False
         more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen, seen_at = (without_exponents(sighting.seen), until) if worse else (known.seen, known.seen_at)
-        patch = sighting.patch if worse else known.patch
+        patch, remedy = (sighting.patch, remedy) if worse else (known.patch, known.remedy)
         severity = severity if worse else known.severity
         layers = (*known.layers, *self._facts.sort_by_execution(more, sighting.tensor))
         if worse and sighting.layers:
             leading = self._facts.sort_by_execution(sighting.layers, sighting.tensor)
             layers = (*leading, *(layer for layer in layers if layer not in leading))
         known = dataclasses.replace(known, layers=layers, until=until, severity=severity)
-        return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch), worse
+        return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch, remedy=remedy), worse
 
 
 def _last_good(since: int | None, checked: Iterable[int]) -> int | None:
@@ -329,7 +338,7 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
         return lambda finding: False  # a function decides only when it is called
     if isinstance(on_finding, Mapping):
         reactions = read_reactions(on_finding)
-        return lambda finding: STOP in reactions.get(finding.rule, ())
+        return lambda finding: STOP in reactions.get(finding.rule, ()) and calls_for_reaction(finding)
     word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
     names = [name.strip() for name in chosen.split(",") if name.strip()]
     known = [*SEVERITIES, *(rule.id for rule in RULES)]
@@ -344,4 +353,9 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
     if not names:
         return lambda finding: finding.severity != "note"
     least = max((SEVERITIES.index(name) for name in names if name in SEVERITIES), default=-1)
-    return lambda finding: SEVERITIES.index(finding.severity) <= least or finding.rule in names
+
+    def stops(finding: Finding) -> bool:
+        is_of_rule = finding.rule in names and calls_for_reaction(finding)
+        return is_of_rule or SEVERITIES.index(finding.severity) <= least
+
+    return stops

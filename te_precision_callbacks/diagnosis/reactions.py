@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.suggestions import suggestion
+from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.rules import RULES
 
 WARN = "warn"
@@ -18,6 +19,8 @@ PROTECT = "protect checkpoint"
 
 _STEPS = {DUMP: 1, HIGH_PRECISION: 100, PROTECT: 0, STOP: 0, WARN: 0}
 """Reaction -> its usual number of steps."""
+
+_ONLY_NOTES = frozenset(rule.id for rule in RULES if rule.severity == "note")
 
 _REACTION = re.compile(r"\s*([a-z ]*[a-z])\s*(?::\s*([1-9]\d{0,8})\s*)?", re.IGNORECASE)
 
@@ -36,6 +39,11 @@ class Action:
     layers: tuple[str, ...]
     tensor: str
     steps: int
+
+
+def calls_for_reaction(finding: Finding) -> bool:
+    """Return False for a note of a rule with warnings or errors: healthy runs have it too."""
+    return finding.severity != "note" or finding.rule in _ONLY_NOTES
 
 
 def read_reactions(on_finding: Mapping[str, str]) -> dict[str, dict[str, int]]:

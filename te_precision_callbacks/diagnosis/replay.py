@@ -146,6 +146,7 @@ def _check(
     def check_logged(until: tuple[int, bool]) -> None:
         while logged and logged[0][0] <= until:
             (iteration, _), of_step = logged.popleft()
+            check_facts(iteration)
             if of_step.scalars:
                 diagnosis.scalars(iteration, of_step.scalars)
             for of_rank in of_step.from_ranks:

@@ -55,9 +55,9 @@ class Ring:
             self._devices[device] = on
         on.add(tensors, len(self.slots))
 
-    def end_step(self, iteration: int) -> list[StepRow]:
+    def end_step(self, iteration: int, *, updated: bool) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
-        self._waiting.append(StepRow(iteration, self.order, self.high, self.unwatched))
+        self._waiting.append(StepRow(iteration, self.order, self.high, self.unwatched, updated=updated))
         self.order = []
         self.high = set()
         if self.unwatched:

@@ -36,6 +36,7 @@ class StepRow:
         first: the place in ``order`` of the first tensor with inf or nan; None without one.
         high: the layers with an activation in high precision.
         unwatched: tensors and GEMMs of the step that were not added -> their number.
+        updated: whether an optimizer has stepped parameters of the model.
     """
 
     iteration: int
@@ -44,6 +45,7 @@ class StepRow:
     unwatched: Mapping[str, int] = field(default_factory=dict)
     magnitudes: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     first: int | None = None
+    updated: bool = False
 
     def add(self, row: npt.NDArray[np.int32]) -> None:
         """Add the row of a device: int32, [slots, 3]."""

@@ -15,6 +15,9 @@ from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 
 KEPT_STEPS = 64
 
+FINITE_AGAIN = 3
+"""Steps of optimizers, with only finite tensors, after which the training goes on as before: nan in weights lasts."""
+
 _EXPERT = re.compile(r"\.gemm_\d+$")
 
 BACKWARD = ("gradient", "dgrad", "wgrad")
@@ -101,6 +104,8 @@ class LastSteps:
         self.rows: deque[StepRow] = deque(maxlen=KEPT_STEPS)
         self._since: int | None = None
         self._told: set[bool] = set()
+        self._last: Origin | None = None
+        self._finite = 0  # steps of optimizers since the last inf or nan
 
     def add(self, row: StepRow) -> Origin | None:
         """Add a step; return where inf and nan began, once for the run and once for steps with it in backwards only."""
@@ -111,12 +116,29 @@ class LastSteps:
         before = self.rows[-1] if self.rows else None
         self.rows.append(row)
         if row.first is None:
+            self._finite += row.updated
             return None
+        self._finite = 0
         origin = self._origin(row, row.first, before, self._since)
+        if origin.weights:
+            self._last = None
         if origin.in_backward in self._told:
             return None
         self._told.add(origin.in_backward)
+        if origin.ranks == 1 and not origin.weights:
+            self._last = origin
         return origin
+
+    def take_ended(self) -> Origin | None:
+        """Return the last origin once, if the steps of optimizers after it had only finite tensors. The next inf or nan
+        then has an origin again.
+        """
+        ended = self._last
+        if ended is None or self._finite < FINITE_AGAIN:
+            return None
+        self._last = None
+        self._told.clear()
+        return ended
 
     def as_json(self) -> dict[str, Any]:
         """The steps as JSON values.

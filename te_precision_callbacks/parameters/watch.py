@@ -301,6 +301,7 @@ class ParameterWatch:
 
     Attributes:
         checked: rules that had enough data.
+        last_update: the last iteration with an optimizer step at a learning rate above 0.
         around_backward: a context around each backward, while gradients of a sampled step may be cleared.
     """
 
@@ -323,7 +324,7 @@ class ParameterWatch:
         self._reported: set[tuple[str, str]] = set()
         self._arrived: list[Problem] = []
         self._decays: dict[str, Problem] = {}
-        self._stepped = 0
+        self.last_update = 0
         self._first = 0
         self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -338,7 +339,7 @@ class ParameterWatch:
             self._has_begun = True
             self._first = iteration
             self._iteration = iteration
-            self._stepped = iteration
+            self.last_update = iteration
 
     def remove(self) -> None:
         for parameter in self._parameters.values():
@@ -362,7 +363,7 @@ class ParameterWatch:
             groups = {id(entry.group): entry.group for entry in held}
             rates = [group.get("lr", 1.0) for group in groups.values()]
             if any(isinstance(rate, torch.Tensor) or rate for rate in rates):
-                self._stepped = iteration
+                self.last_update = iteration
             known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
             self._schedules.setdefault(optimizer, _Schedule()).note(max(known, default=0.0), iteration)
             gradients = _gradients(held)
@@ -785,8 +786,8 @@ class ParameterWatch:
             if parameter.writes.found is not None:
                 what, since = parameter.writes.found
                 yield Problem(what, parameter.name, since, 1)
-        if self._optimizer_steps and self._ended - self._stepped >= UNSTEPPED:
-            yield Problem("unstepped", "", self._stepped + 1, self._ended - self._stepped)
+        if self._optimizer_steps and self._ended - self.last_update >= UNSTEPPED:
+            yield Problem("unstepped", "", self.last_update + 1, self._ended - self.last_update)
         for schedule in self._schedules.values():
             if schedule.rises_again and schedule.zero_at is not None:
                 yield Problem("rises_again", "", schedule.zero_at, 100 * schedule.last / schedule.largest)

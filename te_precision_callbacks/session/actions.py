@@ -15,7 +15,14 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, RESULT
 from te_precision_callbacks.config.loading import load_config
 from te_precision_callbacks.diagnosis.finding import Finding
-from te_precision_callbacks.diagnosis.reactions import DUMP, HIGH_PRECISION, PROTECT, Action, read_reactions
+from te_precision_callbacks.diagnosis.reactions import (
+    DUMP,
+    HIGH_PRECISION,
+    PROTECT,
+    Action,
+    calls_for_reaction,
+    read_reactions,
+)
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event
@@ -72,7 +79,8 @@ class Actions:
             self._running = []
 
     def note(self, finding: Finding) -> None:
-        for kind, steps in self._reactions.get(finding.rule, {}).items():
+        wanted = self._reactions.get(finding.rule, {}) if calls_for_reaction(finding) else {}
+        for kind, steps in wanted.items():
             if kind in (DUMP, HIGH_PRECISION, PROTECT):
                 self._wanted.append(Action(kind, finding.rule, finding.layers, finding.tensor, steps))
 

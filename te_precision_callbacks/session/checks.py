@@ -33,7 +33,7 @@ from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.flight.changes import LEAST_HISTORY, Changes, Kind
 from te_precision_callbacks.flight.rows import StepRow
-from te_precision_callbacks.flight.steps import LastSteps, Origin
+from te_precision_callbacks.flight.steps import FINITE_AGAIN, LastSteps, Origin
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
@@ -301,6 +301,10 @@ class ParameterChecks:
         self._watch.begin_step(iteration + 1)
         self._record(problems, iteration, of_all=self._ranks.are_connected)
 
+    def have_updated(self, iteration: int) -> bool:
+        """Return whether an optimizer has stepped parameters of the model in an iteration."""
+        return self._watch.last_update == iteration
+
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""
         self._record(self._replicas.take_news() + self._watch.end(iteration), iteration, of_all=False)
@@ -354,11 +358,16 @@ class EveryStepCheck:
         self._records_left = MOST_RECORDS
         self._left = dict.fromkeys(get_args(Kind), MOST_CHANGES)
 
-    def end_step(self, iteration: int, *, waits: bool) -> None:
-        """End a step; ``waits``: whether to read all steps so far from the device, after waiting for it."""
+    def end_step(self, iteration: int, *, waits: bool, updated: bool = False) -> None:
+        """End a step.
+
+        Args:
+            waits: whether to read all steps so far from the device, after waiting for it.
+            updated: whether an optimizer has stepped parameters of the model.
+        """
         try:
             self._watch.end_step()
-            self._add(self._watch.ring.end_step(iteration))
+            self._add(self._watch.ring.end_step(iteration, updated=updated))
         except Exception as error:
             self._watch.is_on = False
             self._failures.report("reading what was watched in", f"iteration {iteration}", error)
@@ -405,6 +414,10 @@ class EveryStepCheck:
             if origin is not None:
                 self._events.append(_event_of(origin))
                 self.unsent.append(origin)
+            ended = self.steps.take_ended()
+            if ended is not None:
+                text = f"Inf and nan of step {ended.iteration} are not in the {FINITE_AGAIN} optimizer steps after it."
+                self._events.append(Event("finite_again", text, row.iteration))
             for change in self._changes.add(row):
                 self._left[change.kind] -= 1
                 if self._left[change.kind] >= 0:

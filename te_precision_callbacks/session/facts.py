@@ -68,16 +68,18 @@ class RunFacts:
         self._results = context.results
         self._integration = context.loop.integration
         self._taken: tuple[object, ...] = (None,)
+        self._scales_loss = False
         self._rests_until = 0.0
         self._machine: Row | None = None
 
     def has_changed(self, *, at_last: bool = False, has_statistics: bool = False) -> bool:
         """Return whether there are new facts to collect.
 
-        False for a while after a collection, unless ``at_last``, or if statistics were collected in another precision:
-        the rules that check them depend on it.
+        False for a while after a collection, unless ``at_last``, or if statistics were collected in another precision,
+        or a GradScaler has been seen: the rules that check them depend on it.
         """
         is_due = at_last or time.perf_counter() >= self._rests_until
+        is_due |= self._results.scales_loss != self._scales_loss
         is_due |= has_statistics and self._results.audit.changes != self._taken[0]
         return is_due and self._state != self._taken
 
@@ -111,6 +113,7 @@ class RunFacts:
         facts = FactTables(self._run(precision), tables)
         now = time.perf_counter()
         self._taken = state
+        self._scales_loss = self._results.scales_loss
         self._rests_until = now + (now - begun) / MOST_SHARE
         return facts
 

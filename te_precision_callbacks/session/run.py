@@ -251,7 +251,8 @@ class Run:
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
-        self._every_step.end_step(iteration, waits=self.observation.engine.has_news)
+        updated = self._parameters.have_updated(iteration)
+        self._every_step.end_step(iteration, waits=self.observation.engine.has_news, updated=updated)
         self.model.end_step()
         self.hooks.padding.end_step()
         self._updates.end_step()
@@ -265,10 +266,10 @@ class Run:
         self._contract.begin_step(iteration)
         self._reduce(ending)
         self.hooks.begin(self.context.iteration)
-        # Check the facts, and the statistics where they are delivered.
+        # Check the facts, on which the rules for events depend, and the statistics where they are delivered.
+        self._check_facts(iteration)
         self._send_pending()
         self._exchange(losses=ranks.requested.losses, origins=ranks.requested.origins)
-        self._check_facts(iteration)
         try:
             records = self._deliver(ending)
         finally:

@@ -242,6 +242,8 @@ def test_a_severity_stands_for_those_that_are_worse(planted: Planted) -> None:
     assert not reads_stop("stop: error, overflow")(warning)
     assert [reads_stop("stop: warning")(item) for item in (error, warning, note)] == [True, True, False]
     assert [reads_stop("stop: error")(item) for item in (error, warning, note)] == [True, False, False]
+    of_rule = [dataclasses.replace(note, rule=rule) for rule in ("nonfinite", "zeros-in-wgrad")]
+    assert [reads_stop("stop: nonfinite, zeros-in-wgrad")(item) for item in of_rule] == [False, True]
 
 
 def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -696,6 +696,10 @@ def test_a_weight_of_zero_is_reported_in_its_first_collection_step() -> None:
         key: 0.0 if key[1:] in (("weight", "std"), ("weight", "cur_amax")) else value for key, value in few.items()
     }
     assert "sibling" not in [finding.rule for finding in checked([all_zero] * 3, known)], "as LoRA begins"
+    all_nan: Numbers = {**zero, ("h.2.fc2", "weight", "nonfinite_num"): 64.0}
+    assert {finding.rule for finding in checked([few, *[all_nan] * 3], known)} == {"nonfinite"}, "no element is 0"
+    others = [(layer, "weight", "nonfinite_num") for layer in LAYERS[1:8:2] if layer != "h.2.fc2"]
+    assert "sibling" not in [finding.rule for finding in checked([zero | dict.fromkeys(others, 64.0)] * 3, known)]
 
 
 def test_experts_may_have_gradients_of_any_size() -> None:

@@ -110,6 +110,7 @@ def nan_at(place: str, step: int, batch: int) -> Callable[[int, int, Blocks], Ho
 
 
 FIRST_OF = {"input": ("mlp.fc1", "input"), "between": ("linear", "activation"), "output": ("head", "input")}
+BEFORE = {"input": "the batch", "between": "the GEMM of mlp.fc2", "output": "the GEMM of linear"}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_the_first_tensor_with_nan(recipe: str, nan: tuple[str, int, int], tmp_p
     assert (finding.layers, finding.tensor) == ((layer,), tensor)
     assert (finding.since, finding.severity) == (step, "error")
     assert f"in micro-batch {batch} of step {step}" in finding.seen
+    assert BEFORE[place] in finding.remedy
     assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
 
 
@@ -137,6 +139,44 @@ def test_each_step_is_read(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 8, 13):
         session = train(Blocks("current"), step + 1, tmp_path / str(step), nan_at("between", step, 0), records="off")
         assert only(session, "nonfinite").since == step
+
+
+@pytest.mark.parametrize(
+    ("steps", "breaks", "severity"),
+    [(11, "", "note"), (10, "", "error"), (13, "gradient", "error"), (13, "later", "error"), (15, "again", "note")],
+)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_batch_with_nan_that_the_script_skips(
+    recipe: str, steps: int, breaks: str, severity: str, tmp_path: Path
+) -> None:
+    """In step 7, and perhaps in step 11 again; or its nan stays in a gradient, or comes to a weight in step 11."""
+    model = Blocks(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for step in range(steps):
+            batch = torch.randn(32, 64)
+            if step == 7 or (step == 11 and breaks == "again"):
+                batch[3, 5] = math.nan
+            loss = model(batch).square().mean()
+            if loss.isfinite() or breaks == "gradient":
+                loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 11 and breaks == "later":
+                model.linear.bias.data[2] = math.nan
+            session.log({"loss": loss})
+            session.step()
+    findings = [finding for finding in session.findings if finding.rule == "nonfinite"]
+    assert (findings[0].severity, findings[-1].since) == (severity, 7), str(findings)
+    assert len(findings) == 1 + (breaks == "later")
+    reported = [row for row in open_run(tmp_path).events.to_pylist() if row["text"] and "(nonfinite, " in row["text"]]
+    assert len(reported) == len(findings), "each once, also if it comes again"
+    assert ("skips such a step" in findings[0].remedy, "Resume" in findings[0].remedy) == (
+        severity == "note",
+        severity == "error",
+    )
+    assert diagnose(tmp_path) == session.findings
 
 
 def put_into_weight(number: float) -> Callable[[int, Blocks], None]:
@@ -154,6 +194,17 @@ def test_a_weight_after_its_update(number: float, tmp_path: Path) -> None:
     finding = only(train(Blocks("delayed"), 10, tmp_path, after=put_into_weight(number)), "nonfinite")
     assert (finding.layers, finding.since) == (("linear",), 6)
     assert "after the update of step 6, first linear.weight" in finding.seen
+    assert "the optimizer's step and state" in finding.remedy
+
+
+@pytest.mark.parametrize("every_step", [True, False])
+def test_a_weight_before_the_first_step(every_step: bool, tmp_path: Path) -> None:
+    """There is no checkpoint, and no update."""
+    model = Blocks("current")
+    model.linear.weight.data[2, 2] = math.nan
+    finding = only(train(model, 3, tmp_path, every_step=every_step), "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since) == (("linear",), "weight", 0)
+    assert finding.remedy.startswith("Start again, and look at the initialization")
 
 
 def test_the_gradient_of_one_weight(tmp_path: Path) -> None:
@@ -162,6 +213,26 @@ def test_the_gradient_of_one_weight(tmp_path: Path) -> None:
     model.linear.weight.register_hook(lambda gradient: gradient * (math.nan if next(steps) == 13 else 1))
     finding = only(train(model, 10, tmp_path), "nonfinite")
     assert (finding.layers, finding.tensor, finding.since) == (("linear",), "gradient", 6)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_first_step_is_one_that_a_scaler_skips(recipe: str, tmp_path: Path) -> None:
+    """As usual: the scaler begins with too large a scale. The step ends before its facts are known."""
+    model = Blocks(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with InspectSession(log_dir=tmp_path, model=model, on_finding={"nonfinite": "stop"}) as session:
+        for _ in range(4):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(32, 64)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            session.step()
+    assert scaler.get_scale() < 2.0**30
+    severities = [finding.severity for finding in session.findings if finding.rule == "nonfinite"]
+    assert set(severities) == {"note"}
+    assert diagnose(tmp_path) == session.findings
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
@@ -267,6 +338,27 @@ def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
         "warning",
     )
     assert "to which the cast turns an inf" in finding.seen
+    assert "clip" not in finding.remedy
+
+
+def test_an_inf_that_fp8_in_blocks_hides(tmp_path: Path) -> None:
+    """Its block has the scale 1, as a block of zeros has; the input of the next norm is a note."""
+
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        if step == 22:
+            return lambda place, x: x.index_fill(1, torch.tensor([7]), math.inf) if place == "between" else x
+        return None
+
+    class Plain(Blocks):
+        def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+            with te.autocast(recipe=self.recipe):
+                return self.head(self.linear(self.at("between", x)))
+
+    session = train(Plain("block"), 26, tmp_path, at)
+    assert session is not None
+    assert [(found.rule, found.layers, found.tensor) for found in session.findings if found.since == 22] == [
+        ("spike", ("head",), "input")
+    ]
 
 
 def test_a_step_without_low_precision(tmp_path: Path) -> None:

@@ -38,9 +38,16 @@ class Changed(RuleCheck):
                 return
             first = slots[0][1]
             layers = tuple(layer for layer, tensor in slots if tensor == first)
-            severity: Severity = "warning" if event.data["now"] in LARGEST_CODES else "note"
-            yield Sighting(layers, first, "", event.text, event.iteration, severity)
+            is_inf = event.data["now"] in LARGEST_CODES
+            severity: Severity = "warning" if is_inf else "note"
+            remedy = _OF_INF if is_inf else ""
+            yield Sighting(layers, first, "", event.text, event.iteration, severity, remedy=remedy)
 
+
+_OF_INF = (
+    "Look for the inf in the batch of that step, and in what runs before the layer (in the backward: the loss, and what"
+    " runs after it): debug='activation_overflow' stops at the module and batch. Skip such batches"
+)
 
 _COLLECT = "every_step=True, the default, and a longer run"
 _NEEDS = f"every_step=True, and {LEAST_HISTORY} steps"

@@ -10,11 +10,14 @@ import numpy as np
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
+from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values, extend_rows
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
+from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP
+from te_precision_callbacks.flight.steps import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
 
 FROM_ZERO = 20
@@ -61,12 +64,17 @@ _REMEDY_OF_GRADIENT = (
 )
 
 _REMEDY_OF_UPDATE = (
-    "Resume from a checkpoint before that update, and look at the optimizer's step, the learning rate, and code that"
-    " writes weights or .grad: hooks, collectives, unscaling, clipping"
+    "Resume from an earlier checkpoint, and look at what wrote the weights: the optimizer's step and state, the"
+    " learning rate, and code that writes weights or .grad (hooks, collectives, unscaling, clipping)"
+)
+
+_REMEDY_OF_START = (
+    "Start again, and look at the initialization of the weights, or at the checkpoint that was loaded: the first step"
+    " read them with inf or nan"
 )
 
 _REMEDY_BETWEEN = (
-    "Resume from an earlier checkpoint, and look at {}, such as a norm, a bias, an activation function, attention."
+    "Resume from an earlier checkpoint, and look at {}, such as {}a norm, a bias, an activation function, attention."
     " debug='activation_overflow' stops at the module and batch"
 )
 
@@ -78,6 +86,11 @@ _REMEDY_OF_ALL_GRADIENTS = (
 _SKIPPED = (
     "Nothing, as long as it ends: the GradScaler skips such a step, and halves its scale. With a smaller init_scale= it"
     " skips fewer steps"
+)
+
+_FINITE_AGAIN = (
+    f"all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, and no gradient at an optimizer's"
+    " step had inf or nan"
 )
 
 _OF_BACKWARD = ("gradient", "dgrad", "wgrad")
@@ -94,6 +107,7 @@ class Nonfinite(RuleCheck):
 
     _first: Sighting | None = None
     _is_scaled = False
+    _lasts = False  # whether parameters had inf or nan, or may have had them
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         self._is_scaled = is_scaled(facts)
@@ -129,6 +143,12 @@ class Nonfinite(RuleCheck):
             yield self._first
         if event.kind == "first_nonfinite":
             yield from self._origin(event)
+        self._lasts |= event.kind == "observation_failed"
+        self._lasts |= any(row["what"].startswith("nonfinite") for row in event.data.get("problems", ()))
+        if event.kind == "finite_again" and self._first is not None and not self._lasts:
+            seen = f"{self._first.seen}; {_FINITE_AGAIN}"
+            yield self._first._replace(seen=seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
+            self._first = None
         for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
             if row["what"] == "nonfinite_gradient":
                 self._first = _nonfinite_gradient(row)
@@ -138,7 +158,7 @@ class Nonfinite(RuleCheck):
                 count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
                 when = f"the update of step {row['since']}" if row["number"] else "the last step"
                 seen = f"{count} after {when}, first {names[0]}"
-                self._first = Sighting(layers_of(names), "", "", seen, row["since"])
+                self._first = Sighting(layers_of(names), "", "", seen, row["since"], remedy=_REMEDY_OF_UPDATE)
                 yield self._first
 
     def _origin(self, event: Event) -> Iterator[Sighting]:
@@ -150,20 +170,31 @@ class Nonfinite(RuleCheck):
             yield found._replace(severity="note", key="scaled", remedy=_SKIPPED)
             return
         if event.tensor == "weight":
-            found = found._replace(remedy=_REMEDY_OF_UPDATE)
+            is_new = event.data["since"] < event.iteration
+            found = found._replace(remedy=_REMEDY_OF_UPDATE if is_new else _REMEDY_OF_START)
             if event.data["weights"] > 1:
                 found = found._replace(layers=(), tensor="")
-        elif event.data["before"]:
-            layer, tensor = event.data["before"]
-            between = f"what runs between the {tensor} of {layer} and the {event.tensor} of {event.layer}"
-            if event.phase == "backward" and tensor in ("activation", "output"):
-                between = f"the loss, and what runs between it and {event.layer}"
-            found = found._replace(remedy=_REMEDY_BETWEEN.format(between))
         else:
-            found = found._replace(remedy=_REMEDY_BETWEEN.format(f"the batch, and what runs before {event.layer}"))
+            found = found._replace(remedy=_remedy_between(event))
         if self._first is None or event.iteration < (self._first.since or 0):  # known late, from another rank
             self._first = found
         yield self._first
+
+
+def _remedy_between(event: Event) -> str:
+    """The remedy for inf and nan that began after the last finite tensor, whose GEMM may be wrong too."""
+    if not event.data["before"]:
+        return _REMEDY_BETWEEN.format(f"the batch, and what runs before {event.layer}", "")
+    layer, tensor = event.data["before"]
+    between = f"what runs between the {tensor} of {layer} and the {event.tensor} of {event.layer}"
+    if event.phase == "backward" and tensor in ("activation", "output"):
+        between = f"the loss, and what runs between it and {event.layer}"
+    gemm = ""
+    if event.tensor in RESULT.values():
+        gemm = f"the GEMM of {event.layer} itself, "
+    elif tensor in ("activation", "gradient"):
+        gemm = f"the GEMM of {layer} itself, "
+    return _REMEDY_BETWEEN.format(between, gemm)
 
 
 def _nonfinite_gradient(row: Mapping[str, Any]) -> Sighting:
@@ -196,7 +227,9 @@ def _first_nonfinite(
     others = len({name for name, _ in broken} - {layer})
     have = "has" if others == 1 else "have"
     inherit = f"; {many(others, 'more layer')} {have} inf or nan in the same step" if others else ""
-    remedy = _REMEDY_OF_WEIGHT if tensor == "weight" else ""
+    remedy = ""
+    if tensor == "weight":
+        remedy = _REMEDY_OF_WEIGHT if iteration else _REMEDY_OF_START
     return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
 
 
@@ -220,7 +253,8 @@ class FromZero:
         for column in numbers.columns("cur_amax", facts) if numbers.iteration < FROM_ZERO else ():
             self._begins = extend_rows(self._begins, column.rows, -1)
             known = self._begins[column.rows]
-            self._begins[column.rows] = np.where(known < 0, column.values == 0, known)
+            values = numbers.mask_nonfinite(column).values
+            self._begins[column.rows] = np.where(known < 0, values == 0, known)
 
     def grow(self, numbers: StepNumbers, column: Column) -> Mask:
         """[rows of the column]: whether the tensor started from 0, and the run is in its first steps."""
@@ -348,7 +382,9 @@ RULES = (
         collect="LogTensorStats with stats: [nonfinite_num], or the default config",
         condition=(
             "a tensor has an inf or nan element, or the gradient of a parameter has one when its optimizer steps; the"
-            " first such tensor in execution order is reported"
+            " first such tensor in execution order is reported. A note if the watch of every step found it, on a single"
+            f" rank, and all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, as are all"
+            " gradients and weights at optimizer steps: as where the script skips a batch"
         ),
         silent="nothing: in gradients that a GradScaler has scaled for float16, inf and nan are a note",
         severity="error",

@@ -129,13 +129,14 @@ class Sibling(RuleCheck):
         """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
         if not numbers.iteration:
             return
-        is_zero = (column.values == 0) & numbers.are("weight", column)
+        values = numbers.mask_nonfinite(column).values
+        is_zero = (values == 0) & numbers.are("weight", column)
         if not is_zero.any():
             return
         lone: list[int] = []
         for places in self._similar_layers(numbers, facts, column):
             zeros = places[is_zero[places]].tolist()
-            if len(zeros) <= len(places) / 2:
+            if len(zeros) <= np.isfinite(values[places]).sum() / 2:
                 lone += zeros
         if lone:
             names = numbers.names_of(column)

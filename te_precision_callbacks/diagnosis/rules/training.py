@@ -13,6 +13,7 @@ from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.flight.steps import FINITE_AGAIN
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
@@ -20,9 +21,6 @@ WINDOW = 30
 OF_MEAN = 8
 MEANS = (1, 8, 64, 512)
 """Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
-
-FINITE_AGAIN = 3
-"""Logged steps in a row with a finite loss, after which inf or nan is a note: in weights with nan, it would last."""
 
 RISE = 1.0
 """Powers of two by which the median norm of a window's last third is above that of its first third."""
@@ -62,6 +60,11 @@ def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
     name = min(norms, key=order, default="")
     return name, values.get(name, math.nan)
 
+
+OF_SKIPPED_STEP = (
+    "Nothing, if the script skips such a step on purpose, and the forward updates no buffers, as BatchNorm does: they"
+    " are not checked. Otherwise look for the cause: debug='activation_overflow' stops at the module and batch"
+)
 
 UNFILTERED = "loss_step"
 """The loss of a step as the backward gets it, from a trainer that leaves inf and nan out of what it logs."""
@@ -122,7 +125,7 @@ class NonfiniteLoss(RuleCheck):
             self._finite += 1
             if self._finite == FINITE_AGAIN:
                 seen = f"the loss was inf or nan in {many(self._bad, 'logged step')}, and is finite again"
-                yield Sighting((), "", "", seen, None, "note", replaces=True)
+                yield Sighting((), "", "", seen, None, "note", remedy=OF_SKIPPED_STEP, replaces=True)
 
 
 class GradientNorm(RuleCheck):
