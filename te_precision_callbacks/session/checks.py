@@ -279,7 +279,7 @@ class ParameterChecks:
         self._checked: set[str] = set()
         self.begin, self.remove = self._watch.begin, self._watch.remove
         self.before_clipping, self.around_backward = self._watch.before_clipping, self._watch.around_backward
-        self.after_optimizer_step = self._watch.after_step
+        self.after_optimizer_step, self.note_checkpoint = self._watch.after_step, self._watch.note_checkpoint
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
@@ -299,6 +299,9 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step(iteration + 1)
+        for rise in self._watch.take_rises():
+            text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
+            self._events.append(Event("learning_rate_rose", text, iteration))
         self._record(problems, iteration, of_all=self._ranks.are_connected)
 
     def end(self, iteration: int) -> None:

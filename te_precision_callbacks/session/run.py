@@ -431,6 +431,7 @@ class Run:
         """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
+        self._parameters.note_checkpoint()
         text = f"A checkpoint was saved before debug iteration {iteration}."
         self._send(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 

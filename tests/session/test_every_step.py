@@ -65,6 +65,7 @@ def train(
     after: Callable[[int, Blocks], None] = lambda step, model: None,
     *,
     calls: Callable[[int], dict[str, Any]] = lambda step: {},
+    rate: Callable[[int], float] = lambda step: 1e-3,
     batches: int = MICRO_BATCHES,
     **options: Any,
 ) -> InspectSession | None:
@@ -76,6 +77,7 @@ def train(
             for batch in range(batches):
                 model.at = at(step, batch, model) or (lambda place, x: x)
                 model(torch.randn(32, 64, generator=draws), **calls(step)).square().mean().backward()
+            optimizer.param_groups[0]["lr"] = rate(step)
             optimizer.step()
             optimizer.zero_grad()
             after(step, model)
@@ -184,10 +186,35 @@ def overwritten(step: int, model: Blocks) -> None:
 
 def test_weights_that_are_overwritten_between_samples(tmp_path: Path) -> None:
     session = train(Blocks("current"), 30, tmp_path, after=overwritten)
-    assert session is not None
-    (finding,) = (finding for finding in session.findings if "largest magnitude" in finding.seen)
-    assert (finding.rule, finding.layers, finding.tensor) == ("weight-jump", ("linear",), "weight")
-    assert (finding.since, finding.severity) == (23, "warning")
+    finding = only(session, "weight-jump")
+    assert (finding.layers, finding.tensor, finding.severity) == (("linear",), "weight", "warning")
+    assert (finding.last_good, finding.since) == (22, 23)
+
+
+@pytest.mark.parametrize("to", [0.0, 8.0])
+def test_overwritten_weights_are_one_finding(to: float, tmp_path: Path) -> None:
+    def after(step: int, model: Blocks) -> None:
+        if step == 22:
+            with torch.no_grad():
+                model.linear.weight.mul_(to)
+
+    assert only(train(Blocks("current"), 30, tmp_path, after=after), "weight-jump").since == 23
+
+
+WEIGHTS = feature("LogTensorStats", ["mlp", "linear", "head"], tensors=["weight"], stats=["cur_amax"], freq=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"every_step": False, "config": {"s": WEIGHTS}}])
+def test_weights_that_jump_by_a_learning_rate(options: dict[str, Any], tmp_path: Path) -> None:
+    rates = {22: 5.0}
+    session = train(Blocks("current"), 40, tmp_path, rate=lambda step: rates.get(step, 1e-3), **options)
+    finding = only(session, "weight-jump")
+    assert (finding.since, finding.severity) == (22, "warning")
+    assert "after the learning rate rose from 0.001 to 5 in step 22" in finding.seen
+    assert "learning rate" in finding.remedy
+    assert options or finding.last_good == 21
+    (recorded,) = (found for found in diagnose(tmp_path) if found.rule == "weight-jump")
+    assert (recorded.seen, recorded.since) == (finding.seen, finding.since)
 
 
 def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:

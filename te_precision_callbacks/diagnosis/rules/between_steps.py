@@ -32,6 +32,7 @@ class Changed(RuleCheck):
             self.applies = True
             self.checked = True
         if event.kind == "changed" and event.data["kind"] == self._kind:
+            self.note_data(event.iteration - 1)  # which was watched
             slots = event.data["slots"]
             if self._kind != "spike":
                 yield Sighting(tuple(layer for layer, _ in slots), "", "", event.text, event.iteration)
