@@ -723,6 +723,20 @@ class ParameterWatch:
         self._rises = []
         return rises
 
+    def take_vanished(self) -> dict[int, list[str]]:
+        """Return the matrices whose gradients have become 0, by the first iteration.
+
+        Without layers in lists of a block, such as experts, which may get no tokens.
+        """
+        found: dict[int, list[str]] = {}
+        if self._finite.vanished:
+            matrices = {known.name for known in self._parameters.values() if known.weight.dim() > 1}
+            for name, since in self._finite.vanished:
+                if name in matrices and len(numbers_of(name)) < 2:
+                    found.setdefault(since, []).append(name)
+            self._finite.vanished.clear()
+        return found
+
     def _nonfinite(self, broken: list[Broken]) -> list[Problem]:
         if not broken:
             return []

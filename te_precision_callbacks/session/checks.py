@@ -29,10 +29,10 @@ from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, reads
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
+from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
 from te_precision_callbacks.dumps.recording import Recorder
-from te_precision_callbacks.flight.changes import LEAST_HISTORY, Changes, Kind
-from te_precision_callbacks.flight.rows import StepRow
+from te_precision_callbacks.flight.changes import LEAST_HISTORY, Change, Changes, Kind
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps, Origin
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
@@ -302,6 +302,9 @@ class ParameterChecks:
         for rise in self._watch.take_rises():
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
             self._events.append(Event("learning_rate_rose", text, iteration))
+        for since, names in self._watch.take_vanished().items():
+            slots = tuple(TensorSlot(layer, "wgrad") for layer in layers_of(names))
+            self._events.append(_event_of_change(Change("frozen", slots, since)))
         self._record(problems, iteration, of_all=self._ranks.are_connected)
 
     def end(self, iteration: int) -> None:
@@ -411,7 +414,7 @@ class EveryStepCheck:
             for change in self._changes.add(row):
                 self._left[change.kind] -= 1
                 if self._left[change.kind] >= 0:
-                    self._events.append(Event("changed", str(change), change.since, data=change.as_json()))
+                    self._events.append(_event_of_change(change))
             self._watched += bool(row.order)
             if self._watched == LEAST_HISTORY and row.order:
                 layers = {slot.layer for slot in self._watch.ring.slots}
@@ -419,6 +422,10 @@ class EveryStepCheck:
                 if row.unwatched:
                     text += f", except {some_of(row.unwatched)}"
                 self._events.append(Event("every_step_watched", f"{text}.", row.iteration))
+
+
+def _event_of_change(change: Change) -> Event:
+    return Event("changed", str(change), change.since, data=change.as_json())
 
 
 def _event_of(origin: Origin) -> Event:

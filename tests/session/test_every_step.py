@@ -346,6 +346,16 @@ def test_a_layer_that_gets_no_gradient_any_more(how: str, tmp_path: Path) -> Non
     assert [found.rule for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == ["frozen-layer"]
 
 
+def test_a_gradient_that_is_0_only_at_the_optimizers_step(tmp_path: Path) -> None:
+    model = Blocks("current")
+    steps = iter(range(100))
+    model.linear.weight.register_hook(lambda gradient: gradient * (next(steps) < 20))
+    finding = only(train(model, 32, tmp_path, batches=1), "frozen-layer")
+    assert (finding.layers, finding.last_good, finding.since) == (("linear",), 19, 20)
+    assert "got a gradient in each step, and none or only 0 since step 20" in finding.seen
+    assert [found.seen for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == [finding.seen]
+
+
 def test_layers_that_are_trained_in_turn_are_not_frozen(tmp_path: Path) -> None:
     def after(step: int, model: Blocks) -> None:
         model.linear.requires_grad_(step % 3 != 0)

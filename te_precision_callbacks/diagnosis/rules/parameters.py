@@ -281,7 +281,7 @@ RULES = (
         ),
         check=functools.partial(ParameterRule, "frozen-weight"),
         essential=True,
-        consequence_of=("missing-gradient", "dead-gradient"),
+        consequence_of=("missing-gradient", "dead-gradient", "frozen-layer"),
     ),
     Rule(
         id="learning-rate",
