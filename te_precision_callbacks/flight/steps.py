@@ -94,6 +94,7 @@ class LastSteps:
     Attributes:
         slots: the tensors, by slot.
         rows: the last :data:`KEPT_STEPS` steps.
+        last: inf and nan in the last step that had any; None without one.
     """
 
     def __init__(self, slots: Sequence[TensorSlot]) -> None:
@@ -101,6 +102,7 @@ class LastSteps:
         self.rows: deque[StepRow] = deque(maxlen=KEPT_STEPS)
         self._since: int | None = None
         self._told: set[bool] = set()
+        self.last: Origin | None = None
 
     def add(self, row: StepRow) -> Origin | None:
         """Add a step; return where inf and nan began, once for the run and once for steps with it in backwards only."""
@@ -113,6 +115,7 @@ class LastSteps:
         if row.first is None:
             return None
         origin = self._origin(row, row.first, before, self._since)
+        self.last = origin
         if origin.in_backward in self._told:
             return None
         self._told.add(origin.in_backward)

@@ -1,6 +1,7 @@
 """Finds gradients with inf or nan at an optimizer's step, and weights after it, without waiting for the device.
 
-It also finds gradients that become 0, as those that other code sets to 0 after the backward. Gradients that are clipped are read before: clipping by a norm of nan makes all of them nan.
+It also finds gradients that become 0, as those that other code sets to 0 after the backward. Gradients that are
+clipped are read before: clipping by a norm of nan makes all of them nan.
 """
 
 from __future__ import annotations

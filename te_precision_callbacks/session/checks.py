@@ -128,11 +128,17 @@ class RuleChecks:
         findings = self._stopping
         self._stopping = []
         text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
-        remedies = (finding.remedy for finding in sorted(findings, key=lambda finding: len(finding.remedy)))
-        by_beginning = {remedy.partition(". ")[0]: f"{remedy}." for remedy in remedies}  # the longest of similar ones
-        raise PrecisionFindingError(
-            f"A finding stops the training (on_finding=): {text}. {' '.join(by_beginning.values())}".rstrip(), findings
-        )
+        by_length = sorted(findings, key=lambda finding: len(finding.remedy))
+        # The longest of similar remedies.
+        longest = {finding.remedy.partition(". ")[0]: finding.remedy for finding in by_length}.values()
+        several = len(longest) > 1
+        remedies = {
+            finding.remedy: f" {f'For {finding.rule}: ' if several else ''}{finding.remedy}."
+            for finding in findings
+            if finding.remedy in longest
+        }
+        message = f"A finding stops the training (on_finding=): {text}.{''.join(remedies.values())}"
+        raise PrecisionFindingError(message, findings)
 
     def _react(self, findings: Sequence[Finding], iteration: int) -> None:
         for finding in findings:
@@ -397,6 +403,14 @@ class EveryStepCheck:
             data = {"of_all": of_all, "is_problem": not kept, **self.steps.as_json()}
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
+
+    def note_last_nonfinite(self) -> None:
+        """Add an event for the last step with inf or nan, at the end of the run."""
+        last = self.steps.last
+        if last is not None:
+            text = f"The last step with inf or nan is {last.iteration}."
+            phase = "backward" if last.in_backward else "forward"
+            self._events.append(Event("last_nonfinite", text, last.iteration, phase=phase))
 
     def exchange_origins(self, ranks: Ranks) -> list[tuple[int, Event]]:
         """Return rank and event of each other rank that has found where inf and nan began."""

@@ -21,7 +21,7 @@ from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.sinks.step_records import Event
 from tests.capability import stand_for
 from tests.combinations import half
@@ -131,7 +131,9 @@ def test_the_first_tensor_with_nan(recipe: str, nan: tuple[str, int, int], tmp_p
     assert (finding.layers, finding.tensor) == ((layer,), tensor)
     assert (finding.since, finding.severity) == (step, "error")
     assert f"in micro-batch {batch} of step {step}" in finding.seen
-    assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
+    assert finding.until == step + 2, "the weights are nan from then on"
+    recorded = [(found.seen, found.until) for found in diagnose(tmp_path) if found.rule == "nonfinite"]
+    assert recorded == [(finding.seen, finding.until)]
 
 
 @pytest.mark.slow
@@ -406,8 +408,12 @@ def show(*arguments: object) -> str:
 
 
 def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
-    train(Blocks("current"), 12, tmp_path, nan_at("between", 9, 1))
+    def log(step: int, model: Blocks) -> None:
+        running_session().log({"loss": math.nan if step >= 9 else 1.0})
+
+    train(Blocks("current"), 12, tmp_path, nan_at("between", 9, 1), log)
     data = json.loads(show(tmp_path, "--last-steps", "--json"))
+    assert data["text"].startswith("The last 10 steps before: nonfinite (activation of linear")
     assert data["iterations"] == list(range(10))
     assert data["tensors"][data["first"][0]] == ["linear", "activation"]
     assert data["first"][1] == 9
@@ -421,14 +427,17 @@ def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
     assert "N nan" in next(line for line in drawn if line.startswith("linear activation"))
 
 
-def test_the_last_steps_before_an_exception(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "name"), [(RuntimeError("the script's own"), "RuntimeError"), (KeyboardInterrupt(), "Ctrl-C")]
+)
+def test_the_last_steps_before_an_exception(tmp_path: Path, error: BaseException, name: str) -> None:
     def at(step: int, batch: int, model: Blocks) -> Hook | None:
         if step == 5:
-            raise RuntimeError("the script's own")
+            raise error
         return None
 
     with (
-        pytest.raises(RuntimeError, match="own"),
+        pytest.raises(type(error)),
         InspectSession(log_dir=tmp_path, model=(model := Blocks("none"))) as s,
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -437,7 +446,7 @@ def test_the_last_steps_before_an_exception(tmp_path: Path) -> None:
             model(torch.randn(16, 64)).sum().backward()
             optimizer.step()
             s.step()
-    assert "the run was ended by RuntimeError" in show(tmp_path, "--last-steps")
+    assert f"the run was ended by {name}." in show(tmp_path, "--last-steps")
 
 
 def test_the_last_steps_before_the_end(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ RULES = (
         disproof="the script freezes the layer on purpose from that step on",
         remedy=(
             "Look for what stops the gradient: requires_grad_(False), detach(), torch.no_grad(), a loss term or a gate"
-            " that is 0 from that step on, code or hooks that set gradients to 0. After a spike under delayed scaling, gradients may be 0 until its amax"
-            " leaves the history: use a shorter amax_history_len, or current scaling"
+            " that is 0 from that step on, code or hooks that set gradients to 0. After a spike under delayed scaling,"
+            " gradients may be 0 until its amax leaves the history: use a shorter amax_history_len, or current scaling"
         ),
         consequence_of=("spike", "stale-scale", "uncalled-layer"),
         check=lambda: Changed("frozen"),

@@ -129,6 +129,9 @@ class Nonfinite(RuleCheck):
             yield self._first
         if event.kind == "first_nonfinite":
             yield from self._origin(event)
+        is_skipped = event.phase == "backward" and self._is_scaled
+        if event.kind == "last_nonfinite" and self._first is not None and not is_skipped:
+            yield self._first
         for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
             if row["what"] == "nonfinite_gradient":
                 self._first = _nonfinite_gradient(row)
