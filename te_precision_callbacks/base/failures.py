@@ -157,7 +157,7 @@ def _concerns_folder(folder: Path, error: BaseException | None) -> bool:
 
 
 def _is_of_disk(error: BaseException) -> bool:
-    """Return whether the operating system refused to read or write, which a traceback does not explain."""
+    """Return whether the operating system refused to read or write; a traceback does not explain that."""
     return isinstance(error, OSError) or isinstance(error.__cause__, OSError)
 
 

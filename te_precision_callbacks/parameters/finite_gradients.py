@@ -1,7 +1,7 @@
 """Finds gradients with inf or nan at an optimizer's step, and weights after it, without waiting for the device.
 
-It also finds gradients that become 0, as those that other code sets to 0 after the backward. Gradients that are
-clipped are read before: clipping by a norm of nan makes all of them nan.
+It also finds gradients that become 0, also by other code after the backward. Gradients are read before they are
+clipped: clipping by a norm of nan makes all of them nan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NamedGradient = tuple[str, torch.Tensor]
 
 STEADY = 16
 ZEROS = 8
-"""The iterations in which a gradient was not 0, and the next steps in which it is."""
+"""The number of iterations with a gradient other than 0, and of the steps after them with a gradient of 0."""
 
 _What = Literal["nonfinite_gradient", "nonfinite"]
 
@@ -39,7 +39,7 @@ class FiniteGradients:
     """Checks the gradients and the stepped weights of each step, until some were not finite.
 
     Attributes:
-        vanished: parameters whose gradient has become 0, with the first iteration; the caller clears it.
+        vanished: parameters with a gradient that has become 0, and the first iteration; the caller clears it.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,8 @@ class FiniteGradients:
 def _largest(tensors: Sequence[NamedGradient]) -> list[tuple[list[str], torch.Tensor]]:
     """Return names, and logarithms of the largest magnitudes of the same length, for each device and dtype.
 
-    -inf is 0, and inf or nan a tensor that is not finite. Logarithms of float64 fit into float32.
+    A logarithm of -inf is a tensor of zeros, inf or nan a tensor that is not finite. Logarithms of float64 fit into
+    float32.
     """
     local = [one if type(one) in PLAIN else local_part(one) for _, one in tensors]
     return [

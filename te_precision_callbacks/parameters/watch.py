@@ -242,7 +242,7 @@ class _Parameter:
 
 
 class RateRise(NamedTuple):
-    """The learning rate of a parameter group in a step and in the one before, which is far smaller and not 0."""
+    """The learning rate of a parameter group in two steps: far smaller and not 0, then large."""
 
     before: float
     now: float
@@ -717,16 +717,16 @@ class ParameterWatch:
         return problems
 
     def take_rises(self) -> list[RateRise]:
-        """Return the rises of the learning rate since the last call; those of the first steps of a run."""
+        """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""
         rises = self._rises[: self._rises_left]
         self._rises_left -= len(rises)
         self._rises = []
         return rises
 
     def take_vanished(self) -> dict[int, list[str]]:
-        """Return the matrices whose gradients have become 0, by the first iteration.
+        """Return first iteration -> matrices with gradients that have become 0.
 
-        Without layers in lists of a block, such as experts, which may get no tokens.
+        Layers in lists of a block are left out: experts may get no tokens.
         """
         found: dict[int, list[str]] = {}
         if self._finite.vanished:
@@ -745,7 +745,7 @@ class ParameterWatch:
         return [Problem(what, name, since, share) for since, what, name in broken]
 
     def note_checkpoint(self) -> None:
-        """Sample the weights, which may be restored later, before the next step of an optimizer."""
+        """Sample the weights before the next step of an optimizer: code may restore them later."""
         self._is_due = True
 
     def begin_step(self, iteration: int) -> None:

@@ -185,7 +185,7 @@ class Recording:
         """Write everything, with the end of the segment.
 
         Args:
-            last, step: the last iteration, and the one in which the run ended; -1 if unknown.
+            last, step: the last iteration, and the iteration that the end has interrupted; -1 if unknown.
         """
         latest = max(self._latest, last)
         self._take_event(end_of(error, latest, max(latest, step)))

@@ -55,7 +55,7 @@ class RecordSink(EventSink):
         keys: keys of this run in the store of the process group; None without other ranks.
         place: the segment. Rank 0 creates it when there is content, and puts it into the store for ranks that do not
             reduce with rank 0.
-        last, step: the last iteration, and the one in which the run ended, set at its end; -1 before.
+        last, step: the last iteration, and the iteration that the end has interrupted, set at the end; -1 before.
         has_content: whether anything was written besides the start and the end.
     """
 

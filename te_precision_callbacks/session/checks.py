@@ -285,7 +285,8 @@ class ParameterChecks:
         self._checked: set[str] = set()
         self.begin, self.remove = self._watch.begin, self._watch.remove
         self.before_clipping, self.around_backward = self._watch.before_clipping, self._watch.around_backward
-        self.after_optimizer_step, self.note_checkpoint = self._watch.after_step, self._watch.note_checkpoint
+        self.after_optimizer_step = self._watch.after_step
+        self.note_checkpoint = self._watch.note_checkpoint
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:

@@ -172,7 +172,7 @@ def end_of(error: BaseException | None, iteration: int, step: int) -> Event:
 
     Args:
         iteration: the last debug iteration.
-        step: the debug iteration in which it ended, which may have just begun.
+        step: the debug iteration that its end has interrupted.
     """
     text = "The session was stopped." if error is None else error_text(error)
     severity: Severity = "info" if error is None else "error"
