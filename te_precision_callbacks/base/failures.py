@@ -104,7 +104,7 @@ class ObservationFailures:
                 self._rank,
                 where,
                 _format_error(error).removesuffix("."),
-                exc_info=error if self._count == 1 else None,
+                exc_info=error if self._count == 1 and not _is_of_disk(error) else None,
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
@@ -154,6 +154,11 @@ def _concerns_folder(folder: Path, error: BaseException | None) -> bool:
             return cause.is_relative_to(folder) or folder.is_relative_to(cause)
         error = error.__cause__
     return False
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """Return whether the operating system refused to read or write; a traceback does not explain that."""
+    return isinstance(error, OSError) or isinstance(error.__cause__, OSError)
 
 
 def _format_error(error: BaseException) -> str:

@@ -49,6 +49,7 @@ class Diagnosis:
         self.has_run = False
         self._checkpoints: dict[str, int] = {}  # file, or the iteration if the file is unknown -> iteration
         self._rank: int | None = None
+        self._lost = ""  # why records are missing
         self._local_steps: set[int] = set()
         self._collected = 0
 
@@ -69,6 +70,8 @@ class Diagnosis:
         return self._check("scalars", iteration, iteration, values, rank=rank)
 
     def event(self, event: Event, rank: int | None = None) -> list[Finding]:
+        if event.data.get("is_lost"):
+            self._lost = event.text
         return self._check("event", event.iteration, event, rank=rank)
 
     def add_sighting(self, iteration: int, rule: str, sighting: Sighting, rank: int) -> None:
@@ -132,8 +135,8 @@ class Diagnosis:
     def _why_not(self, rule: Rule, check: RuleCheck) -> str:
         if not self.has_run:
             return "no training step has run"
-        if check.why_not:
-            return check.why_not
+        if check.why_not or self._lost:
+            return self._lost or check.why_not
         layers = self._facts.layers.values()
         ran = [layer for layer in layers if layer.low or layer.reasons]
         if NO_CONFIG in rule.collect and not any(layer.is_of_te for layer in ran):

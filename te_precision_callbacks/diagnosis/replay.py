@@ -111,7 +111,9 @@ class _Record:
                 f"{last.who_stopped} stopped after step {step} without recording an end, and the data of"
                 " its last steps are missing"
             )
-            self.ends.append((0, Event("stopped", text, step)))
+            if last.lost:
+                text = f"the records end after step {step}, since they could not be written: {last.lost}"
+            self.ends.append((0, Event("stopped", text, step, data={"is_lost": bool(last.lost)})))
         self.logged = sorted(logged.items(), key=lambda item: item[0])
         self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
         if self.plain is not None:

@@ -140,7 +140,9 @@ class Changes:
         if row.first is None:
             largest = np.fmax.reduce(self._bits)
             smallest = np.fmin.reduce(self._bits)
-            jumps = (now - largest >= self._limits) | (self._are_weights & (smallest - now >= self._limits))
+            fallen = smallest - now >= self._limits
+            fallen[:count] |= (row.magnitudes == 0) & np.isfinite(self._bits[(self._steps - 1) % HISTORY, :count])
+            jumps = (now - largest >= self._limits) | (self._are_weights & fallen)
             if jumps.any():
                 jumps &= np.isfinite(self._bits).sum(0) >= LEAST_HISTORY
                 are_steady = largest - smallest <= STEADY

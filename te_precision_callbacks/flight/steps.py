@@ -97,6 +97,7 @@ class LastSteps:
     Attributes:
         slots: the tensors, by slot.
         rows: the last :data:`KEPT_STEPS` steps.
+        last: inf and nan in the last step that had any; None without one.
     """
 
     def __init__(self, slots: Sequence[TensorSlot]) -> None:
@@ -104,8 +105,9 @@ class LastSteps:
         self.rows: deque[StepRow] = deque(maxlen=KEPT_STEPS)
         self._since: int | None = None
         self._told: set[bool] = set()
-        self._last: Origin | None = None
+        self._open: Origin | None = None
         self._finite = 0  # steps of optimizers since the last inf or nan
+        self.last: Origin | None = None
 
     def add(self, row: StepRow) -> Origin | None:
         """Add a step; return where inf and nan began, once for the run and once for steps with it in backwards only."""
@@ -121,22 +123,23 @@ class LastSteps:
         self._finite = 0
         origin = self._origin(row, row.first, before, self._since)
         if origin.weights:
-            self._last = None
+            self._open = None
+        self.last = origin
         if origin.in_backward in self._told:
             return None
         self._told.add(origin.in_backward)
         if origin.ranks == 1 and not origin.weights:
-            self._last = origin
+            self._open = origin
         return origin
 
     def take_ended(self) -> Origin | None:
         """Return the last origin once, if the steps of optimizers after it had only finite tensors. The next inf or nan
         then has an origin again.
         """
-        ended = self._last
+        ended = self._open
         if ended is None or self._finite < FINITE_AGAIN:
             return None
-        self._last = None
+        self._open = None
         self._told.clear()
         return ended
 

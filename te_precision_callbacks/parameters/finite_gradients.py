@@ -1,10 +1,12 @@
 """Finds gradients with inf or nan at an optimizer's step, and weights after it, without waiting for the device.
 
-Gradients that are clipped are read before: clipping by a norm of nan makes all of them nan.
+It also finds gradients that become 0, also by other code after the backward. Gradients are read before they are
+clipped: clipping by a norm of nan makes all of them nan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -18,6 +20,10 @@ NamedGradient = tuple[str, torch.Tensor]
 """The name of a parameter, and its gradient or itself."""
 
 
+STEADY = 16
+ZEROS = 8
+"""The number of iterations with a gradient other than 0, and of the steps after them with a gradient of 0."""
+
 _What = Literal["nonfinite_gradient", "nonfinite"]
 
 
@@ -30,9 +36,16 @@ class Broken(NamedTuple):
 
 
 class FiniteGradients:
-    """Checks the gradients and the stepped weights of each step, until some were not finite."""
+    """Checks the gradients and the stepped weights of each step, until some were not finite.
+
+    Attributes:
+        vanished: parameters with a gradient that has become 0, and the first iteration; the caller clears it.
+    """
 
     def __init__(self) -> None:
+        self.vanished: list[tuple[str, int]] = []
+        self._since: dict[str, int] = {}  # parameter -> the iteration from which on its gradient was not 0
+        self._zeros: dict[str, tuple[int, int]] = {}  # parameter -> first iteration, number of steps
         self._has_found = False
         self._clipped: list[tuple[list[str], torch.Tensor]] = []
         self._stepped: list[tuple[list[str], torch.Tensor]] = []
@@ -40,7 +53,7 @@ class FiniteGradients:
 
     def before_clipping(self, gradients: Sequence[NamedGradient]) -> None:
         if not self._has_found:
-            self._clipped += _are_broken(gradients)
+            self._clipped += _largest(gradients)
 
     def before_step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[NamedGradient]) -> None:
         clipped = self._clipped
@@ -49,7 +62,7 @@ class FiniteGradients:
         if self._has_found or is_capturing() or getattr(optimizer, "found_inf", None) is not None:
             return
         known = {name for names, _ in clipped for name in names}
-        self._stepped += clipped + _are_broken([gradient for gradient in gradients if gradient[0] not in known])
+        self._stepped += clipped + _largest([gradient for gradient in gradients if gradient[0] not in known])
 
     def end_step(self, iteration: int, weights: Sequence[NamedGradient] = (), *, at_last: bool = False) -> list[Broken]:
         """Return the gradients that were not finite; if all were, the stepped ``weights`` that are not.
@@ -58,25 +71,48 @@ class FiniteGradients:
         """
         self._clipped = []
         waits = False
-        updated = [] if self._has_found else _are_broken(weights)
+        updated = [] if self._has_found else _largest(weights)
         kinds: dict[_What, list[tuple[list[str], torch.Tensor]]]
         kinds = {"nonfinite_gradient": self._stepped, "nonfinite": updated}
-        for what, flags_of in kinds.items():
-            for names, flags in flags_of:
-                self._copies.append(([Broken(iteration, what, name) for name in names], to_host(flags)))
-                waits |= flags.device.type != "cpu" and not at_last
+        for what, of_kind in kinds.items():
+            for names, largest in of_kind:
+                self._copies.append(([Broken(iteration, what, name) for name in names], to_host(largest)))
+                waits |= largest.device.type != "cpu" and not at_last
         self._stepped = []
         ready = [copy for copy in self._copies if copy[0][0].iteration < iteration or not waits]
         self._copies = [copy for copy in self._copies if copy[0][0].iteration >= iteration and waits]
-        found = [one for all_of, read in ready for one, is_broken in zip(all_of, read(), strict=True) if is_broken]
+        found: list[Broken] = []
+        for all_of, read in ready:
+            odd = [entry for entry in zip(all_of, read(), strict=True) if not -math.inf < entry[1] < math.inf]
+            found += [one for one, size in odd if size != -math.inf]
+            if all_of[0].what == "nonfinite_gradient":
+                self._note_zeros(all_of, {one.name for one, size in odd if size == -math.inf})
         self._has_found |= bool(found)
         return [one for one in found if one.what == "nonfinite_gradient"] or found
 
+    def _note_zeros(self, gradients: Sequence[Broken], zeros: set[str]) -> None:
+        iteration = gradients[0].iteration
+        for _, _, name in gradients:
+            if name not in self._since:
+                self._since[name] = iteration
+            elif name in self._zeros and name not in zeros:
+                del self._zeros[name]
+        for name in zeros:
+            first, steps = self._zeros.get(name, (iteration, 0))
+            if steps or iteration - self._since[name] >= STEADY:
+                self._zeros[name] = first, steps + 1
+                if steps + 1 == ZEROS:
+                    self.vanished.append((name, first))
+            self._since[name] = iteration + 1
 
-def _are_broken(gradients: Sequence[NamedGradient]) -> list[tuple[list[str], torch.Tensor]]:
-    """Return names, and float32 flags of the same length, for each device and dtype."""
-    local = [one if type(one) in PLAIN else local_part(one) for _, one in gradients]
+
+def _largest(tensors: Sequence[NamedGradient]) -> list[tuple[list[str], torch.Tensor]]:
+    """Return names, and logarithms of the largest magnitudes of the same length, for each device and dtype.
+
+    A logarithm of -inf is a tensor of zeros, inf or nan a tensor that is not finite. Logarithms of float64 fit into
+    float32.
+    """
+    local = [one if type(one) in PLAIN else local_part(one) for _, one in tensors]
     return [
-        ([gradients[place][0] for place in places], largest.isfinite().logical_not().float())
-        for places, largest in largest_of_each(local)
+        ([tensors[place][0] for place in places], largest.log2().float()) for places, largest in largest_of_each(local)
     ]

@@ -14,7 +14,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -76,6 +76,10 @@ RISEN = 0.05
 RISING_STEPS = 5
 """Share of the largest learning rate that counts as 0, the share it rises to, and the steps in which it rises."""
 
+RISE = 10.0
+MOST_RISES = 32
+"""The factor by which the learning rate rises in one step, and the most rises that are noted."""
+
 DECAYS = 0.02
 """Share of a weight that weight decay removes in a step: half of it in 34 steps."""
 
@@ -88,11 +92,12 @@ REPLACED = 0.5
 norm."""
 
 THIN = 4
-"""Every how many columns of a sample are kept for comparisons with overwritten weights: three samples of each weight
-are kept."""
+KEPT = 8
+"""Every how many columns of a sample are kept for comparisons with overwritten weights, and the samples of each weight
+that are kept: the first one and the last ones."""
 
 LATE = 8
-"""Optimizer steps after which a weight that is equal to its first sample again was restored."""
+"""Steps after which a weight that is equal to an earlier sample again was restored."""
 
 APART = 0.01
 APART_CHECKS = 2
@@ -151,18 +156,18 @@ class _Writes:
     Attributes:
         version: version of the weight after its last optimizer step, or -1.
         most: maximum number of writes between two optimizer steps.
-        samples: first sample of the values, and the last two: iteration, a stack of samples, and the index in it.
-        found: the problem of the weight, and the iteration; or None.
+        samples: samples of the values: iteration, a stack of samples, and the index in it.
+        found: the problem of the weight, the iteration, and that of the sample; or None.
     """
 
     version: int = -1
     most: int = 0
     samples: tuple[tuple[int, torch.Tensor, int], ...] = ()
-    found: tuple[ParameterProblem, int] | None = None
+    found: tuple[ParameterProblem, int, int] | None = None
 
-    def note(self, what: ParameterProblem, iteration: int, share: float) -> None:
+    def note(self, what: ParameterProblem, iteration: int, of_sample: int, share: float) -> None:
         if share == 1 and self.found is None:
-            self.found = what, iteration
+            self.found = what, iteration, of_sample
 
 
 @dataclass(eq=False)
@@ -236,6 +241,13 @@ class _Parameter:
             del self.kept[min(self.kept)]
 
 
+class RateRise(NamedTuple):
+    """The learning rate of a parameter group in two steps: far smaller and not 0, then large."""
+
+    before: float
+    now: float
+
+
 class _Clearing(NamedTuple):
     """The gradients of an optimizer between a sampled step and its next step.
 
@@ -273,14 +285,23 @@ class _Schedule:
     """The learning rate of an optimizer: its largest value, and its rise after it has fallen to 0.
 
     A rise in one step to most of the largest value is a restart, as of CosineAnnealingWarmRestarts.
+
+    Attributes:
+        of_groups: the learning rates of the parameter groups in the last step.
     """
 
     largest: float = 0.0
     last: float = 0.0
     zero_at: int | None = None
     rises: int = 0
+    of_groups: Sequence[float] = ()
 
-    def note(self, rate: float, iteration: int) -> None:
+    def note(self, rates: Sequence[float], iteration: int) -> list[RateRise]:
+        """Note the learning rates of the parameter groups, and return those that rise far in this step."""
+        groups = map(RateRise, self.of_groups, rates)
+        risen = [group for group in groups if group.now >= RISE * group.before > 0]
+        self.of_groups = rates
+        rate = max(rates, default=0.0)
         self.largest = max(self.largest, rate)
         if rate <= AT_ZERO * self.largest:
             self.zero_at = iteration
@@ -290,6 +311,7 @@ class _Schedule:
         elif rate > self.last:
             self.rises += 1
         self.last = rate
+        return risen
 
     @property
     def rises_again(self) -> bool:
@@ -329,6 +351,8 @@ class ParameterWatch:
         self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._schedules: weakref.WeakKeyDictionary[Optimizer, _Schedule] = weakref.WeakKeyDictionary()
+        self._rises: list[RateRise] = []
+        self._rises_left = MOST_RISES
         self._finite = FiniteGradients()
         self._is_due = True
         self._has_sampled = False
@@ -365,7 +389,7 @@ class ParameterWatch:
             if any(isinstance(rate, torch.Tensor) or rate for rate in rates):
                 self.last_update = iteration
             known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-            self._schedules.setdefault(optimizer, _Schedule()).note(max(known, default=0.0), iteration)
+            self._rises += self._schedules.setdefault(optimizer, _Schedule()).note(known, iteration)
             gradients = _gradients(held)
             pairs = zip(held, gradients, strict=True)
             named = [(entry.parameter.name, given) for entry, given in pairs if given is not None]
@@ -420,21 +444,21 @@ class ParameterWatch:
             return
         now = sampled_view(weight, THIN)
         iteration = self._iteration
-        first, at_first = samples[0]
         last, at_last = samples[-1]
         self._has_sampled = True
-        checks: list[tuple[ParameterProblem, Compare, tuple[torch.Tensor, ...]]] = [
-            ("emptied", _is_emptied, (now, at_last))
+        checks: list[tuple[ParameterProblem, int, Compare, tuple[torch.Tensor, ...]]] = [
+            ("emptied", last, _is_emptied, (now, at_last))
         ]
-        if last - first >= LATE:
-            checks.append(("restored", _is_restored, (now, at_first, at_last)))
+        for earlier, at_earlier in samples[:-1]:
+            if iteration - earlier >= LATE:
+                checks.append(("restored", earlier, _is_restored, (now, at_earlier, at_last)))
         if len(samples) > 1:
             before, at_before = samples[-2]
             span = max(1.0, (iteration - last) / (last - before))
-            checks.append(("replaced", functools.partial(_is_replaced, span), (now, at_before, at_last)))
-        for what, compare, tensors in checks:
-            note = functools.partial(parameter.writes.note, what, iteration)
-            self._batches.add((what, iteration, last), compare, tensors, note)
+            checks.append(("replaced", last, functools.partial(_is_replaced, span), (now, at_before, at_last)))
+        for what, of_sample, compare, tensors in checks:
+            note = functools.partial(parameter.writes.note, what, iteration, of_sample)
+            self._batches.add((what, iteration, of_sample, last), compare, tensors, note)
 
     def _refresh(self) -> None:
         """List the parameters, unless they are the same as before; their names take long to find."""
@@ -630,7 +654,7 @@ class ParameterWatch:
             for index, place in enumerate(places):
                 writes = plain[place][0].writes
                 first_sample, *later = *writes.samples, (self._iteration, stack, index)
-                writes.samples = first_sample, *later[-2:]
+                writes.samples = first_sample, *later[1 - KEPT :]
 
     def _compare_with_references(
         self, optimizer: Optimizer, compared: Iterable[tuple[_Held, torch.Tensor | None]]
@@ -693,12 +717,37 @@ class ParameterWatch:
             problems += self._nonfinite(broken)
         return problems
 
+    def take_rises(self) -> list[RateRise]:
+        """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""
+        rises = self._rises[: self._rises_left]
+        self._rises_left -= len(rises)
+        self._rises = []
+        return rises
+
+    def take_vanished(self) -> dict[int, list[str]]:
+        """Return first iteration -> matrices with gradients that have become 0.
+
+        Layers in lists of a block are left out: experts may get no tokens.
+        """
+        found: dict[int, list[str]] = {}
+        if self._finite.vanished:
+            matrices = {known.name for known in self._parameters.values() if known.weight.dim() > 1}
+            for name, since in self._finite.vanished:
+                if name in matrices and len(numbers_of(name)) < 2:
+                    found.setdefault(since, []).append(name)
+            self._finite.vanished.clear()
+        return found
+
     def _nonfinite(self, broken: list[Broken]) -> list[Problem]:
         if not broken:
             return []
         trained = sum(parameter.at_step for parameter in self._parameters.values())
         share = 100 * len({name for _, _, name in broken}) / max(1, trained)
         return [Problem(what, name, since, share) for since, what, name in broken]
+
+    def note_checkpoint(self) -> None:
+        """Sample the weights before the next step of an optimizer: code may restore them later."""
+        self._is_due = True
 
     def begin_step(self, iteration: int) -> None:
         self._iteration = iteration
@@ -784,8 +833,8 @@ class ParameterWatch:
             if parameter.checks or (parameter.moves and not parameter.has_moved):
                 yield from _weight_problems(parameter)
             if parameter.writes.found is not None:
-                what, since = parameter.writes.found
-                yield Problem(what, parameter.name, since, 1)
+                what, since, of_sample = parameter.writes.found
+                yield Problem(what, parameter.name, since, of_sample)
         if self._optimizer_steps and self._ended - self.last_update >= UNSTEPPED:
             yield Problem("unstepped", "", self.last_update + 1, self._ended - self.last_update)
         for schedule in self._schedules.values():
@@ -961,8 +1010,8 @@ def _is_emptied(now: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     return emptied[:, None, None].expand_as(now)
 
 
-def _is_restored(now: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    restored = (now == first).flatten(1).all(1) & (last != first).flatten(1).any(1)
+def _is_restored(now: torch.Tensor, earlier: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    restored = (now == earlier).flatten(1).all(1) & (last != earlier).flatten(1).any(1)
     return restored[:, None, None].expand_as(now)
 
 

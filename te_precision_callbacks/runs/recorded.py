@@ -95,6 +95,11 @@ class Segment:
     without_end: tuple[int, ...] = ()
 
     @property
+    def lost(self) -> str:
+        """Return why the records could not be written to their end, as by a full disk; empty if they were."""
+        return str(self.facts.get("not_written") or "")
+
+    @property
     def who_stopped(self) -> str:
         """Return the subject of a sentence on a segment that stopped without an end."""
         if self.without_end:

@@ -181,9 +181,14 @@ class Recording:
             self.writer.show_life()
         self._size_limit.keep()
 
-    def end(self, error: BaseException | None, last: int = -1) -> None:
-        """Write everything, with the end of the segment; ``last`` is the last iteration, -1 if unknown."""
-        self._take_event(end_of(error, max(self._latest, last)))
+    def end(self, error: BaseException | None, last: int = -1, step: int = -1) -> None:
+        """Write everything, with the end of the segment.
+
+        Args:
+            last, step: the last iteration, and the iteration that the end has interrupted; -1 if unknown.
+        """
+        latest = max(self._latest, last)
+        self._take_event(end_of(error, latest, max(latest, step)))
         if error is None:
             self.writer.close()
         else:

@@ -39,6 +39,7 @@ class RecordingError(PrecisionDebugError, RuntimeError): ...
 class _End(NamedTuple):
     error: BaseException | None
     last: int
+    step: int
 
 
 _Job = StepJob | Event | Scalars | FactTables | _End
@@ -54,13 +55,14 @@ class RecordSink(EventSink):
         keys: keys of this run in the store of the process group; None without other ranks.
         place: the segment. Rank 0 creates it when there is content, and puts it into the store for ranks that do not
             reduce with rank 0.
-        last: the last iteration, set at the end of the run; -1 before.
+        last, step: the last iteration, and the iteration that the end has interrupted, set at the end; -1 before.
         has_content: whether anything was written besides the start and the end.
     """
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
         self.place: Place | None = None
         self.last = -1
+        self.step = -1
         self._run_id = new_run_id()
         self._is_new = True
         self.writes_reduced = True
@@ -145,7 +147,7 @@ class RecordSink(EventSink):
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; after an interruption, a second call continues to wait."""
-        self._put(_End(error, self.last))
+        self._put(_End(error, self.last, self.step))
         self._run = None
         self._thread.finish()
         self._raise_failure()
@@ -195,7 +197,7 @@ class RecordSink(EventSink):
         if self._recording is None:
             return True
         if isinstance(job, _End):
-            self._recording.end(job.error, job.last)
+            self._recording.end(job.error, job.last, job.step)
             self._recording = None
         elif self._concerns(job):
             self._recording.take(job)

@@ -112,7 +112,9 @@ def loss_first(names: Iterable[str]) -> list[str]:
 
 
 def last_steps(run: RecordedRun) -> dict[str, Any] | None:
-    """Return the last steps before the earliest inf or nan, or else before the first problem; None without any.
+    """Return the last steps before the earliest inf or nan, or else before the first problem, or else the last ones.
+
+    None without any.
 
     As :meth:`~te_precision_callbacks.flight.steps.LastSteps.as_json`, and ``text``; ``rank``; ``loss``: the training
     loss in each iteration, or None.
@@ -122,8 +124,15 @@ def last_steps(run: RecordedRun) -> dict[str, Any] | None:
     ]
     if not recorded:
         return None
-    recorded.reverse()  # of several without a problem, the last one
-    chosen = min(recorded, key=lambda row: (row["first"][1] if row["first"] else math.inf, not row["is_problem"]))
+    places = range(len(recorded))
+
+    def order(place: int) -> tuple[float, bool, int]:
+        row = recorded[place]
+        began = row["first"][1] if row["first"] else math.inf
+        is_problem = row["is_problem"]
+        return began, not is_problem, place if is_problem else -place
+
+    chosen = recorded[min(places, key=order)]
     losses: dict[int, float | str] = {}
     name = next(filter(is_loss, loss_first(run.curves)), None)
     if name is not None:
@@ -159,6 +168,8 @@ def outcome_notes(run: RecordedRun) -> list[str]:
     segment = run.segments[-1]
     if segment.status == "stopped without an end":
         who = segment.who_stopped
+        if segment.lost:
+            return [f"The records of the run end early: {segment.lost}. Set log_dir= to a disk with free space."]
         return [f"{who[0].upper()}{who[1:]} stopped without an end: its process is gone and did not close the records."]
     if segment.status != "failed":
         return []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import some_of
@@ -14,6 +15,7 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, RESULT
 from te_precision_callbacks.config.loading import load_config
+from te_precision_callbacks.config.yaml_text import Places
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.reactions import (
     DUMP,
@@ -146,7 +148,8 @@ class Actions:
         return f"{gemms} of {layers[0]}, in {which}{', at the next inf or nan' if running.last > begin else ''}"
 
     def _plan(self, running: list[_Running]) -> None:
-        self._model.replan(load_config({each.name: each.section() for each in running}).sections)
+        sections = load_config({each.name: each.section() for each in running}).sections
+        self._model.replan([replace(section, places=Places("a reaction to a finding")) for section in sections])
         self._running = running
 
     def _report(self, text: str, iteration: int, *, of_all: bool = True) -> None:

@@ -29,10 +29,10 @@ from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, reads
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
+from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
 from te_precision_callbacks.dumps.recording import Recorder
-from te_precision_callbacks.flight.changes import LEAST_HISTORY, Changes, Kind
-from te_precision_callbacks.flight.rows import StepRow
+from te_precision_callbacks.flight.changes import LEAST_HISTORY, Change, Changes, Kind
+from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import FINITE_AGAIN, LastSteps, Origin
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
@@ -128,11 +128,17 @@ class RuleChecks:
         findings = self._stopping
         self._stopping = []
         text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
-        remedies = (finding.remedy for finding in sorted(findings, key=lambda finding: len(finding.remedy)))
-        by_beginning = {remedy.partition(". ")[0]: f"{remedy}." for remedy in remedies}  # the longest of similar ones
-        raise PrecisionFindingError(
-            f"A finding stops the training (on_finding=): {text}. {' '.join(by_beginning.values())}".rstrip(), findings
-        )
+        by_length = sorted(findings, key=lambda finding: len(finding.remedy))
+        # The longest of similar remedies.
+        longest = {finding.remedy.partition(". ")[0]: finding.remedy for finding in by_length}.values()
+        several = len(longest) > 1
+        remedies = {
+            finding.remedy: f" {f'For {finding.rule}: ' if several else ''}{finding.remedy}."
+            for finding in findings
+            if finding.remedy in longest
+        }
+        message = f"A finding stops the training (on_finding=): {text}.{''.join(remedies.values())}"
+        raise PrecisionFindingError(message, findings)
 
     def _react(self, findings: Sequence[Finding], iteration: int) -> None:
         for finding in findings:
@@ -280,6 +286,7 @@ class ParameterChecks:
         self.begin, self.remove = self._watch.begin, self._watch.remove
         self.before_clipping, self.around_backward = self._watch.before_clipping, self._watch.around_backward
         self.after_optimizer_step = self._watch.after_step
+        self.note_checkpoint = self._watch.note_checkpoint
 
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
@@ -299,6 +306,12 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step(iteration + 1)
+        for rise in self._watch.take_rises():
+            text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
+            self._events.append(Event("learning_rate_rose", text, iteration))
+        for since, names in self._watch.take_vanished().items():
+            slots = tuple(TensorSlot(layer, "wgrad") for layer in layers_of(names))
+            self._events.append(_event_of_change(Change("frozen", slots, since)))
         self._record(problems, iteration, of_all=self._ranks.are_connected)
 
     def have_updated(self, iteration: int) -> bool:
@@ -401,6 +414,14 @@ class EveryStepCheck:
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 
+    def note_last_nonfinite(self) -> None:
+        """Add an event for the last step with inf or nan, at the end of the run."""
+        last = self.steps.last
+        if last is not None:
+            text = f"The last step with inf or nan is {last.iteration}."
+            phase = "backward" if last.in_backward else "forward"
+            self._events.append(Event("last_nonfinite", text, last.iteration, phase=phase))
+
     def exchange_origins(self, ranks: Ranks) -> list[tuple[int, Event]]:
         """Return rank and event of each other rank that has found where inf and nan began."""
         own = own_rank()
@@ -421,7 +442,7 @@ class EveryStepCheck:
             for change in self._changes.add(row):
                 self._left[change.kind] -= 1
                 if self._left[change.kind] >= 0:
-                    self._events.append(Event("changed", str(change), change.since, data=change.as_json()))
+                    self._events.append(_event_of_change(change))
             self._watched += bool(row.order)
             if self._watched == LEAST_HISTORY and row.order:
                 layers = {slot.layer for slot in self._watch.ring.slots}
@@ -429,6 +450,10 @@ class EveryStepCheck:
                 if row.unwatched:
                     text += f", except {some_of(row.unwatched)}"
                 self._events.append(Event("every_step_watched", f"{text}.", row.iteration))
+
+
+def _event_of_change(change: Change) -> Event:
+    return Event("changed", str(change), change.since, data=change.as_json())
 
 
 def _event_of(origin: Origin) -> Event:

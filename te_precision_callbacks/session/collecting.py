@@ -169,6 +169,10 @@ class TrainerScalars:
                 self.has_loss |= is_training_loss(str(name))
                 kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
                 self._kept.append((iteration, logging_step, str(name), kept))
+            elif self._context.notices.first(f"scalar {name}"):
+                shape = getattr(value, "shape", None)
+                what = repr(value) if shape is None else f"a tensor of shape {tuple(shape)}"
+                logger.warning("log(): %r must be a number or a one-element tensor, not %s. Skipped.", name, what)
 
     def exchange_losses(self) -> list[Scalars]:
         """Return the mean losses over the ranks that have one. All ranks must call this."""

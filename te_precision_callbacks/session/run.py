@@ -39,6 +39,7 @@ from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.parameters.updates import UpdateWatch
+from te_precision_callbacks.runs.summary import ended_by
 from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.checks import (
     LEFT_FOR_PROBLEMS,
@@ -432,6 +433,7 @@ class Run:
         """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
+        self._parameters.note_checkpoint()
         text = f"A checkpoint was saved before debug iteration {iteration}."
         self._send(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
@@ -569,11 +571,13 @@ class Run:
             why = "the end of the run"
             if error is not None:
                 self._send_nonfinite(error)
-                why = f"the run was ended by {type(error).__name__}"
+                name = type(error).__name__
+                why = f"the run was ended by {ended_by(name) or name}"
             # SIGTERM comes also after the crash of another rank, so each rank records its own.
             ends_all = error is None or isinstance(error, KeyboardInterrupt)
             kept = LEFT_FOR_PROBLEMS if error is None else 0
             self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, kept=kept)
+            self._every_step.note_last_nonfinite()
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             if error is None and self._shares_losses:
@@ -581,7 +585,9 @@ class Run:
             self._check_facts(iteration, at_last=True)
             self._rules.actions.end(max(iteration - 1, 0))
             self._send()
-            self._rules.event(end_of(error, max(iteration - 1, 0)))
+            if self._files.records is not None:
+                self._files.records.step = iteration
+            self._rules.event(end_of(error, max(iteration - 1, 0), iteration))
 
     def _warn_never_due(self, error: BaseException | None) -> None:
         last = self.context.results.iterations.last

@@ -102,6 +102,7 @@ class InspectSession:
         self._resume_audit: ResumeAudit | None = None
         self._results = self._new_results(None)
         self._loop = LoopFacts()
+        self._has_warned_of_log = False
         self._resumed_loss = ResumedLoss()
         self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
@@ -372,18 +373,23 @@ class InspectSession:
         """Record scalars of the training, such as loss, gradient norm, learning rate and loss scale.
 
         Call this before :meth:`step`, or after it with the ``logging_step`` of that step. The scalars are not sent to
-        the trainer's loggers. A no-op without a running session.
+        the trainer's loggers. Without a running session, it only warns, once.
 
         Args:
-            scalars: name -> number or one-element tensor, which is copied to the host later; other values are skipped.
-                Reports and comparisons use ``loss``, ``grad_norm``, ``lr`` and ``loss_scale``.
+            scalars: name -> number or one-element tensor, which is copied to the host later; others are skipped, with
+                a warning. Reports and comparisons use ``loss``, ``grad_norm``, ``lr`` and ``loss_scale``.
             logging_step: the logging step of the scalars. None: the step of the current iteration.
 
         Raises:
-            OptionError: ``logging_step`` is not a whole number from 0 on.
+            OptionError: ``logging_step`` is not a whole number from 0 on, or ``scalars`` is not a mapping.
         """
         if logging_step is not None:
             logging_step = step_number("logging_step=", logging_step)
+        if not isinstance(scalars, Mapping):
+            raise OptionError(f"log() takes a mapping of names to numbers, such as {{'loss': loss}}, not {scalars!r}.")
+        if not self.running and not self._has_warned_of_log:
+            self._has_warned_of_log = True
+            logger.warning("log(): the session is not running, so nothing is recorded. Call it before stop().")
         if self._backward_loss is not None:
             self._backward_loss.note_logged(scalars)
         if self._run is not None and self._run.live:

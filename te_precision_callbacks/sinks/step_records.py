@@ -167,10 +167,16 @@ class Event:
     wall_time: float = field(default_factory=time.time)
 
 
-def end_of(error: BaseException | None, iteration: int) -> Event:
-    """Return the event of a segment's end; ``iteration`` is the last debug iteration."""
+def end_of(error: BaseException | None, iteration: int, step: int) -> Event:
+    """Return the event of a segment's end.
+
+    Args:
+        iteration: the last debug iteration.
+        step: the debug iteration that its end has interrupted.
+    """
     text = "The session was stopped." if error is None else error_text(error)
-    return Event("segment_ended", text, iteration, "info" if error is None else "error")
+    severity: Severity = "info" if error is None else "error"
+    return Event("segment_ended", text, iteration, severity, data={"step": step})
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.summary import outcome_notes
 from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.session.endings import closing_lines
+from te_precision_callbacks.views.show.last_steps import LastStepsView
+from te_precision_callbacks.views.show.view import NothingToShowError
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import in_fp8, outside, sgd, train, trained
@@ -122,7 +124,9 @@ def test_what_has_ended_a_run_is_said_before_the_verdict(
     assert closing.count(stopped) == 1
     failed = ":" in stopped
     assert second.startswith("te-precision: Problems found: 1 error" if failed else "te-precision: Not enough checked")
-    assert ("failed-run" in {finding.rule for finding in diagnose(tmp_path)}) == failed
+    for verdict in (session.findings, diagnose(tmp_path)):
+        since = [finding.since for finding in verdict if finding.rule == "failed-run"]
+        assert since == [1] * failed, "step 0 has ended"
     assert outcome_notes(open_run(tmp_path)) == [
         f"The run failed (last step: 0): {stopped}."
         if failed
@@ -146,6 +150,8 @@ def test_a_process_that_is_killed_or_ended_by_sigterm(tmp_path: Path) -> None:
     verdict = diagnose(tmp_path / "KILL")
     assert verdict.state == "not enough checked"
     assert "failed-run: the run stopped after step" in verdict.summary
+    with pytest.raises(NothingToShowError, match="killed"):
+        LastStepsView(open_run(tmp_path / "KILL"), 8)
 
 
 def test_a_model_in_evaluation_mode(tmp_path: Path) -> None:
@@ -287,6 +293,20 @@ def test_a_finding_that_stops_is_told_by_the_error_and_at_the_end(
     assert lines[2] == f"  warning: {finding}"
     assert f"The finding {finding.in_short} stops the training." in caplog.text
     assert finding.seen not in caplog.text
+
+
+def test_several_findings_that_stop_have_their_remedies_in_order(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with (
+        pytest.raises(PrecisionFindingError) as caught,
+        InspectSession(model=net, log_dir=tmp_path, on_finding="stop") as session,
+    ):
+        net(torch.full((16, 32), math.nan)).sum().backward()
+        session.log({"loss": math.nan})
+        session.step()
+    first, second = caught.value.findings
+    text = str(caught.value)
+    assert text.index(f" For {first.rule}: {first.remedy}.") < text.index(f" For {second.rule}: {second.remedy}.")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, running_session
 from tests.combinations import pairs
 from tests.conftest import statistics
 from tests.diagnosis.planted import Loss, in_fp8, outside, trained
@@ -684,7 +684,7 @@ def _write(model: Model, what: str, first: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("what", "seen"),
-    [("zero", "set them to 0"), ("first", "restored their first values"), ("other", "replaced their"), ("same", "")],
+    [("zero", "set them to 0"), ("first", "restored their values of"), ("other", "replaced their"), ("same", "")],
 )
 def test_weights_that_other_code_writes_between_two_steps(tmp_path: Path, what: str, seen: str) -> None:
     """NVIDIA/Megatron-LM#5236: at a checkpoint, a buffer of zeros was gathered over the weights."""
@@ -701,6 +701,25 @@ def test_weights_that_other_code_writes_between_two_steps(tmp_path: Path, what: 
     for finding in findings:
         assert set(finding.layers) == {"blocks.0.fc1", "blocks.0.fc2", *OF_BLOCK_1}
         assert f"other code than the optimizer {seen}" in finding.seen
+
+
+@pytest.mark.parametrize("step", [3, 13])
+def test_weights_of_an_earlier_step_or_checkpoint_that_are_restored(tmp_path: Path, step: int) -> None:
+    model = Model()
+    saved: dict[str, Any] = {}
+
+    def act(now: int) -> None:
+        if now == step:
+            saved.update(copy.deepcopy(model.state_dict()))
+            if step == 13:
+                running_session().state_dict()
+        if now == 34:
+            model.load_state_dict(saved)
+
+    verdict = train(tmp_path, model, adamw(model), steps=38, loss=model.loss_after(act))
+    (finding,) = (finding for finding in verdict if finding.rule == "weight-jump")
+    assert finding.since == 34
+    assert f"restored their values of step {step}" in finding.seen
 
 
 def test_regular_writes_and_averages_in_an_evaluation_are_silent(tmp_path: Path) -> None:

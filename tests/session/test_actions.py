@@ -134,6 +134,7 @@ def test_a_model_that_is_attached_again(tmp_path: Path) -> None:
                 model.mlp = te.LayerNormMLP(64, 128)
                 session.attach(model.linear)
             shares.append("mlp.fc1" in str(session.coverage(step)))
+            assert shares[-1] == ("DisableQuantizationLayer in a reaction to a finding" in str(session.coverage(step)))
     assert shares == [False] * 3 + [True] * 6 + [False] * 3
     assert session.iteration == 12
 

@@ -21,7 +21,7 @@ from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.sinks.step_records import Event
 from tests.capability import stand_for
 from tests.combinations import half
@@ -65,6 +65,7 @@ def train(
     after: Callable[[int, Blocks], None] = lambda step, model: None,
     *,
     calls: Callable[[int], dict[str, Any]] = lambda step: {},
+    rate: Callable[[int], float] = lambda step: 1e-3,
     batches: int = MICRO_BATCHES,
     **options: Any,
 ) -> InspectSession | None:
@@ -76,6 +77,7 @@ def train(
             for batch in range(batches):
                 model.at = at(step, batch, model) or (lambda place, x: x)
                 model(torch.randn(32, 64, generator=draws), **calls(step)).square().mean().backward()
+            optimizer.param_groups[0]["lr"] = rate(step)
             optimizer.step()
             optimizer.zero_grad()
             after(step, model)
@@ -131,7 +133,9 @@ def test_the_first_tensor_with_nan(recipe: str, nan: tuple[str, int, int], tmp_p
     assert (finding.since, finding.severity) == (step, "error")
     assert f"in micro-batch {batch} of step {step}" in finding.seen
     assert BEFORE[place] in finding.remedy
-    assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
+    assert finding.until == step + 2, "the weights are nan from then on"
+    recorded = [(found.seen, found.until) for found in diagnose(tmp_path) if found.rule == "nonfinite"]
+    assert recorded == [(finding.seen, finding.until)]
 
 
 @pytest.mark.slow
@@ -255,10 +259,35 @@ def overwritten(step: int, model: Blocks) -> None:
 
 def test_weights_that_are_overwritten_between_samples(tmp_path: Path) -> None:
     session = train(Blocks("current"), 30, tmp_path, after=overwritten)
-    assert session is not None
-    (finding,) = (finding for finding in session.findings if "largest magnitude" in finding.seen)
-    assert (finding.rule, finding.layers, finding.tensor) == ("weight-jump", ("linear",), "weight")
-    assert (finding.since, finding.severity) == (23, "warning")
+    finding = only(session, "weight-jump")
+    assert (finding.layers, finding.tensor, finding.severity) == (("linear",), "weight", "warning")
+    assert (finding.last_good, finding.since) == (22, 23)
+
+
+@pytest.mark.parametrize("to", [0.0, 8.0])
+def test_overwritten_weights_are_one_finding(to: float, tmp_path: Path) -> None:
+    def after(step: int, model: Blocks) -> None:
+        if step == 22:
+            with torch.no_grad():
+                model.linear.weight.mul_(to)
+
+    assert only(train(Blocks("current"), 30, tmp_path, after=after), "weight-jump").since == 23
+
+
+WEIGHTS = feature("LogTensorStats", ["mlp", "linear", "head"], tensors=["weight"], stats=["cur_amax"], freq=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"every_step": False, "config": {"s": WEIGHTS}}])
+def test_weights_that_jump_by_a_learning_rate(options: dict[str, Any], tmp_path: Path) -> None:
+    rates = {22: 5.0}
+    session = train(Blocks("current"), 40, tmp_path, rate=lambda step: rates.get(step, 1e-3), **options)
+    finding = only(session, "weight-jump")
+    assert (finding.since, finding.severity) == (22, "warning")
+    assert "after the learning rate rose from 0.001 to 5 in step 22" in finding.seen
+    assert "learning rate" in finding.remedy
+    assert options or finding.last_good == 21
+    (recorded,) = (found for found in diagnose(tmp_path) if found.rule == "weight-jump")
+    assert (recorded.seen, recorded.since) == (finding.seen, finding.since)
 
 
 def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:
@@ -411,6 +440,16 @@ def test_a_layer_that_gets_no_gradient_any_more(how: str, tmp_path: Path) -> Non
     assert [found.rule for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == ["frozen-layer"]
 
 
+def test_a_gradient_that_is_0_only_at_the_optimizers_step(tmp_path: Path) -> None:
+    model = Blocks("current")
+    steps = iter(range(100))
+    model.linear.weight.register_hook(lambda gradient: gradient * (next(steps) < 20))
+    finding = only(train(model, 32, tmp_path, batches=1), "frozen-layer")
+    assert (finding.layers, finding.last_good, finding.since) == (("linear",), 19, 20)
+    assert "got a gradient in each step, and none or only 0 since step 20" in finding.seen
+    assert [found.seen for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == [finding.seen]
+
+
 def test_layers_that_are_trained_in_turn_are_not_frozen(tmp_path: Path) -> None:
     def after(step: int, model: Blocks) -> None:
         model.linear.requires_grad_(step % 3 != 0)
@@ -461,8 +500,12 @@ def show(*arguments: object) -> str:
 
 
 def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
-    train(Blocks("current"), 12, tmp_path, nan_at("between", 9, 1))
+    def log(step: int, model: Blocks) -> None:
+        running_session().log({"loss": math.nan if step >= 9 else 1.0})
+
+    train(Blocks("current"), 12, tmp_path, nan_at("between", 9, 1), log)
     data = json.loads(show(tmp_path, "--last-steps", "--json"))
+    assert data["text"].startswith("The last 10 steps before: nonfinite (activation of linear")
     assert data["iterations"] == list(range(10))
     assert data["tensors"][data["first"][0]] == ["linear", "activation"]
     assert data["first"][1] == 9
@@ -476,14 +519,17 @@ def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
     assert "N nan" in next(line for line in drawn if line.startswith("linear activation"))
 
 
-def test_the_last_steps_before_an_exception(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "name"), [(RuntimeError("the script's own"), "RuntimeError"), (KeyboardInterrupt(), "Ctrl-C")]
+)
+def test_the_last_steps_before_an_exception(tmp_path: Path, error: BaseException, name: str) -> None:
     def at(step: int, batch: int, model: Blocks) -> Hook | None:
         if step == 5:
-            raise RuntimeError("the script's own")
+            raise error
         return None
 
     with (
-        pytest.raises(RuntimeError, match="own"),
+        pytest.raises(type(error)),
         InspectSession(log_dir=tmp_path, model=(model := Blocks("none"))) as s,
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -492,7 +538,7 @@ def test_the_last_steps_before_an_exception(tmp_path: Path) -> None:
             model(torch.randn(16, 64)).sum().backward()
             optimizer.step()
             s.step()
-    assert "the run was ended by RuntimeError" in show(tmp_path, "--last-steps")
+    assert f"the run was ended by {name}." in show(tmp_path, "--last-steps")
 
 
 def test_the_last_steps_before_the_end(tmp_path: Path) -> None:

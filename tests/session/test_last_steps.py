@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import KEPT_STEPS, LastSteps
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.summary import last_steps
+from te_precision_callbacks.runs.summary import last_steps, outcome_notes
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.checks import LEFT_FOR_PROBLEMS, MOST_RECORDS
 from te_precision_callbacks.sinks import writer_thread
@@ -131,7 +132,7 @@ def test_a_full_disk_at_that_moment(
     with InspectSession({}, model=model, log_dir=tmp_path, statistics_log="off") as session:
         train(session, model, 2)
         assert session.flush(30)
-        with files_up_to(1000):
+        with files_up_to(1 << 13):
             signal.raise_signal(signal.SIGUSR1)
             session.flush(30)
             train(session, model, 2)
@@ -141,6 +142,13 @@ def test_a_full_disk_at_that_moment(
     (said,) = [text for text in told if "precision_records" in text]
     assert "is no longer recorded; what was recorded remains readable" in said
     assert "Training continues" in said
+    assert not [record for record in caplog.records if record.exc_info], "a traceback explains nothing here"
+    run = open_run(tmp_path)
+    (note,) = outcome_notes(run)
+    assert "File too large" in note
+    assert "free space" in note
+    assert "File too large" in diagnose(run).summary
+    assert "default_statistics" not in diagnose(run).summary
 
 
 def test_the_size_for_500_layers(tmp_path: Path) -> None:

@@ -169,6 +169,21 @@ def test_calls_out_of_order_say_so(call: Callable[[InspectSession], None]) -> No
         call(InspectSession(statistics()))
 
 
+def test_scalars_that_cannot_be_recorded_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = InspectSession(statistics(), model=model(), log_dir=tmp_path)
+    session.log({"loss": 1.0})
+    with session:
+        for _ in range(2):
+            session.log({"loss": "abc", "norms": torch.ones(2), "lr": 1e-3})
+        with pytest.raises(OptionError, match="takes a mapping of names to numbers"):
+            session.log(3)  # type: ignore[arg-type]
+    session.log({"loss": 1.0})
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("log()")]
+    assert ["not running" in text for text in told] == [True, False, False]
+    assert "'loss' must be a number or a one-element tensor, not 'abc'" in told[1]
+    assert "'norms' must be a number or a one-element tensor, not a tensor of shape (2,)" in told[2]
+
+
 @pytest.mark.parametrize("step", [-1, True], ids=repr)
 def test_what_is_no_step_is_refused_where_it_is_given(step: Any, tmp_path: Path) -> None:
     net = model()

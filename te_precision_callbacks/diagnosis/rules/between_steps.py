@@ -15,6 +15,7 @@ from te_precision_callbacks.flight.changes import (
     SPIKE,
     SPIKE_OF_GRADIENT,
 )
+from te_precision_callbacks.parameters.finite_gradients import STEADY, ZEROS
 from te_precision_callbacks.sinks.step_records import Event
 
 
@@ -32,6 +33,7 @@ class Changed(RuleCheck):
             self.applies = True
             self.checked = True
         if event.kind == "changed" and event.data["kind"] == self._kind:
+            self.note_data(event.iteration - 1)  # which was watched
             slots = event.data["slots"]
             if self._kind != "spike":
                 yield Sighting(tuple(layer for layer, _ in slots), "", "", event.text, event.iteration)
@@ -104,17 +106,21 @@ RULES = (
         collect=_COLLECT,
         condition=(
             f"a layer had a wgrad other than 0 in each of {LEAST_HISTORY} training steps in a row, and has had none for"
-            f" {GAP} steps, in which its forward ran"
+            f" {GAP} steps, in which its forward ran. Or the gradient of a matrix was not 0 at the optimizer's steps in"
+            f" {STEADY} steps, and then is 0 at {ZEROS} of them in a row"
         ),
-        silent="layers whose wgrad is added to main_grad, and layers that are trained in turn from the start",
+        silent=(
+            "layers that are trained in turn from the start; at the optimizer's step also layers in lists of a block,"
+            " such as experts"
+        ),
         severity="warning",
         source="this project",
         why="its weights do not learn any more",
         disproof="the script freezes the layer on purpose from that step on",
         remedy=(
             "Look for what stops the gradient: requires_grad_(False), detach(), torch.no_grad(), a loss term or a gate"
-            " that is 0 from that step on. After a spike under delayed scaling, gradients may be 0 until its amax"
-            " leaves the history: use a shorter amax_history_len, or current scaling"
+            " that is 0 from that step on, code or hooks that set gradients to 0. After a spike under delayed scaling,"
+            " gradients may be 0 until its amax leaves the history: use a shorter amax_history_len, or current scaling"
         ),
         consequence_of=("spike", "stale-scale", "uncalled-layer"),
         check=lambda: Changed("frozen"),

@@ -1,4 +1,4 @@
-"""Rules on sudden changes: a loss that diverges, a gradient norm that jumps or is inf or nan, weights overwritten."""
+"""Rules on sudden changes: a loss that diverges, a gradient norm that jumps or is inf or nan, weights that jump."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.flight import changes
+from te_precision_callbacks.parameters.watch import KEPT, RISE
 from te_precision_callbacks.runs.summary import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -304,12 +305,19 @@ class NonfiniteGradientNorm(RuleCheck):
             yield from () if self._is_scaled else waiting
 
 
+_REMEDY_OF_RATE = (
+    "Look at the learning-rate scheduler, and at code that sets the learning rate: it must not rise that far in one"
+    " step. Resume from an earlier checkpoint"
+)
+
+
 class WeightJump(ParameterRule):
     needed = 3
 
     def __init__(self) -> None:
         super().__init__("weight-jump")
         self._last: dict[int, tuple[int, Column, Column]] = {}
+        self._rise: Event | None = None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
@@ -324,10 +332,25 @@ class WeightJump(ParameterRule):
                 yield from self._jump(numbers, facts, column)
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        yield from super().event(event)
+        for written in super().event(event):
+            yield written._replace(tensor="weight", key="")
+        if event.kind == "learning_rate_rose":
+            self._rise = event
         if event.kind == "changed" and event.data["kind"] == "weights":
             layers = tuple(layer for layer, _ in event.data["slots"])
-            yield Sighting(layers, "weight", "", event.text, event.iteration, key="steps")
+            jump = self._of_optimizer(layers, "", event.text, event.iteration)
+            self.note_data((jump.since or 0) - 1)  # which was watched
+            yield jump
+
+    def _of_optimizer(self, layers: tuple[str, ...], statistic: str, seen: str, since: int) -> Sighting:
+        """A jump in a step; the optimizer's if the learning rate rose before."""
+        rise = self._rise
+        before = max((step for step in self.steps if step < since), default=0)
+        if rise is None or not min(before, since - changes.LEAST_HISTORY) <= rise.iteration < since:
+            return Sighting(layers, "weight", statistic, seen, since)
+        text = f"{rise.text[0].lower()}{rise.text[1:-1]}"
+        seen += f", after {text} in step {rise.iteration}"
+        return Sighting(layers, "weight", statistic, seen, rise.iteration, key="rate", remedy=_REMEDY_OF_RATE)
 
     @staticmethod
     def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
@@ -337,7 +360,7 @@ class WeightJump(ParameterRule):
             names = itertools.compress(numbers.names_of(column), vanished)
             layers = tuple(facts.sort_by_execution(names, "weight"))
             seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
-            yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration, key="0")
+            yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration)
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -362,13 +385,8 @@ class WeightJump(ParameterRule):
                     f"{column.statistic} has changed from {then:.3g} in step {last[0]} to {now:.3g}, and by"
                     f" {2**WEIGHT_JUMP:g} times or more in {count} of {many(len(bits), 'layer')}"
                 )
-                yield Sighting(
-                    tuple(facts.sort_by_execution(names, "weight")),
-                    "weight",
-                    column.statistic,
-                    seen,
-                    numbers.iteration,
-                )
+                layers = tuple(facts.sort_by_execution(names, "weight"))
+                yield self._of_optimizer(layers, column.statistic, seen, numbers.iteration)
         self._last[column.number] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
 
 
@@ -457,7 +475,7 @@ RULES = (
     ),
     Rule(
         id="weight-jump",
-        title="weights are changed by other code than the optimizer",
+        title="weights are overwritten, or jump by the learning rate",
         subject="layer",
         needs="steps of a torch optimizer; cur_amax, std or l2_norm of weights in at least 3 collection steps",
         collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
@@ -466,18 +484,22 @@ RULES = (
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
             f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
             " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are"
-            " the first ones again, or differ from the last sample by half their norm and 8 times the ordinary change."
+            f" those of one of the {KEPT} samples of the weight again (the first and the last ones; sampled at least"
+            " every 100 steps, and at checkpoints), or differ from the last sample by half their norm and 8 times the"
+            " ordinary change."
             f" Or a weight's largest magnitude stayed within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their"
-            f" range by 2^{changes.SPIKE['weight']:g} in one step"
+            f" range by 2^{changes.SPIKE['weight']:g} in one step. It is the optimizer's if the learning rate rose by"
+            f" {RISE:g} times in one of the {changes.LEAST_HISTORY} steps before"
         ),
         silent=(
             "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
             " writes, such as clamping; averaged weights that are swapped in for an evaluation, and out again."
-            " Writes through .data and flat buffers do not raise the version: see diverging-loss"
+            " Writes through .data and flat buffers, which do not raise the version, and old values of other steps:"
+            " see diverging-loss"
         ),
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
-        why="an optimizer step does not do this: other code has written the weights",
+        why="an optimizer step with a usual learning rate does not do this, and it undoes what was learned",
         disproof="the script set or rescaled the weights at that step",
         remedy=(
             "Find the code that writes weights between these steps: saving or restoring a checkpoint, gathering"

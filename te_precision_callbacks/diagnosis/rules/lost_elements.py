@@ -149,6 +149,9 @@ class Nonfinite(RuleCheck):
             seen = f"{self._first.seen}; {_FINITE_AGAIN}"
             yield self._first._replace(seen=seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
             self._first = None
+        is_skipped = event.phase == "backward" and self._is_scaled
+        if event.kind == "last_nonfinite" and self._first is not None and not is_skipped:
+            yield self._first
         for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
             if row["what"] == "nonfinite_gradient":
                 self._first = _nonfinite_gradient(row)

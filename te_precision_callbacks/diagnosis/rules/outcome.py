@@ -36,7 +36,8 @@ class FailedRun(RuleCheck):
             self.why_not = f"{cause} ended the run after step {event.iteration}"
             self.checked = False
         elif not cause and not first_line.startswith(_EXPLAINED):
-            yield Sighting((), "", "", f"the run was ended by {first_line}", event.iteration)
+            step = event.data.get("step", event.iteration)
+            yield Sighting((), "", "", f"the run was ended by {first_line}", step)
 
 
 class BrokenContract(RuleCheck):

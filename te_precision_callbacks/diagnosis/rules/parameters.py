@@ -125,7 +125,7 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
     },
     "weight-jump": {
         "emptied": _Kind(f"{_WRITTEN} set them to 0 before step {{since}}"),
-        "restored": _Kind(f"{_WRITTEN} restored their first values before step {{since}}"),
+        "restored": _Kind(f"{_WRITTEN} restored their values of step {{number:.0f}} before step {{since}}"),
         "replaced": _Kind(f"{_WRITTEN} replaced their values before step {{since}}"),
     },
     "kept-gradient": {
@@ -281,7 +281,7 @@ RULES = (
         ),
         check=functools.partial(ParameterRule, "frozen-weight"),
         essential=True,
-        consequence_of=("missing-gradient", "dead-gradient"),
+        consequence_of=("missing-gradient", "dead-gradient", "frozen-layer"),
     ),
     Rule(
         id="learning-rate",

@@ -32,10 +32,11 @@ class LastStepsView:
     def __init__(self, run: RecordedRun, most: int) -> None:
         data = last_steps(run)
         if data is None:
-            raise NothingToShowError(
-                f"{run.run_id} has recorded no last steps: it has not ended, it ran with every_step=False, or no GEMM"
-                " of its layers is watched."
-            )
+            why = "it has not ended, it ran with every_step=False, or no GEMM of its layers is watched"
+            if run.segments and run.segments[-1].status == "stopped without an end":
+                killed = "its process was killed (SIGKILL), or crashed, without recording its end"
+                why = run.segments[-1].lost or killed
+            raise NothingToShowError(f"{run.run_id} has recorded no last steps: {why}.")
         self._most = most
         self.data: Mapping[str, Any] = data
 
