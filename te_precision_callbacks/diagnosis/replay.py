@@ -105,7 +105,7 @@ class _Record:
                 of_step.from_ranks.append(sighting)
         self.ends += [(0, Event("earlier_start", text, step)) for step, text in failed_starts(run)]
         last = run.segments[-1] if run.segments else None
-        if last is not None and (last.without_end or last.status == "stopped without an end"):
+        if last is not None and (last.without_end or last.lost or last.status == "stopped without an end"):
             step = int(run.steps["iteration"][-1].as_py()) if len(run.steps) else 0
             text = (
                 f"{last.who_stopped} stopped after step {step} without recording an end, and the data of"

@@ -337,7 +337,7 @@ class _Reader:
             status = "stopped without an end"
         elif status not in ("ended", "failed"):
             status = "running"
-            if is_gone(path, facts) or facts.get("not_written"):
+            if is_gone(path, facts):
                 status = "stopped without an end"
         return Segment(
             number=number,

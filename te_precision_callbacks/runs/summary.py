@@ -166,10 +166,10 @@ def outcome_notes(run: RecordedRun) -> list[str]:
     if not run.segments:
         return []
     segment = run.segments[-1]
+    if segment.lost:
+        return [f"The records of the run end early: {segment.lost}. Set log_dir= to a disk with free space."]
     if segment.status == "stopped without an end":
         who = segment.who_stopped
-        if segment.lost:
-            return [f"The records of the run end early: {segment.lost}. Set log_dir= to a disk with free space."]
         return [f"{who[0].upper()}{who[1:]} stopped without an end: its process is gone and did not close the records."]
     if segment.status != "failed":
         return []

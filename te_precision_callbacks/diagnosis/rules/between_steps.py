@@ -15,7 +15,6 @@ from te_precision_callbacks.flight.changes import (
     SPIKE,
     SPIKE_OF_GRADIENT,
 )
-from te_precision_callbacks.parameters.finite_gradients import STEADY, ZEROS
 from te_precision_callbacks.sinks.step_records import Event
 
 
@@ -107,7 +106,7 @@ RULES = (
         condition=(
             f"a layer had a wgrad other than 0 in each of {LEAST_HISTORY} training steps in a row, and has had none for"
             f" {GAP} steps, in which its forward ran. Or the gradient of a matrix was not 0 at the optimizer's steps in"
-            f" {STEADY} steps, and then is 0 at {ZEROS} of them in a row"
+            " 16 steps, and then is 0 at 8 of them in a row"
         ),
         silent=(
             "layers that are trained in turn from the start; at the optimizer's step also layers in lists of a block,"

@@ -19,7 +19,6 @@ from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.flight import changes
-from te_precision_callbacks.parameters.watch import KEPT, RISE
 from te_precision_callbacks.runs.summary import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -484,12 +483,12 @@ RULES = (
             f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
             f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
             " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are"
-            f" those of one of the {KEPT} samples of the weight again (the first and the last ones; sampled at least"
-            " every 100 steps, and at checkpoints), or differ from the last sample by half their norm and 8 times the"
+            " those of one of the 8 samples of the weight again (the first and the last ones; sampled at least every"
+            " 100 steps, and at checkpoints), or differ from the last sample by half their norm and 8 times the"
             " ordinary change."
             f" Or a weight's largest magnitude stayed within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their"
             f" range by 2^{changes.SPIKE['weight']:g} in one step. It is the optimizer's if the learning rate rose by"
-            f" {RISE:g} times in one of the {changes.LEAST_HISTORY} steps before"
+            f" 10 times in one of the {changes.LEAST_HISTORY} steps before"
         ),
         silent=(
             "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"

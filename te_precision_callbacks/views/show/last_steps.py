@@ -34,8 +34,8 @@ class LastStepsView:
         if data is None:
             why = "it has not ended, it ran with every_step=False, or no GEMM of its layers is watched"
             if run.segments and run.segments[-1].status == "stopped without an end":
-                killed = "its process was killed (SIGKILL), or crashed, without recording its end"
-                why = run.segments[-1].lost or killed
+                why = "its process was killed (SIGKILL), or crashed, without recording its end"
+            why = (run.segments and run.segments[-1].lost) or why
             raise NothingToShowError(f"{run.run_id} has recorded no last steps: {why}.")
         self._most = most
         self.data: Mapping[str, Any] = data
