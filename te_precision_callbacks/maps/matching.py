@@ -160,7 +160,7 @@ def _formats(path: str, file: RuleFile, module: Module, rule: Rule | None) -> Mo
     formats = file.default(module)
     if rule is not None and rule.acts(formats):
         formats = rule.formats._replace(said=f"{rule} ({file.tool})")
-    weight, activation, gradient = (module.high if text == HIGH else text for text in formats[:3])
+    weight, activation, gradient = (module.high or HIGH if text == HIGH else text for text in formats[:3])
     return ModuleFormats(weight, activation, gradient, f"{path}: {formats.said}")
 
 

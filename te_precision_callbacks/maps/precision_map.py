@@ -117,7 +117,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def is_quantized(text: str) -> bool:
     """Return whether a format, or one of several joined by arrows, is quantized."""
     names = {part.partition(" ")[0] for part in text.lower().split(" -> ")}
-    return not names <= {"", *HIGH_PRECISION}
+    return not names <= {"", "high", *HIGH_PRECISION}
 
 
 def from_products(products: Iterable[Any], source: str) -> PrecisionMap:

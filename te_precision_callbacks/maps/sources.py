@@ -128,14 +128,17 @@ def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) ->
     """Return the stored formats, with the activations and the rules of the ``quantization_config``."""
     folder = path if path.is_dir() else path.parent
     file = folder / "hf_quant_config.json"
+    others: tuple[str, ...] = ()
     if checkpoint.config.get("quantization_config"):
+        if file.exists():
+            others = (f"{file} was not read: config.json has a quantization_config.",)
         file = folder / "config.json"
     if not file.exists():
         if around.engine is not None:
             raise MapError(f"{path}: --engine needs a quantization_config, and {folder / 'config.json'} has none.")
         return PrecisionMap(str(path), checkpoint.formats)
     said = _apply(file, read_file(file), around, checkpoint.modules)
-    said = replace(said, source=str(path), notes=(*said.notes, _CLASSES_UNKNOWN))
+    said = replace(said, source=str(path), notes=(*said.notes, *others, _CLASSES_UNKNOWN))
     if not any(is_quantized(formats.weight) for formats in checkpoint.formats.values()):
         return said  # an engine quantizes when it loads the checkpoint
     modules: dict[str, ModuleFormats] = {}
@@ -147,7 +150,6 @@ def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) ->
             contradicted.setdefault((stored.weight, rule.weight), []).append(name)
     findings = list(said.findings)
     for (stored_format, rule_format), names in contradicted.items():
-        asked = rule_format or "high precision"
-        text = f"{path}: stored in {stored_format}, but {file.name} says {asked}: {join_names(names)}."
+        text = f"{path}: stored in {stored_format}, but {file.name} says {rule_format}: {join_names(names)}."
         findings.append(MapFinding("checkpoint", text, tuple(names)))
     return replace(said, modules=modules, findings=tuple(findings))

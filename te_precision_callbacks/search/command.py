@@ -77,21 +77,25 @@ def search_command(
     from te_precision_callbacks.search.searching import search
     from te_precision_callbacks.views.compare.paired import TOLERANCE
 
-    with rename_keywords({name: f"--{name.replace('_', '-')}" for name in _OPTIONS}):
-        result = search(
-            **build_setup(setup),
-            low_share=low_share,
-            extra_ms=extra_ms,
-            cosine=cosine,
-            device=device,
-            together=together or (),
-            sweep_batches=sweep_batches,
-            seeds=seeds,
-            steps=steps,
-            tolerance=TOLERANCE if tolerance is None else tolerance,
-            max_time=max_time,
-            folder=folder,
-        )
+    try:
+        with rename_keywords({name: f"--{name.replace('_', '-')}" for name in _OPTIONS}):
+            result = search(
+                **build_setup(setup),
+                low_share=low_share,
+                extra_ms=extra_ms,
+                cosine=cosine,
+                device=device,
+                together=together or (),
+                sweep_batches=sweep_batches,
+                seeds=seeds,
+                steps=steps,
+                tolerance=TOLERANCE if tolerance is None else tolerance,
+                max_time=max_time,
+                folder=folder,
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"te-precision: interrupted. The same command goes on with what is measured in {folder}.", err=True)
+        raise
     if as_json:
         terminal.show_json(result.as_json())
     else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from te_precision_callbacks.maps import MapError, open_map
+from te_precision_callbacks.maps import MapError, compare_maps, open_map
 from te_precision_callbacks.maps.tool_files import Surroundings
 from tests.maps.making import checkpoint, dense, fp8
 
@@ -57,6 +57,29 @@ def test_modules_of_transformer_engine(tmp_path: Path) -> None:
     sizes = {name: torch.zeros(8) if "norm" in name else weight.clone() for name in names}
     save_file(sizes, tmp_path / "model.safetensors")
     assert set(open_map(tmp_path).modules) == {"mlp.fc1", "mlp.fc2", "experts.gemm_0", "experts.gemm_1"}
+
+
+def test_activations_that_are_not_quantized_differ_from_quantized_ones(tmp_path: Path) -> None:
+    """Without torch_dtype, the format of the activations is not known, but it is no low precision."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    for name, activations in (("weight-only", None), ("both", group["weights"])):
+        config = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"all": {**group, "input_activations": activations}},
+        }
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(
+            {"layers.0.fc.weight": E4M3, "layers.0.fc.weight_scale": torch.ones(())}, folder / "model.safetensors"
+        )
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+        (folder / "hf_quant_config.json").write_text("{}")
+    alone = open_map(tmp_path / "weight-only")
+    assert alone.modules["layers.0.fc"][:2] == ("FP8 E4M3", "high precision")
+    assert any("hf_quant_config.json was not read" in note for note in alone.notes)
+    compared = compare_maps(open_map(tmp_path / "both"), alone)
+    assert [entry.tensors for entry in compared.differences] == ["activation"]
+    assert not compared.not_said
 
 
 def test_the_config_says_the_rest(tmp_path: Path) -> None:
