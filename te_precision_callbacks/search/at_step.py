@@ -50,15 +50,23 @@ class SearchAtStep:
         self._step = step
         self._options = {"folder": folder, **options}
         self._batches: deque[Any] = deque(maxlen=needed)
+        self._has_run = False
 
     def keep(self, batch: Any) -> None:
-        self._batches.append(batch)
+        if not self._has_run:
+            self._batches.append(batch)
 
     def is_due(self, step: int) -> bool:
-        return step == self._step and len(self._batches) > 0
+        return step == self._step and not self._has_run
+
+    def note_end(self, step: int) -> None:
+        if not self._has_run:
+            due = f"it is due before step {self._step}, and the training ended after {step} steps"
+            _logger.warning("The precision search has not run: %s.", due)
 
     def run(self, model: Any, closure: Closure, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
         """Search, once; returns metrics to log."""
+        self._has_run = True
         batches = list(self._batches)
         self._batches.clear()
         try:

@@ -121,6 +121,13 @@ def test_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [e["loss"] for e in history if "loss" in e] == [e["loss"] for e in with_search if "loss" in e]
 
 
+def test_a_training_that_ends_before_the_search_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path / "fit", PrecisionSearch(60, tmp_path / "search", **OPTIONS))
+    train(tmp_path / "train", PrecisionTrainerSearch(60, tmp_path / "search", **OPTIONS))
+    text = "has not run: it is due before step 60, and the training ended after 6 steps"
+    assert caplog.text.count(text) == 2
+
+
 def test_wrong_options_are_refused_before_the_training() -> None:
     for options, message in (
         ({}, r"step=60: the search needs the batches of 61 steps before it"),
