@@ -59,7 +59,7 @@ class SearchAtStep:
     def is_due(self, step: int) -> bool:
         return step == self._step and not self._has_run
 
-    def note_end(self, step: int) -> None:
+    def _note_end(self, step: int) -> None:
         if not self._has_run:
             due = f"it is due before step {self._step}, and the training ended after {step} steps"
             _logger.warning("The precision search has not run: %s.", due)

@@ -30,7 +30,7 @@ class PrecisionSearch(SearchAtStep, Callback):
         self.keep(batch)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.note_end(trainer.global_step)
+        self._note_end(trainer.global_step)
 
     def _run(self, trainer: Trainer, module: LightningModule) -> None:
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

@@ -45,7 +45,7 @@ class PrecisionSearch(SearchAtStep, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         if self._calls is not None:
             self._calls.remove()
-        self.note_end(state.global_step)
+        self._note_end(state.global_step)
         self._calls = self._trainer = None
 
     def _keep(self, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> None:
