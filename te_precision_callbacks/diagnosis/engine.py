@@ -246,7 +246,7 @@ class Diagnosis:
         self, rule: Rule, sighting: Sighting, known: Finding | None, iteration: int, checked: Iterable[int]
     ) -> tuple[Finding, bool]:
         severity = sighting.severity or rule.severity
-        until = None if sighting.since is None else iteration
+        until = None if sighting.since is None else max(iteration, sighting.since)
         remedy = sighting.remedy or rule.remedy
         if (sighting.since if known is None else known.since) == 0:
             remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")

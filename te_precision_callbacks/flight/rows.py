@@ -9,6 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+FINITE_AGAIN = 3
+"""Steps of optimizers, with only finite tensors, after which the training goes on as before: nan in weights lasts."""
+
 _NEVER = np.iinfo(np.int32).max
 
 

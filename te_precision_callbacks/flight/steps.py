@@ -11,12 +11,9 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.ranks import world_size
-from te_precision_callbacks.flight.rows import StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
 
 KEPT_STEPS = 64
-
-FINITE_AGAIN = 3
-"""Steps of optimizers, with only finite tensors, after which the training goes on as before: nan in weights lasts."""
 
 _EXPERT = re.compile(r"\.gemm_\d+$")
 

@@ -32,8 +32,8 @@ from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.flight.changes import LEAST_HISTORY, Change, Changes, Kind
-from te_precision_callbacks.flight.rows import StepRow, TensorSlot
-from te_precision_callbacks.flight.steps import FINITE_AGAIN, LastSteps, Origin
+from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
+from te_precision_callbacks.flight.steps import LastSteps, Origin
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow

@@ -246,7 +246,7 @@ def ended(losses: Sequence[float]) -> Verdict:
     diagnosis.has_run = True
     for iteration, loss in enumerate(losses):
         diagnosis.scalars(iteration, {"loss": loss})
-    diagnosis.event(end_of(None, len(losses) - 1))
+    diagnosis.event(end_of(None, len(losses) - 1, len(losses)))
     return diagnosis.verdict
 
 

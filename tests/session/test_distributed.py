@@ -288,7 +288,7 @@ def test_rank_0_alone_makes_files(runs: Path, case: str, status: int) -> None:
         assert all("/rank-00001" in path or path == "fsync" for path in result[1]), result[1]
         events = [row for row in open_run(runs / case / "run").events.to_pylist() if row["rank"] == 1]
         assert [row["kind"] for row in events] == ["last_steps", "segment_ended"]
-        assert events[0]["text"].startswith("The last 3 steps before: the run was ended by Terminated")
+        assert events[0]["text"].startswith("The last 3 steps before: the run was ended by SIGTERM")
     assert {"nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records"} <= set(result[0])
     assert open_run(runs / case / "run").steps["iteration"].to_pylist() == [0, 1, 2]
     assert {name for name, _ in logged_lines(runs / case / "run", 0)} >= {"linear_activation_max"}
