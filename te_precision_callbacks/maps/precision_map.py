@@ -23,7 +23,9 @@ SCHEMA = 1
 
 KEY = "te_precision_map"
 
-FindingKind = Literal["unmatched", "disabled", "shadowed", "no_effect", "part_of_a_name", "checkpoint"]
+FindingKind = Literal[
+    "unmatched", "disabled", "shadowed", "no_effect", "part_of_a_name", "part_of_a_layer", "checkpoint"
+]
 
 KindT = TypeVar("KindT")
 
@@ -53,7 +55,8 @@ class MapFinding:
 
     Attributes:
         kind: ``unmatched``, ``disabled``, ``shadowed``, ``no_effect``: a matcher that decides no module;
-            ``part_of_a_name``: an entry that matches within a word of a name; ``checkpoint``: stored tensors that
+            ``part_of_a_name``: an entry that matches within a word of a name; ``part_of_a_layer``: entries that keep
+            some parts of an engine's fused layer; ``checkpoint``: stored tensors that
             contradict the config.
         modules: the affected modules.
     """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.other_steps import recorded_products
 from te_precision_callbacks.maps.checkpoint import Checkpoint, block_of, read_checkpoint
-from te_precision_callbacks.maps.matching import Module, apply_rules
+from te_precision_callbacks.maps.matching import Module, apply_rules, fused_name
 from te_precision_callbacks.maps.precision_map import (
     KEY,
     MapError,
@@ -79,8 +80,24 @@ def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, given: Any
         raise MapError(f"{path}: {error}") from None
     if around.engine is None:
         return result
+    findings = tuple(_partly_quantized(path, result, around.engine))
     note = f"A model of {around.engine} may keep layers in high precision that the file does not name, such as routers."
-    return replace(result, notes=(note,))
+    return replace(result, notes=(note,), findings=(*result.findings, *findings))
+
+
+def _partly_quantized(path: Path, result: PrecisionMap, engine: str) -> Iterator[MapFinding]:
+    """Find fused layers with parts in several formats, which vLLM 0.24 and SGLang 0.5.12 refuse to load."""
+    fused = group_by_key((fused_name(name), name) for name in result.modules)
+    kept: list[str] = []
+    for parts in fused.values():
+        quantized = [name for name in parts if is_quantized(result.modules[name].weight)]
+        if quantized and len(quantized) < len(parts):
+            kept += [name for name in parts if name not in quantized]
+    if kept:
+        text = (
+            f"{path}: {engine} does not load a fused layer with only some parts in high precision: {join_names(kept)}."
+        )
+        yield MapFinding("part_of_a_layer", text, tuple(kept))
 
 
 def _modules(path: Path, given: Any) -> Sequence[Module]:

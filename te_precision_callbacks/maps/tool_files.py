@@ -130,6 +130,8 @@ def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[
     if tool in _LIBRARIES:
         _, tool = _library(tool)
     rules, default = reader(config, match)
+    if data.get("tie_word_embeddings") and not any(module.name.endswith("lm_head") for module in modules):
+        rules = [rule for rule in rules if rule.pattern != "lm_head"]  # tools list it for all models
     lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
     keeps_head = reader is _fp8 and (around.engine is not None or lists == (None, None))
 

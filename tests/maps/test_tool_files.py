@@ -110,6 +110,23 @@ def cases() -> Iterator[Any]:
             yield pytest.param(engine, make(*listed), kept, id=f"{name}-{'-'.join(entries)}")
 
 
+def test_a_fused_layer_with_some_parts_kept_is_no_layer_of_an_engine(tmp_path: Path) -> None:
+    names = [LAYER + part for part in PARTS]
+    for entries, affected in (
+        ([f"{LAYER}self_attn.v_proj"], {f"{LAYER}self_attn.v_proj"}),
+        ([f"{LAYER}self_attn.qkv_proj"], set()),
+    ):
+        findings = mapped(tmp_path, fp8(*entries), names, "vllm").findings
+        assert {name for entry in findings if entry.kind == "part_of_a_layer" for name in entry.modules} == affected
+
+
+def test_a_head_that_is_the_embedding_may_be_listed(tmp_path: Path) -> None:
+    for tied, kinds in ((True, []), (False, ["unmatched"])):
+        data = {"tie_word_embeddings": tied, "quantization_config": fp8("lm_head")}
+        findings = mapped(tmp_path, data, [f"{LAYER}self_attn.o_proj"]).findings
+        assert [entry.kind for entry in findings] == kinds
+
+
 @pytest.mark.parametrize(("engine", "config", "kept"), cases())
 def test_the_ignore_lists_of_engines(tmp_path: Path, engine: Engine, config: Any, kept: set[str]) -> None:
     result = mapped(tmp_path, config, [LAYER + part for part in PARTS], engine)
