@@ -56,7 +56,7 @@ class MapFinding:
     Attributes:
         kind: ``unmatched``, ``disabled``, ``shadowed``, ``no_effect``: a matcher that decides no module;
             ``part_of_a_name``: an entry that matches within a word of a name; ``part_of_a_layer``: entries that keep
-            some parts of an engine's fused layer; ``checkpoint``: stored tensors that
+            some parts of vLLM's fused layer; ``checkpoint``: stored tensors that
             contradict the config.
         modules: the affected modules.
     """

@@ -80,13 +80,13 @@ def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, given: Any
         raise MapError(f"{path}: {error}") from None
     if around.engine is None:
         return result
-    findings = tuple(_partly_quantized(path, result, around.engine))
+    findings = tuple(_partly_quantized(path, result)) if around.engine == "vllm" else ()
     note = f"A model of {around.engine} may keep layers in high precision that the file does not name, such as routers."
     return replace(result, notes=(note,), findings=(*result.findings, *findings))
 
 
-def _partly_quantized(path: Path, result: PrecisionMap, engine: str) -> Iterator[MapFinding]:
-    """Find fused layers with parts in several formats, which vLLM 0.24 and SGLang 0.5.12 refuse to load."""
+def _partly_quantized(path: Path, result: PrecisionMap) -> Iterator[MapFinding]:
+    """Find fused layers with parts in high precision, which vLLM 0.24 refuses (``is_layer_skipped``)."""
     fused = group_by_key((fused_name(name), name) for name in result.modules)
     kept: list[str] = []
     for parts in fused.values():
@@ -94,9 +94,7 @@ def _partly_quantized(path: Path, result: PrecisionMap, engine: str) -> Iterator
         if quantized and len(quantized) < len(parts):
             kept += [name for name in parts if name not in quantized]
     if kept:
-        text = (
-            f"{path}: {engine} does not load a fused layer with only some parts in high precision: {join_names(kept)}."
-        )
+        text = f"{path}: vLLM does not load a fused layer with only some parts in high precision: {join_names(kept)}."
         yield MapFinding("part_of_a_layer", text, tuple(kept))
 
 
