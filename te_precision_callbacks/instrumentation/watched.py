@@ -112,16 +112,18 @@ class WatchedModules:
         ended_iteration = iteration - 1
         was_armed = frozenset(self.armed)
         new_at_rest = self.resting.take_new(was_armed)
-        mixed = self._audit.newly_mixed(ended_iteration)
-        for module in list(self.armed.values()):
-            upcoming = module.__dict__["next_iter_when_debug_should_be_run"]
-            if upcoming is None or upcoming > iteration:
-                if not mixed.isdisjoint(self.layers[id(module)]):
-                    self.query_again(module)  # whether the next step is so too cannot be told at rest
-                    continue
-                self._rest(module)
-            if upcoming is not None and upcoming > iteration:
-                self._to_arm.setdefault(upcoming, {})[id(module)] = module
+        upcoming = {key: module.__dict__["next_iter_when_debug_should_be_run"] for key, module in self.armed.items()}
+        idle = [key for key, step in upcoming.items() if step is None or step > iteration]
+        mixed = self._audit.newly_mixed(ended_iteration) if idle else set()
+        for key in idle:
+            module = self.armed[key]
+            if not mixed.isdisjoint(self.layers[key]):
+                self.query_again(module)  # whether the next step is so too cannot be told at rest
+                continue
+            self._rest(module)
+            step = upcoming[key]
+            if step is not None:
+                self._to_arm.setdefault(step, {})[key] = module
         for module in self._to_arm.pop(iteration, {}).values():
             self._arm(module)
         with self._failures.guard("checking the precision of", f"iteration {ended_iteration}"):

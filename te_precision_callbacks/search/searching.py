@@ -377,10 +377,10 @@ class _Search:
         write_config(folder / CONFIG, choice, self.units, self.model, low)
         written = write_recipe(folder / RECIPE, choice, self.units, low)
         written["assign_names"](self.model)
-        again = self.measurement.measure(choice, lambda low: written["recipe"](low))
-        if again != effect and self.measurement.measure(choice) == effect:
-            raise SearchError(f"{folder / RECIPE} gives {again}, but the search measured {effect}.")
+        again = self.measurement.measure(choice, written["recipe"])
         if again != effect:
+            if self.measurement.measure(choice) == effect:
+                raise SearchError(f"{folder / RECIPE} gives {again}, but the search measured {effect}.")
             self.notes.append(
                 f"The closure is not deterministic: {RECIPE} gives a gradient error of {again.error:.3g} and a loss of"
                 f" {again.loss:.5g}, the search measured {effect.error:.3g} and {effect.loss:.5g}."
