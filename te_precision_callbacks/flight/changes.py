@@ -5,6 +5,7 @@ Each tensor is compared with its own last steps. A change is data (:class:`Chang
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
@@ -14,16 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.flight.rows import StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import UPDATE, StepRow, TensorSlot
 
 HISTORY = 32
 LEAST_HISTORY = 16
 """The steps that a tensor is compared with, and how many of them it must have."""
 
-SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0}
+SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0, UPDATE: 3.0}
 SPIKE_OF_GRADIENT = 8.0
 """Powers of two above the largest magnitude of the last steps; of weights also below the smallest one. The magnitude of
 a weight in scaled blocks is doubled where its largest scale, a power of two, is."""
+
+LEAST_UPDATE = 0.1
+"""The least change of a weight in a step, as a share of its norm, that is sudden. It is compared with the last
+:data:`LEAST_HISTORY` steps, since updates are largest at the start of a training.
+"""
 
 STEADY = 1.0
 """Powers of two within which the largest magnitude of a steady weight stays in the last steps."""
@@ -74,12 +80,17 @@ class Change:
         if self.kind == "frozen":
             return f"the weights of {count} got a gradient in each step, and none or only 0 since step {self.since}"
         others = len(self.slots) - 1
+        before = f"in the {LEAST_HISTORY} to {HISTORY} steps before"
+        if first.tensor == UPDATE:
+            more = f"; also {many(others, 'more weight')}" if others else ""
+            usual = f"and by at most {self.before:.2%} in each of the last {LEAST_HISTORY} steps"
+            return f"the weight has changed by {self.now:.0%} of its norm, in a sample, {usual}{more}"
         more = f"; {many(others, 'more tensor')} in the same step" if others else ""
         if self.now in LARGEST_CODES:
             more += ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
         return (
-            f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g} in the"
-            f" {LEAST_HISTORY} to {HISTORY} steps before{more}"
+            f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g}"
+            f" {before}{more}"
         )
 
 
@@ -104,6 +115,7 @@ class Changes:
         self._limits = np.empty(0)
         self._are_weights = np.empty(0, bool)
         self._are_wgrads = np.empty(0, bool)
+        self._are_updates = np.empty(0, bool)
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
         self._low_from: dict[str, int] = {}  # layer -> the step, as counted here
         self._highs: Counter[str] = Counter()  # layer -> its steps in high precision since then
@@ -134,21 +146,25 @@ class Changes:
             self._limits = np.array([SPIKE.get(slot.tensor, SPIKE_OF_GRADIENT) for slot in slots])
             self._are_weights = np.array([slot.tensor == "weight" for slot in slots])
             self._are_wgrads = np.array([slot.tensor == "wgrad" for slot in slots])
+            self._are_updates = np.array([slot.tensor == UPDATE for slot in slots])
         is_number = (row.magnitudes > 0) & (row.magnitudes < np.inf)
         now = np.full(self._bits.shape[1], np.nan, np.float32)
         np.log2(row.magnitudes, where=is_number, out=now[:count])
         if row.first is None:
             largest = np.fmax.reduce(self._bits)
+            of_updates = np.roll(self._bits[:, self._are_updates], -self._steps, axis=0)
+            largest[self._are_updates] = np.fmax.reduce(of_updates[-LEAST_HISTORY:])
             smallest = np.fmin.reduce(self._bits)
             fallen = smallest - now >= self._limits
             fallen[:count] |= (row.magnitudes == 0) & np.isfinite(self._bits[(self._steps - 1) % HISTORY, :count])
             jumps = (now - largest >= self._limits) | (self._are_weights & fallen)
             if jumps.any():
                 jumps &= np.isfinite(self._bits).sum(0) >= LEAST_HISTORY
-                are_steady = largest - smallest <= STEADY
+                are_steady = self._are_weights & (largest - smallest <= STEADY)
+                are_large = self._are_updates & (now >= math.log2(LEAST_UPDATE))
                 kinds: dict[Kind, npt.NDArray[np.bool_]] = {
-                    "weights": jumps & self._are_weights & are_steady,
-                    "spike": jumps & ~self._are_weights,
+                    "weights": jumps & (are_steady | are_large),
+                    "spike": jumps & ~self._are_weights & ~self._are_updates,
                 }
                 for kind, found in kinds.items():
                     if found.any():

@@ -14,7 +14,7 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.columns import Largest
+from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, Largest
 from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 
 _STEPS_PER_COPY = 8
@@ -53,7 +53,20 @@ class Ring:
         if on is None:
             on = _OnDevice(device)
             self._devices[device] = on
-        on.add(tensors, len(self.slots))
+        largest.add(tensors, on.row(len(self.slots)))
+
+    def put(self, slots: Sequence[int], places: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Add a number to each of ``slots``, which are also on the device; what is not finite is not added.
+
+        Args:
+            places: int64, [slots].
+            numbers: float32, [slots], at least 0.
+        """
+        on = self._devices.get(numbers.device)
+        if on is not None:
+            self.order += slots
+            bits = torch.where(numbers < torch.inf, numbers, -1.0).view(torch.int32)
+            on.row(len(self.slots))[:, MAGNITUDE].scatter_reduce_(0, places, bits, "amax")
 
     def end_step(self, iteration: int, *, updated: bool) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
@@ -110,13 +123,14 @@ class _OnDevice:
         self._half = 0
         self._row = self._rows[0]
 
-    def add(self, tensors: Sequence[Largest], slots: int) -> None:
+    def row(self, slots: int) -> torch.Tensor:
+        """Return the row of the step, for operations on the current stream."""
         handle = self._handle_now()
         if handle not in self._streams:
             self._streams[handle] = current_stream(self._device)
         if slots > self._slots:
             self._grow(slots)
-        largest.add(tensors, self._row)
+        return self._row
 
     def _grow(self, slots: int) -> None:
         before = self._rows

@@ -12,6 +12,9 @@ import numpy.typing as npt
 FINITE_AGAIN = 3
 """Steps of optimizers, with only finite tensors, after which the training goes on as before: nan in weights lasts."""
 
+UPDATE = "update"
+"""The change of a layer's weight from one step to the next, as a share of its norm."""
+
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -24,6 +27,8 @@ class TensorSlot(NamedTuple):
     @property
     def magnitude(self) -> str:
         """The name of the number in :attr:`StepRow.magnitudes`."""
+        if self.tensor == UPDATE:
+            return "share of the norm of the weight"
         return "largest RMS of a token" if self.tensor == "input" else "largest magnitude"
 
 

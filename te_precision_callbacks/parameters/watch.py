@@ -699,11 +699,7 @@ class ParameterWatch:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
-            stepped = [one for one in self._parameters.values() if one.held_until == iteration]
-            weights = [
-                (one.name, one.weight) for one in stepped if type(one.weight) in PLAIN or not is_quantized(one.weight)
-            ]
-            broken = self._finite.end_step(iteration, weights)
+            broken = self._finite.end_step(iteration, [weight[:2] for weight in self.stepped(iteration)])
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
                 self._is_due = False
@@ -716,6 +712,14 @@ class ParameterWatch:
                 problems = self._new_problems()
             problems += self._nonfinite(broken)
         return problems
+
+    def stepped(self, iteration: int) -> list[tuple[str, torch.Tensor, torch.nn.Module]]:
+        """Return name, parameter and module of what optimizers have stepped in an iteration, unless it is quantized."""
+        return [
+            (one.name, one.weight, one.module)
+            for one in self._parameters.values()
+            if one.held_until == iteration and (type(one.weight) in PLAIN or not is_quantized(one.weight))
+        ]
 
     def take_rises(self) -> list[RateRise]:
         """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ import torch
 
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import OptionError, SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks
@@ -34,6 +35,7 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.flight.changes import LEAST_HISTORY, Change, Changes, Kind
 from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps, Origin
+from te_precision_callbacks.flight.updates import SteppedWeight, UpdateSizes
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
@@ -283,7 +285,7 @@ class ParameterChecks:
         self._replicas = Replicas(model, context.ranks)
         self._watch = ParameterWatch(model, context.failures)
         self._checked: set[str] = set()
-        self.begin, self.remove = self._watch.begin, self._watch.remove
+        self.begin, self.remove, self.stepped = self._watch.begin, self._watch.remove, self._watch.stepped
         self.before_clipping, self.around_backward = self._watch.before_clipping, self._watch.around_backward
         self.after_optimizer_step = self._watch.after_step
         self.note_checkpoint = self._watch.note_checkpoint
@@ -296,6 +298,9 @@ class ParameterChecks:
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
         self._watch.before_step(optimizer, iteration)
+        for rise in self._watch.take_rises():
+            text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
+            self._events.append(Event("learning_rate_rose", text, iteration))
 
     def end_step(self, iteration: int) -> None:
         """Check an iteration, and exchange the problems, so that all ranks report the same."""
@@ -306,9 +311,6 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step(iteration + 1)
-        for rise in self._watch.take_rises():
-            text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
-            self._events.append(Event("learning_rate_rose", text, iteration))
         for since, names in self._watch.take_vanished().items():
             slots = tuple(TensorSlot(layer, "wgrad") for layer in layers_of(names))
             self._events.append(_event_of_change(Change("frozen", slots, since)))
@@ -366,19 +368,25 @@ class EveryStepCheck:
         self.steps = LastSteps(watch.ring.slots)
         self.is_requested = False
         self._changes = Changes(watch.ring.slots)
+        self._updates = UpdateSizes(watch.ring)
         self.unsent: list[Origin] = []
         self._watched = 0
         self._records_left = MOST_RECORDS
         self._left = dict.fromkeys(get_args(Kind), MOST_CHANGES)
 
-    def end_step(self, iteration: int, *, waits: bool, updated: bool = False) -> None:
+    def end_step(
+        self, iteration: int, *, waits: bool, updated: bool = False, stepped: Iterable[SteppedWeight] = ()
+    ) -> None:
         """End a step.
 
         Args:
             waits: whether to read all steps so far from the device, after waiting for it.
             updated: whether an optimizer has stepped parameters of the model.
+            stepped: the weights that it has stepped.
         """
         try:
+            if self._watch.is_on and not is_capturing():
+                self._updates.add(stepped)
             self._watch.end_step()
             self._add(self._watch.ring.end_step(iteration, updated=updated))
         except Exception as error:

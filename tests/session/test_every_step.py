@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,10 @@ def test_weights_that_are_overwritten_between_samples(tmp_path: Path) -> None:
     session = train(Blocks("current"), 30, tmp_path, after=overwritten)
     finding = only(session, "weight-jump")
     assert (finding.layers, finding.tensor, finding.severity) == (("linear",), "weight", "warning")
-    assert (finding.last_good, finding.since) == (22, 23)
+    assert (finding.last_good, finding.since) == (21, 22)
+    assert re.search(
+        r"changed by \d+% of its norm, in a sample, and by at most \d\.\d+% in each of the last 16", finding.seen
+    )
 
 
 @pytest.mark.parametrize("to", [0.0, 8.0])
@@ -271,7 +275,42 @@ def test_overwritten_weights_are_one_finding(to: float, tmp_path: Path) -> None:
             with torch.no_grad():
                 model.linear.weight.mul_(to)
 
-    assert only(train(Blocks("current"), 30, tmp_path, after=after), "weight-jump").since == 23
+    assert only(train(Blocks("current"), 30, tmp_path, after=after), "weight-jump").since == 22
+
+
+def test_a_weight_that_gets_other_values_of_the_same_size(tmp_path: Path) -> None:
+    def after(step: int, model: Blocks) -> None:
+        if step == 22:
+            model.mlp.fc2_weight.data = model.mlp.fc2_weight.detach().flip(0)  # which raises no version
+
+    finding = only(train(Blocks("current"), 26, tmp_path, after=after), "weight-jump")
+    assert (finding.layers, finding.tensor, finding.since) == (("mlp.fc2",), "weight", 22)
+
+
+def test_the_share_of_a_weight_that_a_step_changes(tmp_path: Path) -> None:
+    """The sample's share is near that of all elements, in float64."""
+    shares = []
+    last = {}
+
+    def after(step: int, model: Blocks) -> None:
+        now = model.linear.weight.detach().double()
+        if step:
+            shares.append(float((now - last["weight"]).norm() / last["weight"].norm()))
+        last["weight"] = now.clone()
+
+    train(Blocks("current"), 8, tmp_path, after=after, rate=lambda step: 1e-3 * (step + 1))
+    data = json.loads(show(tmp_path, "--last-steps", "--json"))
+    numbers = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+    first, *others = numbers["linear", "update"]
+    assert first is None
+    assert others == pytest.approx(shares, rel=0.2)
+    assert others != pytest.approx([shares[0]] * 7, rel=0.2)
+
+
+def test_a_learning_rate_that_starts_again_is_no_jump(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 66, tmp_path, rate=lambda step: 1e-2 * math.cos(step % 32 / 32 * math.pi / 2))
+    assert session is not None
+    assert not [finding for finding in session.findings if finding.rule == "weight-jump"]
 
 
 WEIGHTS = feature("LogTensorStats", ["mlp", "linear", "head"], tensors=["weight"], stats=["cur_amax"], freq=4)

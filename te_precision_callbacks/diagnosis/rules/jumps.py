@@ -19,6 +19,7 @@ from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.flight import changes
+from te_precision_callbacks.flight.rows import UPDATE
 from te_precision_callbacks.runs.summary import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -345,7 +346,7 @@ class WeightJump(ParameterRule):
         """A jump in a step; the optimizer's if the learning rate rose before."""
         rise = self._rise
         before = max((step for step in self.steps if step < since), default=0)
-        if rise is None or not min(before, since - changes.LEAST_HISTORY) <= rise.iteration < since:
+        if rise is None or not min(before, since - changes.LEAST_HISTORY) <= rise.iteration <= since:
             return Sighting(layers, "weight", statistic, seen, since)
         text = f"{rise.text[0].lower()}{rise.text[1:-1]}"
         seen += f", after {text} in step {rise.iteration}"
@@ -487,14 +488,16 @@ RULES = (
             " 100 steps, and at checkpoints), or differ from the last sample by half their norm and 8 times the"
             " ordinary change."
             f" Or a weight's largest magnitude stayed within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their"
-            f" range by 2^{changes.SPIKE['weight']:g} in one step. It is the optimizer's if the learning rate rose by"
-            f" 10 times in one of the {changes.LEAST_HISTORY} steps before"
+            f" range by 2^{changes.SPIKE['weight']:g} in one step. Or a sample of a layer's weight changes from step"
+            f" to step by {changes.LEAST_UPDATE:.0%} of its norm or more, and by 2^{changes.SPIKE[UPDATE]:g} times as"
+            f" much as in each of the {changes.LEAST_HISTORY} steps before. It is the optimizer's if the learning rate"
+            f" rose by 10 times in one of the {changes.LEAST_HISTORY} steps before"
         ),
         silent=(
             "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
             " writes, such as clamping; averaged weights that are swapped in for an evaluation, and out again."
-            " Writes through .data and flat buffers, which do not raise the version, and old values of other steps:"
-            " see diverging-loss"
+            " Smaller writes through .data and flat buffers, which do not raise the version, and old values of other"
+            " steps: see diverging-loss"
         ),
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
