@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.flight.rows import UPDATE, StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import TOKENS, UPDATE, StepRow, TensorSlot
 
 HISTORY = 32
 LEAST_HISTORY = 16
 """The steps that a tensor is compared with, and how many of them it must have."""
 
-SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0, UPDATE: 3.0}
+SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0, UPDATE: 3.0, TOKENS: math.inf}
 SPIKE_OF_GRADIENT = 8.0
 """Powers of two above the largest magnitude of the last steps; of weights also below the smallest one. The magnitude of
 a weight in scaled blocks is doubled where its largest scale, a power of two, is."""

@@ -15,7 +15,7 @@ import torch
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, Largest
-from te_precision_callbacks.flight.rows import StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import TOKENS, StepRow, TensorSlot
 
 _STEPS_PER_COPY = 8
 _FIRST_SLOTS = 256
@@ -27,7 +27,7 @@ class Ring:
     Attributes:
         slots: all tensors so far; their places are their slots.
         places: layer and tensor -> slot.
-        order, high, unwatched: of the current step; see :class:`StepRow`.
+        order, high, unwatched, tokens: of the current step; see :class:`StepRow`.
     """
 
     def __init__(self) -> None:
@@ -37,6 +37,7 @@ class Ring:
         self.order: list[int] = []
         self.high: set[str] = set()
         self.unwatched: Counter[str] = Counter()
+        self.tokens: Counter[int] = Counter()
         self._waiting: list[StepRow] = []
 
     def slot(self, layer: str, tensor: str) -> int:
@@ -55,6 +56,13 @@ class Ring:
             self._devices[device] = on
         largest.add(tensors, on.row(len(self.slots)))
 
+    def add_tokens(self, layer: str, count: int) -> None:
+        """Add the tokens of an expert in a forward, which the host knows."""
+        slot = self.slot(layer, TOKENS)
+        if slot not in self.tokens:
+            self.order.append(slot)
+        self.tokens[slot] += count
+
     def put(self, slots: Sequence[int], places: torch.Tensor, numbers: torch.Tensor) -> None:
         """Add a number to each of ``slots``, which are also on the device; what is not finite is not added.
 
@@ -70,9 +78,13 @@ class Ring:
 
     def end_step(self, iteration: int, *, updated: bool) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
-        self._waiting.append(StepRow(iteration, self.order, self.high, self.unwatched, updated=updated))
+        self._waiting.append(
+            StepRow(iteration, self.order, self.high, self.unwatched, tokens=self.tokens, updated=updated)
+        )
         self.order = []
         self.high = set()
+        if self.tokens:
+            self.tokens = Counter()
         if self.unwatched:
             self.unwatched = Counter()
         for on in self._devices.values():
@@ -93,6 +105,8 @@ class Ring:
         del self._waiting[:count]
         for step in taken:
             step.magnitudes = step.magnitudes[: len(self.slots)]
+            counted = [slot for slot in step.tokens if slot < len(step.magnitudes)]
+            step.magnitudes[counted] = [step.tokens[slot] for slot in counted]
         return taken
 
 

@@ -15,6 +15,9 @@ FINITE_AGAIN = 3
 UPDATE = "update"
 """The change of a layer's weight from one step to the next, as a share of its norm."""
 
+TOKENS = "tokens"
+"""The number of tokens that an expert has got."""
+
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -44,6 +47,7 @@ class StepRow:
         first: the place in ``order`` of the first tensor with inf or nan; None without one.
         high: the layers with an activation in high precision.
         unwatched: tensors and GEMMs of the step that were not added -> their number.
+        tokens: slot -> number of tokens of an expert, over the micro-batches.
         updated: whether an optimizer has stepped parameters of the model.
     """
 
@@ -53,6 +57,7 @@ class StepRow:
     unwatched: Mapping[str, int] = field(default_factory=dict)
     magnitudes: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     first: int | None = None
+    tokens: Mapping[int, int] = field(default_factory=dict)
     updated: bool = False
 
     def add(self, row: npt.NDArray[np.int32]) -> None:

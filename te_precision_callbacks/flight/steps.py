@@ -11,7 +11,7 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.ranks import world_size
-from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import FINITE_AGAIN, TOKENS, StepRow, TensorSlot
 
 KEPT_STEPS = 64
 
@@ -168,7 +168,9 @@ class LastSteps:
             slot_before = self.slots[other]
             if not is_backward and slot_before.tensor in BACKWARD:
                 break  # of the micro-batch before
-            if slot_before.tensor != "weight" and _side_by_side(slot_before) != _side_by_side(self.slots[slot]):
+            if slot_before.tensor not in ("weight", TOKENS) and _side_by_side(slot_before) != _side_by_side(
+                self.slots[slot]
+            ):
                 last = other
                 break
         broken = [self.slots[place] for place in (~(row.magnitudes < float("inf"))).nonzero()[0].tolist()]

@@ -691,9 +691,16 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
         watched = run.hooks.every_step
     layers = {slot.layer for slot in watched.ring.slots}
     assert watched.ring.slots == list(dict.fromkeys(watched.ring.slots))
-    assert {
+    expected = {
         TensorSlot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")
-    } == set(watched.ring.slots)
+    }
+    if isinstance(model, Experts):
+        data = json.loads(show(tmp_path, "--last-steps", "--json"))
+        numbers = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+        for expert, (before, after) in enumerate([(16, 16), (16, 0), (16, 32)]):
+            expected.add(TensorSlot(f"experts.gemm_{expert}", "tokens"))
+            assert numbers[f"experts.gemm_{expert}", "tokens"] == [before] * 17 + [after] * (steps - 18)
+    assert expected == set(watched.ring.slots)
     assert not any(row.unwatched for row in run._every_step.steps.rows)
     finding = only(session, "nonfinite")
     assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)

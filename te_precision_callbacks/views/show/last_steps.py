@@ -52,9 +52,9 @@ class LastStepsView:
         columns = range(max(0, len(iterations) - width), len(iterations))
         yield paragraph(visible(self.data["text"]), "bold")
         yield paragraph(
-            f"Largest magnitudes (inputs of norms: RMS of a token) in the steps {iterations[columns[0]]} to"
-            f" {iterations[-1]}, from left to right, and in the last one; the tensors in the order of execution."
-            " Each row has a scale of its own, by powers of two."
+            "Largest magnitudes (inputs of norms: RMS of a token; updates: share of the norm of the weight) in the"
+            f" steps {iterations[columns[0]]} to {iterations[-1]}, from left to right, and in the last one; the tensors"
+            " in the order of execution. Each row has a scale of its own, by powers of two."
             " N: nan, ∞: inf, blank: not read."
         )
         table = Table.grid(padding=(0, 1, 0, 0))

@@ -47,7 +47,7 @@ async function lastStepsPage(report) {
   const head = first ? el("p", { class: "first" }, el("strong", {}, "First inf or nan: "), `the ${inOrder[1]} of `, layerNamed(report, inOrder[0]), `, in step ${stepText(report, first[1])}.`)
     : el("p", { class: "first" }, "No inf or nan in these steps.");
   const made = card("Largest magnitude of each tensor", {
-    about: "Tensors in the order of execution, from top to bottom. The colour is the change to the median of the row: at most ÷ 256 (blue) or × 256 (orange); pink is nan or inf, and no colour a tensor that was not read. The number of an input of a norm is the largest RMS of a token. Click a row to open its layer.",
+    about: "Tensors in the order of execution, from top to bottom. The colour is the change to the median of the row: at most ÷ 256 (blue) or × 256 (orange); pink is nan or inf, and no colour a tensor that was not read. The number of an input of a norm is the largest RMS of a token, that of an update is its share of the norm of the weight, and that of tokens is how many an expert got. Click a row to open its layer.",
     extra: [csvButton("last steps", ["layer", "tensor", "step", "largest magnitude"], () => wanted.flatMap((place) =>
       Array.from(valuesOf(place)).flatMap((value, column) => value < 0 ? [] : [[...tensors[place], iterations[column], value]])))],
   }, node);
