@@ -73,7 +73,7 @@ class Ring:
         on = self._devices.get(numbers.device)
         if on is not None:
             self.order += slots
-            bits = torch.where(numbers < torch.inf, numbers, -1.0).view(torch.int32)
+            bits = numbers.nan_to_num(nan=-1.0, posinf=-1.0).view(torch.int32)
             on.row(len(self.slots))[:, MAGNITUDE].scatter_reduce_(0, places, bits, "amax")
 
     def end_step(self, iteration: int, *, updated: bool) -> list[StepRow]:

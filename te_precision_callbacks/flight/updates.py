@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
+from torch.linalg import vector_norm
 
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.flight.ring import Ring
@@ -18,6 +20,21 @@ ELEMENTS = 64
 """The elements of a weight that are compared."""
 
 
+class _Samples(NamedTuple):
+    """Samples of the weights of one dtype after a step.
+
+    Attributes:
+        slots, places: their slots in the ring, on the host and on the device.
+        values: float32, [weights, ELEMENTS].
+        norms: float32, [weights].
+    """
+
+    slots: list[int]
+    places: torch.Tensor
+    values: torch.Tensor
+    norms: torch.Tensor
+
+
 class UpdateSizes:
     """Adds a number for the weight of each layer to the ring, after the steps of optimizers.
 
@@ -29,7 +46,7 @@ class UpdateSizes:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._slots: dict[str, int | None] = {}  # name of the parameter -> slot; None if it is no layer's weight
-        self._last: dict[tuple[torch.device, torch.dtype], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
+        self._last: dict[tuple[torch.device, torch.dtype], _Samples] = {}
 
     @torch.no_grad()
     def add(self, weights: Iterable[SteppedWeight]) -> None:
@@ -47,14 +64,16 @@ class UpdateSizes:
                 apart = ((size - 1) // (ELEMENTS - 1) - 1) | 1  # odd, so that they are in different columns
                 samples.append(own.as_strided((ELEMENTS,), (apart,)))
         for kind, (slots, samples) in alike.items():
-            now = torch.stack(samples).float()
+            now = torch.stack(samples)
+            if kind[1] is not torch.float32:
+                now = now.float()
             before = self._last.get(kind)
-            if before is not None and before[0] == slots:
-                _, then, places = before
-                self._ring.put(slots, places, (now - then).norm(dim=1) / then.norm(dim=1))
+            if before is not None and before.slots == slots:
+                places = before.places
+                self._ring.put(slots, places, vector_norm(now - before.values, dim=1) / before.norms)
             else:
                 places = torch.tensor(slots, device=kind[0])
-            self._last[kind] = slots, now, places
+            self._last[kind] = _Samples(slots, places, now, vector_norm(now, dim=1))
 
     def _slot_of(self, name: str, module: torch.nn.Module) -> int | None:
         path, _, own = name.rpartition(".")
