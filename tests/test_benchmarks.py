@@ -98,7 +98,7 @@ HOST_PATH = {
     "allocations per observed GEMM": 0.3,
     "every step: Python functions per GEMM": 25,
     "every step: calls per GEMM, with builtins": 93,
-    "every step: aten calls per GEMM": 2.3,  # 13 of a step are for the updates of all weights, with any number of layers
+    "every step: aten calls per GEMM": 2.3,  # 13 of a step for the updates of all weights
 }
 """Limits of exact counts. A change that raises one makes every observed step slower."""
 
