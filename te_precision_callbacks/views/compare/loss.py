@@ -105,11 +105,10 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
     largest = early + int(sizes.argmax()) if sizes.size else None
     kinds = (_kind(shares[0]), _kind(shares[1]))
-    known = not math.isnan(difference)
-    yardsticks = (
-        Yardstick(name, bound, source, abs(difference) < bound if known and kinds == runs else None)
-        for (name, bound, source), runs in _YARDSTICKS.items()
-    )
+    yardsticks = []
+    for (name, bound, source), runs in _YARDSTICKS.items():
+        is_comparable = kinds == runs and not math.isnan(difference)
+        yardsticks.append(Yardstick(name, bound, source, abs(difference) < bound if is_comparable else None))
     return LossComparison(
         curves.name.statistic,
         curves.steps,

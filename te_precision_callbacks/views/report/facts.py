@@ -43,10 +43,8 @@ def downsample(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt
 
 
 def coverage(run: RecordedRun) -> list[dict[str, Any]]:
-    return [
-        {"precision": name, "backward": backward, "macs": macs}
-        for (name, backward), macs in sorted(multiply_adds(run).items())
-    ]
+    sums = sorted(multiply_adds(run).items())
+    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sums]
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
@@ -101,11 +99,11 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
     if rows:
         facts["from"], facts["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
-    durations = [
-        (time - earlier).total_seconds() / (iteration - before)  # not every step has records
-        for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
-        if segment == other and iteration > before
-    ]
+    durations = []
+    for (segment, before, earlier), (other, iteration, time) in pairwise(rows):
+        count = iteration - before  # not every step has records
+        if segment == other and count > 0:
+            durations.append((time - earlier).total_seconds() / count)
     if durations:
         facts["median_step_seconds"] = float(np.median(durations))
     observing = steps["observe_seconds"].drop_null().to_numpy()

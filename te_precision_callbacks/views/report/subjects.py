@@ -125,10 +125,11 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
     blocks = {name: visible(_block(name)) for name in places}
     short = ShortNames(shown.values())
     short_blocks = ShortNames(blocks.values())
-    return [
-        ReportLayer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT))
-        for name in places
-    ]
+    layers = []
+    for name in places:
+        label = short.of(shown[name], SHORT)
+        layers.append(ReportLayer(name, _block(name), label, short_blocks.of(blocks[name], SHORT)))
+    return layers
 
 
 def _block(name: str) -> str:

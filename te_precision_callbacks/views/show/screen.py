@@ -147,10 +147,10 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
 
 
 def _statistic(statistic: str, worst: Sequence[WorstSeries], width: int, names: ShortNames) -> Table:
-    numbers = [
-        (_number(float(series.curve.values[-1])), f"{_number(series.worst)} ({series.worst_iteration})")
-        for series in worst
-    ]
+    numbers = []
+    for series in worst:
+        last = _number(float(series.curve.values[-1]))
+        numbers.append((last, f"{_number(series.worst)} ({series.worst_iteration})"))
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
     longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
@@ -185,7 +185,7 @@ def _name(series: WorstSeries) -> tuple[str, str]:
     return visible(subject.layer), visible("".join(f" {part}" for part in (subject.tensor, rank) if part))
 
 
-_BARS = "▁▂▃▄▅▆▇█"
+_BARS = np.array(list("▁▂▃▄▅▆▇█"))
 _NONE = " "
 _NO_NUMBER = "!"
 _MANY_POWERS = 100.0
@@ -209,11 +209,9 @@ def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, 
     shown = np.full(width, np.inf if low_is_worse else -np.inf)
     (np.minimum if low_is_worse else np.maximum).at(shown, bucket[finite], values[finite])
     known = np.isfinite(shown)
-    levels = np.zeros(width, np.int64)
-    levels[known] = _levels(shown[known])
-    text = [_BARS[level] if there else _NONE for level, there in zip(levels.tolist(), known.tolist(), strict=True)]
-    for place in np.unique(bucket[~finite]).tolist():
-        text[place] = _NO_NUMBER
+    text = np.full(width, _NONE)
+    text[known] = _BARS[_levels(shown[known])]
+    text[bucket[~finite]] = _NO_NUMBER
     return "".join(text)
 
 
