@@ -46,8 +46,8 @@ class TrainingState:
         if optimizer is not None:
             tensors += model.parameters()
             self._optimizer_state = {key: dict(entry) for key, entry in optimizer.state.items()}
-            values = [value for entry in self._optimizer_state.values() for value in entry.values()]
-            tensors += [value for value in values if isinstance(value, torch.Tensor)]
+            for entry in self._optimizer_state.values():
+                tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
             self._groups = [_options(group) for group in optimizer.param_groups]
         self._tensors = {tensor: tensor.detach().to("cpu", copy=True) for tensor in tensors}
         self._generators = _generators()
