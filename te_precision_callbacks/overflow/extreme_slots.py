@@ -89,8 +89,11 @@ class Values:
         self._rows = rows
 
     def not_finite(self) -> set[Measured]:
-        bad = {store: ~np.isfinite(rows[:, :2]) for store, rows in self._rows.items()}
-        return {store.slots[index] for store, rows in bad.items() for index in np.flatnonzero(rows.any(1))}
+        bad: set[Measured] = set()
+        for store, rows in self._rows.items():
+            is_finite = np.isfinite(rows[:, :2]).all(1)
+            bad.update(store.slots[index] for index in np.flatnonzero(~is_finite))
+        return bad
 
     def extremes(self, slot: Slot) -> tuple[float, float]:
         """Return the smallest and the largest element; both nan if there is a nan."""

@@ -91,11 +91,11 @@ class SeriesIndex:
     def _grow(self) -> None:
         largest = np.iinfo(np.int64).max
         new = itertools.islice(self._numbers, len(self._summaries), None)
-        families = (family_of(subject.tensor, subject.statistic, subject.gemm or None) for subject in new)
-        rows = [
-            (0, largest, -largest, sign_of(family.worse), family.is_of_delayed_scaling, -np.inf, np.nan, -1)
-            for family in families
-        ]
+        rows = []
+        for subject in new:
+            family = family_of(subject.tensor, subject.statistic, subject.gemm or None)
+            sign = sign_of(family.worse)
+            rows.append((0, largest, -largest, sign, family.is_of_delayed_scaling, -np.inf, np.nan, -1))
         if rows:
             self._summaries = np.append(self._summaries, np.array(rows, _SUMMARY))
 

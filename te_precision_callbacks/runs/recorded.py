@@ -279,19 +279,24 @@ class RecordedRun:
     @cached_property
     def subjects(self) -> list[Subject]:
         columns = (self.series[name].to_pylist() for name in Subject._fields)
-        rows = zip(*columns, strict=True)
-        return [Subject._make((*(text or "" for text in texts), rank)) for *texts, rank in rows]
+        subjects = []
+        for *texts, rank in zip(*columns, strict=True):
+            names = [text or "" for text in texts]
+            subjects.append(Subject._make((*names, rank)))
+        return subjects
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         names = pc.dictionary_encode(self.scalars["name"].cast(pa.string())).combine_chunks()
         numbers = names.indices.fill_null(-1).to_numpy()
-        columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
-        return {
-            name: Curve(*(column[numbers == number] for column in columns))
-            for number, name in enumerate(names.dictionary.to_pylist())
-            if name
-        }
+        iterations = self.scalars["iteration"].to_numpy()
+        values = self.scalars["value"].to_numpy()
+        curves = {}
+        for number, name in enumerate(names.dictionary.to_pylist()):
+            rows = numbers == number
+            if name:
+                curves[name] = Curve(iterations[rows], values[rows])
+        return curves
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:

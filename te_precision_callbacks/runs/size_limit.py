@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,8 @@ class SizeLimit:
     def _files_and_room(self) -> tuple[dict[DataFile, int], float]:
         """Return the files of statistics with their sizes, oldest first, and the number of bytes allowed for them."""
         with_facts = [*self._folders, *(folder.parent for folder in self._folders if self._writer.rank == 0)]
-        everything = sum(path.stat().st_size for folder in with_facts for path in folder.iterdir() if not path.is_dir())
+        paths = chain(*(folder.iterdir() for folder in with_facts))
+        everything = sum(path.stat().st_size for path in paths if not path.is_dir())
         files: dict[DataFile, int] = {}
         for folder in self._folders:
             listed = [

@@ -324,10 +324,10 @@ class RunWriter:
     def _vectors_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, bins, counts = zip(*rows, strict=True)
         offsets = pa.array([0, *itertools.accumulate(map(len, bins))], pa.int32())
-        lists = [
-            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column), VECTORS.field(name).type.value_type))
-            for name, column in (("bin", bins), ("count", counts))
-        ]
+        lists = []
+        for name, column in (("bin", bins), ("count", counts)):
+            values = pa.array(np.concatenate(column), VECTORS.field(name).type.value_type)
+            lists.append(pa.ListArray.from_arrays(offsets, values))
         whose = np.array(series, np.int32)
         arrays = map(pa.array, (np.full(len(rows), self.segment), np.array(iterations), whose), VECTORS.types)
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)

@@ -30,12 +30,13 @@ from te_precision_callbacks.statistics.table import (
     Statistic,
 )
 
-_ALIASES = {other: row.name for row in RECIPES.values() for other in row.other_names}
+_ALIASES: dict[str, str] = {}
+for _row in RECIPES.values():
+    _ALIASES |= dict.fromkeys(_row.other_names, _row.name)
 
-PREFIXES: Mapping[str, tuple[str, ...]] = {
-    recipe: (recipe, *(f"{recipe}_{name}" for name in ELEMENT_FORMATS if recipe in WITH_ELEMENT_FORMAT))
-    for recipe in RECIPES
-}
+PREFIXES: dict[str, tuple[str, ...]] = {recipe: (recipe,) for recipe in RECIPES}
+for _recipe in WITH_ELEMENT_FORMAT:
+    PREFIXES[_recipe] += tuple(f"{_recipe}_{name}" for name in ELEMENT_FORMATS)
 """Recipe -> prefixes of statistics' names for it, without other spellings."""
 
 _COLUMNWISE = "_columnwise"
