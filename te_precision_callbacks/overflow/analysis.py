@@ -93,13 +93,9 @@ class Reader:
         traced = self._traced if traces else frozenset[int]()
         if traced:
             self._trace(events, values, "evaluation batch" if evaluation else "batch")
+        allowed = self._options.allow_neg_inf
         find = functools.partial(
-            first_bad,
-            events,
-            values,
-            allow_neg_inf=self._options.allow_neg_inf,
-            excused=interval.excused,
-            not_in=traced,
+            first_bad, events, values, allow_neg_inf=allowed, excused=interval.excused, not_in=traced
         )
         bad = find(loss_scaled=self.loss_scaled)
         scale = None

@@ -33,6 +33,7 @@ from te_precision_callbacks.runs.index import NO_VECTORS, VALUE_COLUMNS, SeriesI
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, RunError, Segment
 from te_precision_callbacks.runs.run_files import gaps_of_numbers
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES, part_of
+from te_precision_callbacks.statistics.arrays import Floats, Mask
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of, parse_log_name
 from te_precision_callbacks.statistics.table import StatisticSource
@@ -318,6 +319,6 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
     return table.set_column(place, table.schema.field(place), pa.array(flags))
 
 
-def _begins_unscaled(scales: npt.NDArray[np.float64], at_begin: npt.NDArray[np.bool_]) -> bool:
+def _begins_unscaled(scales: Floats, at_begin: Mask) -> bool:
     later = scales[~at_begin & np.isfinite(scales)]  # small scales are logged as 0, with four decimals
     return bool(at_begin.any() and (scales[at_begin] == 1).all() and (np.frexp(later)[0] != 0.5).any())

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS, part_of
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 
 REDUCED = -1
@@ -61,8 +62,8 @@ class SeriesIndex:
     def note(
         self,
         series: npt.NDArray[np.integer[Any]],
-        iterations: npt.NDArray[np.int64],
-        values: npt.NDArray[np.float64] | None = None,
+        iterations: Ints,
+        values: Floats | None = None,
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         self._grow()

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -74,6 +73,7 @@ from te_precision_callbacks.runs.tables import (
     VECTORS,
     read_table,
 )
+from te_precision_callbacks.statistics.arrays import Ints
 
 _MOST_ATTEMPTS = 5
 """Maximum number of attempts to read a run whose files are being replaced."""
@@ -437,7 +437,7 @@ class _Reader:
                     self.thinned.append(Thinned(rank, name, start, stop - 1, interval))
         return listed
 
-    def _note_span(self, segment: int, iterations: npt.NDArray[np.int64]) -> None:
+    def _note_span(self, segment: int, iterations: Ints) -> None:
         if len(iterations):
             first, last = self.spans.get(segment, (MOST_ITERATION, -1))
             self.spans[segment] = min(first, int(iterations.min())), max(last, int(iterations.max()))

@@ -43,6 +43,7 @@ from te_precision_callbacks.runs.tables import (
     VECTORS,
     write_table,
 )
+from te_precision_callbacks.statistics.arrays import Floats
 
 CLOSE_BYTES = 64 << 20
 
@@ -294,7 +295,7 @@ class RunWriter:
         self,
         iteration: int,
         series: npt.NDArray[np.int32],
-        values: npt.NDArray[np.float64],
+        values: Floats,
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         """Add values of a step.

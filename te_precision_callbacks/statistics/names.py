@@ -30,9 +30,7 @@ from te_precision_callbacks.statistics.table import (
     Statistic,
 )
 
-_ALIASES: dict[str, str] = {}
-for _row in RECIPES.values():
-    _ALIASES |= dict.fromkeys(_row.other_names, _row.name)
+_ALIASES = {other: row.name for row in RECIPES.values() for other in row.other_names}
 
 PREFIXES: dict[str, tuple[str, ...]] = {recipe: (recipe,) for recipe in RECIPES}
 for _recipe in WITH_ELEMENT_FORMAT:

@@ -210,8 +210,7 @@ def compare(
     (b, *noise), rename = zip(*(align(a, run) for run in (b, *noise)), strict=True)
     runs = (a, b, *noise)
     first, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
-    theirs = set(other.subjects)
-    paired = [subject for subject in first.subjects if subject in theirs]
+    paired = [subject for subject in first.subjects if subject in other.series or subject in other.scalars]
     apart = _explain_unpaired(first, other)
     for reason in (apart if not paired else "", *(_explain_unpaired(first, side) for side in others if not apart)):
         if reason:

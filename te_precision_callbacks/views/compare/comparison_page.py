@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from te_precision_callbacks.runs.index import REDUCED, Subject
-from te_precision_callbacks.views.compare.departures import ComparedValues, Floats, Ints, Side
+from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.views.compare.departures import ComparedValues, Side
 from te_precision_callbacks.views.compare.loss import loss_curves
 from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting, StatisticDeparture
 from te_precision_callbacks.views.compare.wording import (

@@ -11,7 +11,8 @@ import numpy as np
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first
-from te_precision_callbacks.views.compare.departures import Floats, Ints, Side
+from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.views.compare.departures import Side
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
 
 _YARDSTICKS = {

@@ -325,10 +325,11 @@ def _magnitude(number: float | str | None) -> float:
 def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     known: Mapping[str, dict[str, Any]] = facts.layer_facts(run)
     products = facts.gemms(run)
-    return [
-        {**vars(layer), "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
-        for layer in subjects.layers
-    ]
+    layers = []
+    for layer in subjects.layers:
+        recorded = {"facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
+        layers.append({**vars(layer), **recorded})
+    return layers
 
 
 def _scalars(

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_first
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
-from te_precision_callbacks.views.report.subjects import FamilySeries, Ints
-
-Floats = npt.NDArray[np.float64]
+from te_precision_callbacks.views.report.subjects import FamilySeries
 
 MOST_AT_ONCE = 2_000_000
 

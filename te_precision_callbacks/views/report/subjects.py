@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
@@ -17,9 +16,8 @@ from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import RecordedRun, sort_by_position
 from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.statistics.arrays import Ints
 from te_precision_callbacks.statistics.series import Family, family_of
-
-Ints = npt.NDArray[np.int64]
 
 SHORT = 42
 

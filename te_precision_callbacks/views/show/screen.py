@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_finding
 from te_precision_callbacks.layers.folding import ShortNames, fold_names
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.runs.summary import action_notes
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
 
 _LEAST_NAME = 16
@@ -191,10 +191,8 @@ _NO_NUMBER = "!"
 _MANY_POWERS = 100.0
 """The factor between the largest and the smallest number from which on a curve is that of the logarithms."""
 
-Floats = npt.NDArray[np.float64]
 
-
-def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, low_is_worse: bool = False) -> str:
+def sparkline(iterations: Ints, values: Floats, width: int, *, low_is_worse: bool = False) -> str:
     """A curve over time, of at most ``width`` characters.
 
     Each character covers the same number of iterations and shows their worst value, so peaks stay visible. A blank has
@@ -215,7 +213,7 @@ def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, 
     return "".join(text)
 
 
-def _levels(values: Floats) -> npt.NDArray[np.int64]:
+def _levels(values: Floats) -> Ints:
     if not len(values):
         return np.empty(0, np.int64)
     if values.min() > 0 and values.max() / values.min() > _MANY_POWERS:
