@@ -303,10 +303,9 @@ class _Search:
 
     def _resume(self, low: Any) -> None:
         high = self.measurement.high
-        state: dict[str, Any] = {"recipe": str(low), "layers": list(self.units.all)}
-        state |= {"optimizer": high.update is not None}
-        state |= {"loss": f"{high.loss:.5g}", "gradient": f"{self.measurement.high_norm:.5g}"}
-        self.results.resume(state)
+        training = {"recipe": str(low), "layers": list(self.units.all), "optimizer": high.update is not None}
+        measured = {"loss": f"{high.loss:.5g}", "gradient": f"{self.measurement.high_norm:.5g}"}
+        self.results.resume({**training, **measured})
 
     def _effect(self, choice: Choice, operand: str = "") -> GradientEffect:
         """Measure a choice of GEMMs in high precision, unless the file has it; of the others, one operand or both."""
