@@ -22,6 +22,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import nvdlfw_inspect.api as debug_api
@@ -194,12 +195,12 @@ class TransformerEngineAPI(UpstreamAPI):
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
         watchers: tuple[Watcher, ...] | None = self._api_cache.get((layer, tensor))
         if watchers is None:
-            watchers = tuple(
-                Watcher(name, feature, options)
-                for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items()
-                if isinstance(feature := self.namespace_features.get(name), ScheduledFeature)
-                for options in self._matching(name, written, tensor, None)
-            )
+            watchers = ()
+            for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
+                feature = self.namespace_features.get(name)
+                if isinstance(feature, ScheduledFeature):
+                    matching = self._matching(name, written, tensor, None)
+                    watchers += tuple(Watcher(name, feature, options) for options in matching)
             self._api_cache[layer, tensor] = watchers
         return watchers
 
@@ -379,8 +380,10 @@ class TransformerEngineAPI(UpstreamAPI):
                 self._is_planned = True
             iteration = TEDebugState.get_iteration() - 1  # already incremented at this call
             logged = self._plain.log(iteration, group)
-        by_name = {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for all_of, of in logged for m in all_of}
-        return {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS), **by_name}
+        by_name: dict[tuple[str, str, str, int], torch.Tensor] = dict(type(STATS_BUFFERS).log_stats(STATS_BUFFERS))
+        for all_of, of in logged:
+            by_name |= {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for m in all_of}
+        return by_name
 
     def log_local_buffers(self) -> None:
         """Log statistics that features put into Transformer Engine's buffers on this rank, without a collective."""
@@ -399,11 +402,11 @@ class TransformerEngineAPI(UpstreamAPI):
         vars(STATS_BUFFERS).pop("log_stats", None)
 
     def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
-        schemas = (schema for features in sections for schema in self._statistics(features))
-        held = (target.options for schema in schemas for target in schema.targets)
-        self.observation.plan(
-            frozenset(options.schedule for options in held if isinstance(options, (LoggedTensor, GemmSampling)))
-        )
+        schedules = set()
+        for schema in chain(*map(self._statistics, sections)):
+            held = [target.options for target in schema.targets]
+            schedules |= {options.schedule for options in held if isinstance(options, (LoggedTensor, GemmSampling))}
+        self.observation.plan(frozenset(schedules))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
         return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)

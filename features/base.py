@@ -40,16 +40,19 @@ def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str
     for what, name in calls:
         if name is not None:
             left_out |= {f"{what}s", f"{what}s_struct"}
-            entries = [
-                (named if chosen is None else {**named, what: chosen}, inner)
-                for named, nested in entries
-                for chosen, inner in nested.choose(what)
-                if chosen in (None, name)
-            ]
-    return [
-        {key: value for key, value in {**nested.merge(), **named}.items() if key not in left_out}
-        for named, nested in entries
-    ]
+            matching = []
+            for named, nested in entries:
+                for chosen, inner in nested.choose(what):
+                    if chosen is None:
+                        matching.append((named, inner))
+                    elif chosen == name:
+                        matching.append(({**named, what: chosen}, inner))
+            entries = matching
+    options = []
+    for named, nested in entries:
+        merged = {**nested.merge(), **named}
+        options.append({key: value for key, value in merged.items() if key not in left_out})
+    return options
 
 
 class Feature:

@@ -42,14 +42,12 @@ class DumpTensors(ScheduledFeature):
     def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[DumpOptions]:
         if not isinstance(options, schemas.DumpTensors):
             return []
-        return [
-            *(DumpOptions.of(item, options) for item in options_for(options.targets, tensor, gemm)),
-            *(
-                DumpOptions.of_gemm(target.options, options)
-                for target in options.gemm_targets
-                if tensor in (None, *OPERANDS[target.options.gemm]) and gemm in (None, target.gemm)
-            ),
-        ]
+        chosen = [DumpOptions.of(item, options) for item in options_for(options.targets, tensor, gemm)]
+        for target in options.gemm_targets:
+            is_operand = tensor in (None, *OPERANDS[target.options.gemm])
+            if is_operand and gemm in (None, target.gemm):
+                chosen.append(DumpOptions.of_gemm(target.options, options))
+        return chosen
 
     def due(self, options: DumpOptions, iteration: int) -> tuple[bool, int | None]:
         """Return whether a dump is due, and the next due iteration; never due after the budget is exhausted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +352,8 @@ class StepScalars:
 
 def _step_settings(trainer: Trainer) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
+    groups = chain(*(optimizer.param_groups for optimizer in trainer.optimizers))
+    rates = [group["lr"] for group in groups if "lr" in group]
     if rates:
         # Schedulers update a tensor in place.
         settings["lr"] = rates[0].clone() if isinstance(rates[0], torch.Tensor) else rates[0]

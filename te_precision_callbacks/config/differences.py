@@ -56,13 +56,14 @@ def require_equal(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
     SessionError.
     """
     of_rank = ranks.differing((int(config_hash(config)[:13], 16), iteration), "configs")  # 52 bits of the hash
-    if len({number for number, _ in of_rank.values()}) > 1:
+    hashes = list(dict.fromkeys(number for number, _ in of_rank.values()))
+    if len(hashes) > 1:
         configs = ranks.pool([tuple(config.items())], "texts of configs", tuple[tuple[str, Any], ...])
         if len(configs) < 2:  # a rank was lost in the meantime
             return
-        names = {number: f"config {nth}" for nth, number in enumerate(dict.fromkeys(n for n, _ in of_rank.values()), 1)}
+        names = {rank: f"config {1 + hashes.index(number)}" for rank, (number, _) in of_rank.items()}
         raise ConfigError(
-            f"The ranks have different configs: {format_by_rank({r: names[n] for r, (n, _) in of_rank.items()})}."
+            f"The ranks have different configs: {format_by_rank(names)}."
             f" First difference: {difference(dict(configs[0]), dict(configs[-1]))}. Give all ranks the same config,"
             " or set reduce=False."
         )

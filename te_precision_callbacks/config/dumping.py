@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import group_by_key, some_of
@@ -79,7 +80,9 @@ def _never_holds(
 
 
 def _place(sections: Sequence[Section], keys: KeyPath) -> str:
-    spelled = ((section, feature) for section in sections for feature in section.features.get(NAMESPACE, {}))
+    spelled: Iterable[tuple[Section, str]] = chain(
+        *(product([section], section.features.get(NAMESPACE, {})) for section in sections)
+    )
     section, feature = next(pair for pair in spelled if schema_of(pair[1]) is DumpTensors)
     return section.place(NAMESPACE, feature, *keys)
 
@@ -104,12 +107,11 @@ def missing_statistic(condition: Threshold, known: Mapping[str, Collected], laye
             f" of {tensor!r} in {_format_layers(layers)}. Add [{', '.join(gemms or RESULT)}] to the"
             f" 'gemms' of LogGemmError for {those}."
         )
-    same = [
-        label
-        for label, statistic in known.items()
-        if statistic.request.recipe
-        and replace(statistic.request, label=wanted.label, recipe=OWN_RECIPE, e5m2=None) == wanted
-    ]
+
+    def is_same(request: Request) -> bool:
+        return bool(request.recipe) and replace(request, label=wanted.label, recipe=OWN_RECIPE, e5m2=None) == wanted
+
+    same = [label for label, statistic in known.items() if is_same(statistic.request)]
     hint = suggestion(wanted.label, list(known), known_as="Collected are")
     if same:
         hint = f" Did you mean {' or '.join(map(repr, same))}?"

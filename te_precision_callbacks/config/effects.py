@@ -46,18 +46,16 @@ class Effect:
         return tuple(dict.fromkeys((*self.high_precision, *dict(self.modifies))))
 
     def steps(self, gemm: str, tensor: str = "") -> tuple[Schedule, ...]:
-        acting = [
-            schedule
-            for (of_gemm, of_tensor), schedule in self.schedules.items()
-            if of_gemm in ("", gemm) and (not tensor or of_tensor in ("", tensor))
-        ]
+        acting = []
+        for (of_gemm, of_tensor), schedule in self.schedules.items():
+            is_for_tensor = not tensor or of_tensor in ("", tensor)
+            if is_for_tensor and of_gemm in ("", gemm):
+                acting.append(schedule)
         return tuple(dict.fromkeys(acting)) or (EVERY_STEP,)
 
-    def format_steps(self, gemm: str = "") -> str:
-        """Format the steps of the feature, or of its effect on a GEMM: ``steps 0 to 99 and steps 500 on``."""
-        if gemm:
-            return " and ".join(map(str, self.steps(gemm)))
-        return " and ".join(map(str, dict.fromkeys(self.schedules.values()) or (EVERY_STEP,)))
+    def format_steps(self, gemm: str) -> str:
+        """Format the steps of the effect on a GEMM: ``steps 0 to 99 and steps 500 on``."""
+        return " and ".join(map(str, self.steps(gemm)))
 
     def at(self, iteration: int) -> Effect:
         if not self.schedules:
@@ -111,7 +109,9 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
     Upstream calls only one of two features that modify a tensor. If a feature quantizes both operands of a GEMM,
     upstream ignores a feature that forbids it; if a feature quantizes one operand, the GEMM fails.
     """
-    acting = [(section, feature, effect) for section in sections for feature, effect in section.effects.items()]
+    acting: list[tuple[Acting, str, Effect]] = []
+    for section in sections:
+        acting += [(section, feature, effect) for feature, effect in section.effects.items()]
     for number, (section, feature, effect) in enumerate(acting):
         for owner, other, others in acting[:number]:
             here = section.place(NAMESPACE, feature)

@@ -164,12 +164,11 @@ class Target(Generic[HeldT_co]):
 
 def options_for(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
     """Return the options for a call, one per target of its tensor; without a tensor, only the first."""
-    options = [
-        target.options
-        for target in targets
-        if target.tensor in (tensor, None) or tensor is None
-        if target.gemm in (gemm, None) or gemm is None
-    ]
+    options = []
+    for target in targets:
+        is_for_tensor = tensor is None or target.tensor in (tensor, None)
+        if is_for_tensor and (gemm is None or target.gemm in (gemm, None)):
+            options.append(target.options)
     if tensor is not None:
         return options
     return options[:1]
@@ -232,10 +231,10 @@ class FeatureSchema(Level):
 
     def schedules(self) -> dict[Pair, Schedule]:
         """Map GEMM and tensor of each target (empty for all) to its steps; empty if all act in every step."""
-        by_target = {
-            (target.gemm or "", target.tensor or ""): getattr(target.options, "schedule", EVERY_STEP)
-            for target in self.targets
-        }
+        by_target: dict[Pair, Schedule] = {}
+        for target in self.targets:
+            pair = target.gemm or "", target.tensor or ""
+            by_target[pair] = getattr(target.options, "schedule", EVERY_STEP)
         if all(schedule == EVERY_STEP for schedule in by_target.values()):
             return {}
         return by_target

@@ -179,15 +179,20 @@ def load_config(
     for key, body in data.items():
         with problems.collecting():
             if key == LAYER_NAMES and not isinstance(body, Mapping):
-                if body not in get_args(LayerNames):
-                    choices = " or ".join(map(repr, get_args(LayerNames)))
-                    place = f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections"
-                    raise ConfigError(f"{place} must be {choices}, not {shown(body)}.")
-                layer_names = cast(LayerNames, body)
+                layer_names = _layer_names(body, places)
             else:
                 sections.append(_section(str(key), body, places, known, others=others))
     problems.raise_any()
     return Config(tuple(sections), path, layer_names, data)
+
+
+def _layer_names(body: Any, places: Places) -> LayerNames:
+    if body not in get_args(LayerNames):
+        choices = " or ".join(map(repr, get_args(LayerNames)))
+        raise ConfigError(
+            f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be {choices}, not {shown(body)}."
+        )
+    return cast(LayerNames, body)
 
 
 def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *, others: bool) -> Section:
@@ -218,7 +223,10 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
     elif not misplaced:
         problems.add(f"{places(name)}: the key 'layers' is missing.{meant_for('layers', body)}")
     features: dict[str, dict[str, Any]] = {}
-    misspelt = [near for key in _SECTION_KEYS if key not in body for near in nearest(key, map(str, body), most=1)]
+    misspelt: list[str] = []
+    for key in _SECTION_KEYS:
+        if key not in body:
+            misspelt += nearest(key, map(str, body), most=1)
     for key, value in body.items():
         if key in (*_SECTION_KEYS, *misspelt, *misplaced):
             continue

@@ -353,22 +353,21 @@ dump_what_is_not_finite:
         return (*self.targets, *self.gemm_targets)
 
 
-FEATURES: Mapping[str, type[FeatureSchema]] = {
-    model.__name__: model
-    for model in (
-        LogTensorStats,
-        LogFp8TensorStats,
-        LogNvfp4TensorStats,
-        DisableQuantizationGEMM,
-        DisableQuantizationLayer,
-        DisableFP8GEMM,
-        DisableFP8Layer,
-        PerTensorScaling,
-        FakeQuant,
-        LogGemmError,
-        DumpTensors,
-    )
-}
+_SCHEMAS: tuple[type[FeatureSchema], ...] = (
+    LogTensorStats,
+    LogFp8TensorStats,
+    LogNvfp4TensorStats,
+    DisableQuantizationGEMM,
+    DisableQuantizationLayer,
+    DisableFP8GEMM,
+    DisableFP8Layer,
+    PerTensorScaling,
+    FakeQuant,
+    LogGemmError,
+    DumpTensors,
+)
+
+FEATURES = {schema.__name__: schema for schema in _SCHEMAS}
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:

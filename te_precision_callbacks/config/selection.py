@@ -77,7 +77,10 @@ class LayerIndex:
             self._types = [() for _ in layers]
             self._numbers = [_upstream_number_of(name) for (name,) in names_of]
         in_use = {names[0] for names in names_of}
-        self._names = [(first, *(name for name in more if name not in in_use)) for first, *more in names_of]
+        self._names = []
+        for first, *more in names_of:
+            aliases = [name for name in more if name not in in_use]
+            self._names.append((first, *aliases))
         self.numbers = sorted(number for number in set(self._numbers) if number is not None)
 
     @functools.cached_property
@@ -117,7 +120,8 @@ class LayerIndex:
         positions = range(len(self.layers))
         if word == "all":
             return positions
-        return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
+        part = re.compile(re.escape(word))
+        return [at for at in positions if word in self._types[at] or any(map(part.search, self._names[at]))]
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
         """Return the layers with a matching name or alias. For patterns with a negative look-around, aliases are
@@ -299,11 +303,12 @@ def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
     example = f"Write for example {key}: [fc1, fc2]."
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(f"{place(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
-    raise_problems(
-        f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}"
-        for number, entry in enumerate(entries)
-        if not isinstance(entry, str) or not entry
-    )
+    problems = []
+    for number, entry in enumerate(entries):
+        text = f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}"
+        if not isinstance(entry, str) or not entry:
+            problems.append(text)
+    raise_problems(problems)
     return tuple(entries)
 
 

@@ -167,9 +167,10 @@ def rules_command(
     if not chosen:
         raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), [row.id for row in RULES])}")
     if as_json:
-        terminal.show_json(
-            {"rules": [{name: value for name, value in vars(row).items() if name != "check"} for row in chosen]}
-        )
+        rows = [dict(vars(row)) for row in chosen]
+        for content in rows:
+            del content["check"]
+        terminal.show_json({"rules": rows})
     elif rule is None:
         table = terminal.table("rule", "severity", "what is wrong")
         for row in chosen:

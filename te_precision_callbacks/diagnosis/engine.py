@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class Diagnosis:
     def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
         own = self.verdict
-        checked = {rule for other in others for rule in other.verdict.checked}
+        checked = set(chain(*(other.verdict.checked for other in others)))
         merged: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
         for diagnosis in (self, *others):
             for key, finding in diagnosis._findings.items():
@@ -292,7 +293,9 @@ class Diagnosis:
 
 
 def _last_good(since: int | None, checked: Iterable[int]) -> int | None:
-    return max((step for step in checked if step < (-1 if since is None else since)), default=None)
+    if since is None:
+        return None
+    return max((step for step in checked if step < since), default=None)
 
 
 def _is_deleted(file: str) -> bool:

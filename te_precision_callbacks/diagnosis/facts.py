@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.layers.folding import form_of
+from te_precision_callbacks.statistics.arrays import Ints
 
 Row = Mapping[str, Any]
 
@@ -213,13 +211,12 @@ class Facts:
             if not product.backward or product.family in ("te", "te_ops"):
                 reason = None if product.reason is None else product.reason.name
                 gemms.append({**vars(product), "reason": reason, "recipe": recipe if product.is_low else ""})
-                operands += [
-                    {"layer": product.layer, "tensor": tensor, "format": text}
-                    for tensor, text in product.operands.items()
-                ]
+                for tensor, text in product.operands.items():
+                    row: Row = {"layer": product.layer, "tensor": tensor, "format": text}
+                    operands.append(row)
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
-    def cached(self, what: str, rows: npt.NDArray[np.int64], make: Callable[[], ResultT]) -> ResultT:
+    def cached(self, what: str, rows: Ints, make: Callable[[], ResultT]) -> ResultT:
         """Cache a value derived from the facts for some tensors of layers; their rows do not change in a run."""
         key = what, rows.tobytes()
         if key not in self._kept:
@@ -237,7 +234,9 @@ class Facts:
         else:
             of_layers = [one for name, one in self.layers.items() if name.startswith(f"{layer}.")]
         backward = tensor in ("gradient", "dgrad", "wgrad")
-        places = [one.backward if backward else one.forward for one in of_layers]
+        places = [one.forward for one in of_layers]
+        if backward:
+            places = [one.backward for one in of_layers]
         place = min((one for one in places if one is not None), default=None)
         return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
 

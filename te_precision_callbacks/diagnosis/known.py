@@ -12,6 +12,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,9 +40,10 @@ def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, in
     used = set()
     for finding in verdict:
         names = finding.layers or ("",)
-        lines = [line for line in known if line.rule == finding.rule]
-        if all(any(line.covers(name) for line in lines) for name in names):
-            used |= {line.number for line in lines if any(map(line.covers, names))}
+        lines = [line for line in known if line.rule == finding.rule and any(map(line.covers, names))]
+        covered = set(chain(*(filter(line.covers, names) for line in lines)))
+        if covered == set(names):
+            used |= {line.number for line in lines}
         else:
             left.append(finding)
     unused = [(line.number, line.text) for line in known if line.number not in used]
@@ -87,7 +89,7 @@ _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
 def _matcher(layers: str) -> Callable[[str], bool]:
-    patterns = {pattern for text in _COMMA.split(layers) for pattern in _expand_ranges(text.strip())}
+    patterns = set(chain(*(_expand_ranges(text.strip()) for text in _COMMA.split(layers))))
     globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)
 
@@ -98,7 +100,9 @@ def _expand_ranges(text: str) -> list[str]:
         if text:
             return [text]
         return []
-    bounds = (part.partition("-") for part in braces[1].split(","))
-    numbers = [number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)]
+    numbers: list[int] = []
+    for part in braces[1].split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
     ends = _expand_ranges(text[braces.end() :]) or [""]
-    return [f"{text[: braces.start()]}{number}{end}" for number in numbers for end in ends]
+    return [f"{text[: braces.start()]}{number}{end}" for number, end in product(numbers, ends)]

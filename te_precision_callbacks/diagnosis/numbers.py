@@ -7,20 +7,16 @@ checks a statistic of all tensors at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.series import Family, Series
-
-Rows = npt.NDArray[np.int64]
-"""Indices of tensors of layers, the same in all steps."""
-
-Values = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
@@ -32,15 +28,16 @@ class Column(NamedTuple):
         number: the same in all steps.
         statistic: its name in records.
         request: the parsed statistic; None for a user's own.
+        rows: indices of tensors of layers, the same in all steps.
     """
 
     number: int
     statistic: str
     request: Request | None
-    rows: Rows
-    values: Values
+    rows: Ints
+    values: Floats
 
-    def at(self, rows: Rows, missing: float) -> Values:
+    def at(self, rows: Ints, missing: float) -> Floats:
         """[rows]: the values of some tensors; ``missing`` for tensors without one."""
         if rows is self.rows or np.array_equal(rows, self.rows):
             return self.values
@@ -54,14 +51,14 @@ class Column(NamedTuple):
         return self._replace(rows=self.rows[chosen], values=self.values[chosen])
 
     @property
-    def bits(self) -> Values:
+    def bits(self) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore"):
-            bits: Values = np.log2(self.values)
+            bits: Floats = np.log2(self.values)
         bits[~np.isfinite(bits)] = np.nan
         return bits
 
 
-def extend_rows(table: npt.NDArray[ScalarT], rows: Rows, fill: object) -> npt.NDArray[ScalarT]:
+def extend_rows(table: npt.NDArray[ScalarT], rows: Ints, fill: object) -> npt.NDArray[ScalarT]:
     """Extend a table, [rows, ...], to have all ``rows``; new ones have the values ``fill``."""
     missing = int(rows.max(initial=-1)) + 1 - len(table)
     if missing <= 0:
@@ -83,7 +80,7 @@ class StepNumbers:
         self,
         iteration: int,
         names: Sequence[str],
-        layers: npt.NDArray[np.int64],
+        layers: Ints,
         tensors: npt.NDArray[np.str_],
         columns: Sequence[Column],
         rank: int | None = None,
@@ -163,7 +160,7 @@ class StepNumbers:
         for column in self._by_statistic.get("max", ()):
             if any(column.rows is amax.rows for amax in amaxes):
                 continue
-            known = {tensor for amax in amaxes for tensor in self.tensors_of(amax)}
+            known = set(chain(*map(self.tensors_of, amaxes)))
             for least in self._by_statistic.get("min", ()):
                 wanted = set(self.tensors_of(least)) - known
                 both = column.where(np.array([tensor in wanted for tensor in self.tensors_of(column)], bool))
@@ -175,13 +172,11 @@ class StepNumbers:
             yield column
             return
 
+        def holds(name: str, tensor: str) -> bool:
+            return recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor)
+
         def make() -> Mask:
-            places = zip(self.names_of(column), self.tensors_of(column), strict=True)
-            holds = (
-                recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor)
-                for name, tensor in places
-            )
-            return np.array(list(holds), bool)
+            return np.array(list(map(holds, self.names_of(column), self.tensors_of(column))), bool)
 
         own = facts.cached(f"quantized by {recipe}", column.rows, make)
         if own.any():
@@ -216,7 +211,7 @@ class Splitter:
         self,
         iteration: int,
         series: npt.NDArray[np.int32],
-        values: Values,
+        values: Floats,
         unscaled: frozenset[str] = frozenset(),
         rank: int | None = None,
     ) -> StepNumbers:
@@ -241,7 +236,7 @@ class Splitter:
         self._order = np.lexsort((families, numbers))
         begins = np.flatnonzero(np.diff(numbers[self._order], prepend=-1)).tolist()
         known = list(self._families)
-        equal: dict[bytes, Rows] = {}  # equal arrays become one, which is compared faster
+        equal: dict[bytes, Ints] = {}  # equal arrays become one, which is compared faster
         self._split = []
         for begin, end in zip(begins, [*begins[1:], len(series)], strict=True):
             of_number = rows[self._order[begin:end]]

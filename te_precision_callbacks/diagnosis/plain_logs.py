@@ -6,6 +6,7 @@ Such a log has four decimals, does not name recipes, and has the E8M0 codes of M
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +15,8 @@ import numpy.typing as npt
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Row
 from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.statistics.arrays import Floats, Mask
 from te_precision_callbacks.statistics.names import OWN_RECIPE, logged_request
-
-Values = npt.NDArray[np.float64]
 
 _LEAST_CODE = 32
 _LARGEST_CODE = 254
@@ -46,7 +46,7 @@ class PlainLog(NamedTuple):
     codes: frozenset[int]
     magnitudes: frozenset[int]
 
-    def adapt(self, series: npt.NDArray[np.int32], values: Values) -> tuple[npt.NDArray[np.bool_], Values]:
+    def adapt(self, series: npt.NDArray[np.int32], values: Floats) -> tuple[Mask, Floats]:
         known = ~((values == 0) & np.isin(series, list(self.magnitudes)))
         is_code = np.isin(series, list(self.codes))
         return known, np.where(is_code, np.exp2(np.where(is_code, values, 0) - _BIAS), values)
@@ -80,13 +80,16 @@ def read_plain_log(run: RecordedRun) -> PlainLog:
                 request.statistic.name, dict(zip(iterations[rows].tolist(), values[rows].tolist(), strict=True))
             )
     nvfp4 = [layer for layer, recipes in quantized.items() if recipes == {"nvfp4"}]  # other layers do not log them
-    codes = [number for place, numbers in scales.items() if _are_codes(columns[place]) for number in numbers]
+    codes: list[int] = []
+    for place, numbers in scales.items():
+        if _are_codes(columns[place]):
+            codes += numbers
     return PlainLog(*_facts(columns, nvfp4), frozenset(codes), frozenset(magnitudes))
 
 
 def _are_codes(statistics: Mapping[str, Mapping[int, float]]) -> bool:
     """Return whether the least and the largest scales of a tensor are codes: real scales may be powers of two."""
-    values = np.array([value for name in _SCALES for value in statistics.get(name, {}).values()])
+    values = np.array(list(chain(*(statistics.get(name, {}).values() for name in _SCALES))))
     in_range = (values >= _LEAST_CODE) & (values <= _LARGEST_CODE) & (values == np.round(values))
     return bool(in_range.all() and (np.frexp(values)[0] != 0.5).any())
 
@@ -102,11 +105,11 @@ def _facts(
             recipes[layer] = recipe
     # The log does not show whether a layer without a gradient has a trainable weight.
     row = {"gemm": "wgrad", "family": "", "runs": "never", "not_run": "not in the log", "calls": 1, **span}
-    operands: list[Row] = [
-        {"layer": layer, "tensor": tensor, "format": "NVFP4" if recipes[layer] == "nvfp4" else text, **span}
-        for (layer, tensor), (_, text) in of_columns.items()
-        if layer in recipes
-    ]
+    operands: list[Row] = []
+    for (layer, tensor), (_, text) in of_columns.items():
+        shown = "NVFP4" if recipes.get(layer) == "nvfp4" else text
+        if layer in recipes:
+            operands.append({"layer": layer, "tensor": tensor, "format": shown, **span})
     layers = dict.fromkeys([*recipes, *(layer for layer, _ in columns)])
     gemms: list[Row] = [{"layer": layer, "recipe": recipes.get(layer, ""), **row} for layer in layers]
     return gemms, operands

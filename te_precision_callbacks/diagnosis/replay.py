@@ -7,6 +7,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.summary import failed_starts
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.series import Series, family_of
 
 _ON_NUMBERS = tuple(rule for rule in RULES if type(rule.check()).step is not RuleCheck.step)
@@ -46,13 +48,9 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     record = _Record(run)
     ranks = {subject.rank for subject in run.subjects}
     several = len(ranks - {None}) > 1 or any(segment.world > 1 for segment in run.segments)
-    first = min((0 if rank is None else rank for rank in ranks), default=0)  # rank 0 has checked reduced values
+    first = min((rank or 0 for rank in ranks), default=0)  # rank 0 has checked reduced values
     own = _check(run, record, (REDUCED, first), first if several else None, RULES)
-    others = [
-        _check(run, record, (rank,), rank, _ON_NUMBERS)
-        for rank in sorted(ranks - {None, first}, key=lambda rank: rank or 0)
-        if rank is not None
-    ]
+    others = [_check(run, record, (rank,), rank, _ON_NUMBERS) for rank in sorted(filter(None, ranks - {first}))]
     return dataclasses.replace(own.merge_ranks(others), is_partial=bool(run.unread))
 
 
@@ -118,7 +116,7 @@ class _Record:
         self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
         if self.plain is not None:
             self._tables.update(gemms=self.plain.gemms, operands=self.plain.operands)
-        rows = [row for name in OF_SPANS for row in self._tables[name]]
+        rows = list(chain(*(self._tables[name] for name in OF_SPANS)))
         self._settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
         edges = {first for first, _ in self._settings} | {row["since"] for row in rows}
         last = run.steps["iteration"].to_numpy().max(initial=0)
@@ -181,8 +179,8 @@ def _check(
 
 
 def _steps(
-    run: RecordedRun, record: _Record, chosen: npt.NDArray[np.int64]
-) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.bool_]]]:
+    run: RecordedRun, record: _Record, chosen: Ints
+) -> Iterator[tuple[int, npt.NDArray[np.int32], Floats, Mask]]:
     table = run.values(chosen.tolist())
     if record.plain is not None:
         known, adapted = record.plain.adapt(table["series"].to_numpy(), table["value"].to_numpy())

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import Mask
 
 _KEPT_STEPS = 64
 """The last steps, among which the last good one of a new finding is."""
@@ -197,15 +198,11 @@ class ColumnStreaks:
         key: str = "",
     ) -> list[Sighting]:
         """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
-        severities: tuple[tuple[Severity, Mask], ...] = (("warning", warnings), ("note", notes))
-        return by_tensor(
-            numbers,
-            column,
-            *(
-                self.sightings(numbers, facts, column, holds, seen, *values, severity=severity, key=f"{key}{severity}")
-                for severity, holds in severities
-            ),
-        )
+        severities: dict[Severity, Mask] = {"warning": warnings, "note": notes}
+        found: list[Sighting] = []
+        for level, holds in severities.items():
+            found += self.sightings(numbers, facts, column, holds, seen, *values, severity=level, key=f"{key}{level}")
+        return by_tensor(numbers, column, found)
 
 
 def by_tensor(numbers: StepNumbers, column: Column, *sightings: Iterable[Sighting]) -> list[Sighting]:

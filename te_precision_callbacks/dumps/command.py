@@ -42,10 +42,10 @@ def list_command(
 
     listing = list_dumps(folder)
     if as_json:
-        rows = [
-            {"path": str(entry.path), "size": entry.size, "header": dataclasses.asdict(entry.header)}
-            for entry in listing
-        ]
+        rows = []
+        for entry in listing:
+            content = dataclasses.asdict(entry.header)
+            rows.append({"path": str(entry.path), "size": entry.size, "header": content})
         others = [{"path": str(file.path), "why": file.why} for file in listing.foreign]
         terminal.show_json({"dumps": rows, "foreign": others})
         return

@@ -149,11 +149,10 @@ def write_new(dump: Dump, folder: Path) -> int:
 def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
     dump.wait()
     hidden = path.parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-    # Copies: safetensors refuses tensors that share memory.
-    tensors = {
-        name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
-        for name, tensor in dump.complete().items()
-    }
+    tensors = {}
+    for name, tensor in dump.complete().items():
+        copy = tensor.detach().to("cpu", copy=True)  # safetensors refuses tensors that share memory
+        tensors[name] = copy.resolve_conj().resolve_neg().contiguous()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -378,7 +379,8 @@ class Recorder:
             tensor = header.tensor
             if header.gemm is not None:
                 tensor = header.gemm.result
-            values = (measured.value(header.layer, tensor, label) for label in collected.labels for measured in learned)
+            pairs = product(collected.labels, learned)
+            values = (measured.value(header.layer, tensor, label) for label, measured in pairs)
             value = next((value for value in values if value is not None), None)
             if value is None:
                 self._warn_once(

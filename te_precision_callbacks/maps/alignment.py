@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from itertools import chain, product, starmap
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -28,25 +29,21 @@ _GEMM = re.compile(r"\.(?:gemm_|weight)(\d+)$")
 _GENERIC = {"model", "module", "decoder", "transformer", "language_model", "base_model", "backbone", "text_model"}
 """Parts of a path above the blocks that distinguish no tower."""
 
-_ENDS: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("q",): ("q_proj", "query", "layernorm_query", "linear_q"),
-    ("k",): ("k_proj", "key"),
-    ("v",): ("v_proj", "value"),
-    ("k", "v"): ("key_value", "linear_kv"),
-    ("q", "k", "v"): ("qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"),
-    ("gate",): ("gate_proj", "w1"),
-    ("up",): ("up_proj", "w3"),
-    ("gate", "up"): ("gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"),
-    ("down",): ("down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h", "mlp.c_proj"),
-    ("o",): (
-        *("self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"),
-        *("self_attention.proj", "self_attention.dense", "attn.c_proj"),
-    ),
-    ("router",): ("mlp.gate", "mlp.router", "block_sparse_moe.gate"),
+_ATOMS = {
+    **dict.fromkeys(["q_proj", "query", "layernorm_query", "linear_q"], ("q",)),
+    **dict.fromkeys(["k_proj", "key"], ("k",)),
+    **dict.fromkeys(["v_proj", "value"], ("v",)),
+    **dict.fromkeys(["key_value", "linear_kv"], ("k", "v")),
+    **dict.fromkeys(["qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"], ("q", "k", "v")),
+    **dict.fromkeys(["gate_proj", "w1"], ("gate",)),
+    **dict.fromkeys(["up_proj", "w3"], ("up",)),
+    **dict.fromkeys(["gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"], ("gate", "up")),
+    **dict.fromkeys(["down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h", "mlp.c_proj"], ("down",)),
+    **dict.fromkeys(["self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"], ("o",)),
+    **dict.fromkeys(["self_attention.proj", "self_attention.dense", "attn.c_proj"], ("o",)),
+    **dict.fromkeys(["mlp.gate", "mlp.router", "block_sparse_moe.gate"], ("router",)),
 }
-"""Projections -> the ends of a module's path in a block that contains them."""
-
-_ATOMS = {end: projections for projections, ends in _ENDS.items() for end in ends}
+"""End of a module's path in a block -> the projections that it contains."""
 
 _OUTSIDE = {
     "embed_tokens": "embedding",
@@ -74,7 +71,7 @@ class Alignment(BaseModel):
     allow: list[str] = []
 
     def allows(self, *names: str) -> bool:
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self.allow)
+        return any(starmap(fnmatchcase, product(names, self.allow)))
 
 
 def read_alignment(path: str | os.PathLike[str] | None) -> Alignment:
@@ -95,8 +92,8 @@ def align(a: Collection[str], b: Collection[str], given: Alignment) -> dict[str,
         for alias in others:
             _check_exists(pattern, alias, b, "B")
     in_a = _index(a, given.names)
-    aliases = {alias: [alias] for others in given.names.values() for alias in others}
-    in_b = _index(b, aliases)
+    aliases = chain(*given.names.values())
+    in_b = _index(b, {alias: [alias] for alias in aliases})
     partners: dict[str, dict[str, None]] = {name: {} for name in a}
     for atom, ours in in_a.items():
         for expert, name in ours.items():
@@ -150,7 +147,8 @@ def _atoms(name: str) -> tuple[str, list[Atom]]:
     if match is None:
         last = name.rpartition(".")[2]
         return "", [((), _OUTSIDE.get(last, name))]
-    towers = [part for part in (match["tower"] or "").split(".") if part not in ("", *_GENERIC)]
+    parts = (match["tower"] or "").split(".")
+    towers = [part for part in parts if part not in ("", *_GENERIC)]
     rest = match["rest"]
     number = _GEMM.search(rest) or _EXPERT.search(rest)
     rest = _GEMM.sub("", rest)

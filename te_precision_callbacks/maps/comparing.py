@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -84,7 +85,9 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
     """Compare the quantization of weights and activations, after aligning names; raises MapError."""
     given = alignment or Alignment()
     partners = align(a.modules, b.modules, given)
-    pairs = [(name, other) for name, others in partners.items() for other in others]
+    pairs: list[tuple[str, str]] = []
+    for name, others in partners.items():
+        pairs += product([name], others)
     not_said: dict[str, int] = {}
     allowed: dict[str, None] = {}
     differences: list[Difference] = []

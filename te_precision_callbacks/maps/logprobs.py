@@ -108,10 +108,11 @@ class LogProbs:
         values = self._column("step")
         steps = np.unique(values).astype(np.int64)
         rows = [self.difference(rows=values == step) for step in steps]
-        return {
-            f"log-probabilities, {label}": Curve(steps, np.array([getattr(row, name) for row in rows]))
-            for name, label in _CURVES.items()
-        }
+        curves = {}
+        for name, label in _CURVES.items():
+            column = np.array([getattr(row, name) for row in rows])
+            curves[f"log-probabilities, {label}"] = Curve(steps, column)
+        return curves
 
     def _column(self, name: str) -> npt.NDArray[Any]:
         if name not in self.columns:

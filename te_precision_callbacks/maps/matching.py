@@ -23,10 +23,11 @@ from te_precision_callbacks.maps.precision_map import (
     nearest_names,
 )
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Fused layer of an engine -> its parts in a checkpoint (vLLM 0.24: ``packed_modules_mapping``; SGLang 0.5.12)."""
-
-_FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+FUSED_OF = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""Part in a checkpoint -> fused layer of an engine (vLLM 0.24: ``packed_modules_mapping``; SGLang 0.5.12)."""
 
 HIGH = "high precision"
 
@@ -160,11 +161,12 @@ def _formats(path: str, file: RuleFile, module: Module, rule: Rule | None) -> Mo
     formats = file.default(module)
     if rule is not None and rule.acts(formats):
         formats = rule.formats._replace(said=f"{rule} ({file.tool})")
-    weight, activation, gradient = (module.high or HIGH if text == HIGH else text for text in formats[:3])
+    own = {HIGH: module.high or HIGH}
+    weight, activation, gradient = (own.get(text, text) for text in formats[:3])
     return ModuleFormats(weight, activation, gradient, f"{path}: {formats.said}")
 
 
 def fused_name(name: str) -> str:
     """Return the name of the engine's layer that has a module as a part; else the module's own name."""
     parent, dot, last = name.rpartition(".")
-    return parent + dot + _FUSED_OF.get(last, last)
+    return parent + dot + FUSED_OF.get(last, last)

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from te_precision_callbacks.base.counts import ValueT
 from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.maps.matching import FUSED, HIGH, KEPT, Module, Rule, RuleFile, fused_name
+from te_precision_callbacks.maps.matching import FUSED_OF, HIGH, KEPT, Module, Rule, RuleFile, fused_name
 from te_precision_callbacks.maps.precision_map import MapError, ModuleFormats, validated
 
 Engine = Literal["vllm", "sglang"]
@@ -228,7 +228,7 @@ def _engine_name(module: Module) -> str:
 
 def _vllm(entry: str, module: Module) -> bool:
     name = _engine_name(module)
-    if "experts" in name and name.rpartition(".")[2] not in FUSED:
+    if "experts" in name and name.rpartition(".")[2] not in FUSED_OF.values():
         return "experts" in entry and name in entry
     return entry in (name, module.name)
 

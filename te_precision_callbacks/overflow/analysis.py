@@ -93,13 +93,9 @@ class Reader:
         traced = self._traced if traces else frozenset[int]()
         if traced:
             self._trace(events, values, "evaluation batch" if evaluation else "batch")
+        allowed = self._options.allow_neg_inf
         find = functools.partial(
-            first_bad,
-            events,
-            values,
-            allow_neg_inf=self._options.allow_neg_inf,
-            excused=interval.excused,
-            not_in=traced,
+            first_bad, events, values, allow_neg_inf=allowed, excused=interval.excused, not_in=traced
         )
         bad = find(loss_scaled=self.loss_scaled)
         scale = None
@@ -171,11 +167,11 @@ def first_bad(
     for index, event in enumerate(events):
         if event.batch in not_in or (loss_scaled and event.kind == "gradient"):
             continue
-        suspect = [
-            (number, frame, *values.extremes(frame.measured))
-            for number, frame in enumerate(event.frames)
-            if isinstance(frame.measured, Slot) and frame.measured in suspects
-        ]
+        suspect = []
+        for number, frame in enumerate(event.frames):
+            slot = frame.measured
+            if isinstance(slot, Slot) and slot in suspects:
+                suspect.append((number, frame, *values.extremes(slot)))
         is_forward = event.kind == "forward"
         neg_inf_is_bad = event.kind != "label"
         if is_forward:
@@ -204,11 +200,11 @@ def advice_on_parameters(roots: Sequence[tuple[str, torch.nn.Module]], path: str
     measured = {slots.measure(parameter): name for name, parameter in named.values()}
     values = slots.read()
     broken = values.not_finite()
-    names = [
-        f"{name} ({_describe_value(*values.extremes(slot))})"
-        for slot, name in measured.items()
-        if isinstance(slot, Slot) and slot in broken
-    ]
+    names = []
+    for slot, name in measured.items():
+        if isinstance(slot, Slot) and slot in broken:
+            value = _describe_value(*values.extremes(slot))
+            names.append(f"{name} ({value})")
     if not names:
         return ""
     return (

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, is_capturing
 from te_precision_callbacks.base.numerics.layouts import has_scale
+from te_precision_callbacks.statistics.arrays import Floats
 
 _FIRST_CHUNK = 256
 _LARGEST_CHUNK = 8192
@@ -85,12 +85,15 @@ class _Store:
 class Values:
     """The values that :meth:`Slots.read` copied to the host; they stay valid when the slots are reused."""
 
-    def __init__(self, rows: Mapping[_Store, npt.NDArray[np.float64]]) -> None:
+    def __init__(self, rows: Mapping[_Store, Floats]) -> None:
         self._rows = rows
 
     def not_finite(self) -> set[Measured]:
-        bad = {store: ~np.isfinite(rows[:, :2]) for store, rows in self._rows.items()}
-        return {store.slots[index] for store, rows in bad.items() for index in np.flatnonzero(rows.any(1))}
+        bad: set[Measured] = set()
+        for store, rows in self._rows.items():
+            is_finite = np.isfinite(rows[:, :2]).all(1)
+            bad.update(store.slots[index] for index in np.flatnonzero(~is_finite))
+        return bad
 
     def extremes(self, slot: Slot) -> tuple[float, float]:
         """Return the smallest and the largest element; both nan if there is a nan."""
@@ -142,7 +145,7 @@ class Slots:
         for store in self._stores.values():
             if store.used:
                 by_device.setdefault(store.device, []).append(store)
-        rows: dict[_Store, npt.NDArray[np.float64]] = {}
+        rows: dict[_Store, Floats] = {}
         for stores in by_device.values():
             with torch.no_grad():
                 contents = [store.content() for store in stores]
@@ -159,7 +162,7 @@ class Slots:
             store.free = store.slots[::-1]
 
 
-def to_host(rows: torch.Tensor) -> npt.NDArray[np.float64]:
+def to_host(rows: torch.Tensor) -> Floats:
     # Copied even on the CPU, where numpy would otherwise share the memory.
     copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
     return copied.numpy().astype(np.float64, copy=False)

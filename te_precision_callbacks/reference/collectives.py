@@ -51,11 +51,8 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", 
 # Collectives with a tensor for all ranks and one per rank: NCCL compares element counts, gloo also shapes.
 _COUNTING = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")  # gloo reads contiguous memory from the first element on
-_FLOAT8 = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-)
+_FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+_FLOAT8 = tuple(getattr(torch, name) for name in _FLOAT8_NAMES if hasattr(torch, name))
 
 
 @contextmanager
@@ -79,11 +76,14 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
         del recording[group]
         raise
     recorded = recording.pop(group)
-    kinds = sorted({f"{call.op.__name__}({'' if call.redop is None else call.redop})" for call in recorded})
+    kinds = set()
+    for call in recorded:
+        reduction = "" if call.redop is None else call.redop
+        kinds.add(f"{call.op.__name__}({reduction})")
     if len(kinds) > 1:
+        given = ", ".join(sorted(kinds))
         raise ReferenceBackendError(
-            f"A coalescing manager takes only one kind of collective, but was given {', '.join(kinds)}. Use one for"
-            " each."
+            f"A coalescing manager takes only one kind of collective, but was given {given}. Use one for each."
         )
     for call in recorded:
         if call.dst_tensor is None:
@@ -163,10 +163,13 @@ def _refuse_gaps(name: str, values: list[Any]) -> None:
 
 
 def _flat(values: list[Any]) -> list[Any]:
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors):
-        return values
-    return [value.view(-1) if isinstance(value, torch.Tensor) else value for value in values]
+    flat = list(values)
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            if type(value) is not torch.Tensor or not value.is_contiguous():
+                return values
+            flat[place] = value.view(-1)
+    return flat
 
 
 def _gather_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:

@@ -30,7 +30,7 @@ from te_precision_callbacks.reference.collectives import one_by_one as one_by_on
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.target import capability
 
-_HALF = (torch.bfloat16, torch.float16)
+_HALF = {torch.bfloat16, torch.float16}
 FUSED_IN = "transformer_engine.pytorch.jit"
 """The module whose compiled functions are pure: they return new tensors, and do not write to their arguments."""
 
@@ -51,13 +51,12 @@ def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def rounded(*arguments: Any) -> Any:
-        dtypes = tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in arguments)
-        if not any(dtype in _HALF for dtype in dtypes):
+        dtypes = tuple(getattr(value, "dtype", None) for value in arguments)
+        if _HALF.isdisjoint(dtypes):
             return function(*arguments)
         if dtypes not in results:
             results[dtypes] = _result_types(function, arguments)
-        wide = (value.float() if dtype in _HALF else value for value, dtype in zip(arguments, dtypes, strict=True))
-        result = function(*wide)
+        result = function(*map(_widened, arguments))
         if isinstance(result, tuple):
             return tuple(value.to(dtype) for value, dtype in zip(result, results[dtypes], strict=True))
         return result.to(results[dtypes])
@@ -65,14 +64,19 @@ def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return rounded
 
 
+def _widened(value: Any) -> Any:
+    return value.float() if getattr(value, "dtype", None) in _HALF else value
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
+
+
 def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     with torch.no_grad():
-        result = function(
-            *(
-                torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
-                for value in arguments
-            )
-        )
+        result = function(*map(_on_meta, arguments))
     if isinstance(result, tuple):
         return tuple(value.dtype for value in result)
     return result.dtype

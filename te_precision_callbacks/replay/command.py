@@ -174,27 +174,28 @@ def _as_json(replayed: ReplayedFolder) -> dict[str, Any]:
     first_bad, _ = replayed.first_bad or (None, None)
     return {
         "first_bad": first_bad and str(first_bad),
-        "records": [
-            {
-                "path": str(path),
-                "layer": record.header.layer,
-                "gemm": record.gemm.gemm,
-                "expert": record.gemm.expert,
-                "iteration": record.header.iteration,
-                "micro_batch": record.header.micro_batch,
-                "rank": record.header.rank,
-                "order": record.gemm.order,
-                "recipe": record.header.recipe,
-                "device": record.gemm.device,
-                "verdict": record.verdict,
-                "faults": record.faults,
-                "not_checked": record.not_checked,
-                "gain": record.gain,
-                "lanes": record.lanes,
-                "worst_rows": _largest(record.rows),
-                "worst_columns": _largest(record.columns),
-            }
-            for path, record in replayed.records.items()
-        ],
+        "records": [_record_as_json(path, record) for path, record in replayed.records.items()],
         "unread": {str(path): why for path, why in replayed.unread.items()},
+    }
+
+
+def _record_as_json(path: Path, record: Replayed) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "layer": record.header.layer,
+        "gemm": record.gemm.gemm,
+        "expert": record.gemm.expert,
+        "iteration": record.header.iteration,
+        "micro_batch": record.header.micro_batch,
+        "rank": record.header.rank,
+        "order": record.gemm.order,
+        "recipe": record.header.recipe,
+        "device": record.gemm.device,
+        "verdict": record.verdict,
+        "faults": record.faults,
+        "not_checked": record.not_checked,
+        "gain": record.gain,
+        "lanes": record.lanes,
+        "worst_rows": _largest(record.rows),
+        "worst_columns": _largest(record.columns),
     }

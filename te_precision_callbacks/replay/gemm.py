@@ -215,11 +215,11 @@ def replay_folder(folder: str | os.PathLike[str]) -> ReplayedFolder:
     """
     listed = list_dumps(folder)
     unread = {file.path: file.why for file in listed.foreign if file.path.suffix == ".safetensors"}
-    recorded = [
-        ((header.time, header.iteration or 0, header.gemm.order, header.rank), entry.path)
-        for entry in listed
-        if (header := entry.header) is not None and header.gemm is not None
-    ]
+    recorded = []
+    for entry in listed:
+        header = entry.header
+        if header.gemm is not None:
+            recorded.append(((header.time, header.iteration or 0, header.gemm.order, header.rank), entry.path))
     if not recorded and not unread:
         raise DumpError(f"{folder}: no records of GEMMs. DumpTensors writes them with 'gemms', below the log folder.")
     records: dict[Path, Replayed] = {}

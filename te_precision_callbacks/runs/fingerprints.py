@@ -14,6 +14,7 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -245,7 +246,9 @@ def with_recipes(
         trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. The state of a module
             does not show this, since its last forward may have been an evaluation in another precision.
     """
-    module_of = {layer: named.module for named in modules for layer in named.names}
+    module_of: dict[str, Any] = {}
+    for named in modules:
+        module_of |= dict.fromkeys(named.names, named.module)
     recipes: dict[str, tuple[int, RecipeFingerprint]] = {}
     layers = []
     for layer in fingerprint.layers:
@@ -310,7 +313,9 @@ def _weights(module: Any, number: int) -> Weights:
     names = [type(weight).__name__ for weight in quantized] or [str(weight.dtype).partition(".")[2] for weight in local]
     hashes = {}
     for direction, columnwise in (("rowwise", False), ("columnwise", True)):
-        parts = [part for weight in quantized for part in _data(weight, columnwise=columnwise)]
+        parts: list[torch.Tensor] = []
+        for weight in quantized:
+            parts += _data(weight, columnwise=columnwise)
         if parts:
             hashes[direction] = content_hash(*parts)
     kind: Literal["high", "quantized"] = "high"
@@ -400,7 +405,7 @@ class ResumeReport:
     def without_scales(self) -> tuple[str, ...]:
         """The layers with lost scales, so that their first step used scales of 1."""
         lost = [finding for finding in self.findings if finding.what.startswith((_MISSING, _UNSAVED, _ONES))]
-        return tuple(dict.fromkeys(layer for finding in lost for layer in finding.layers))
+        return tuple(dict.fromkeys(chain(*(finding.layers for finding in lost))))
 
     def __str__(self) -> str:
         on = ""
@@ -441,10 +446,10 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
             compared += 1
             for difference in _differences(saved, before, now, layer):
                 layers_with.setdefault(difference, []).append(layer.name)
-    findings = [
-        ResumeFinding(what, tuple(names), all_layers=len(names) == compared, of_rank=of_rank)
-        for (what, of_rank), names in layers_with.items()
-    ]
+    findings = []
+    for (what, of_rank), names in layers_with.items():
+        is_everywhere = len(names) == compared
+        findings.append(ResumeFinding(what, tuple(names), all_layers=is_everywhere, of_rank=of_rank))
     changed = _changes(saved.versions, now.versions, "none")
     if changed:
         findings.append(ResumeFinding(f"Other versions: {changed}"))

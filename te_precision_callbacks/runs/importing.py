@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from te_precision_callbacks.runs.index import NO_VECTORS, VALUE_COLUMNS, SeriesI
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, RunError, Segment
 from te_precision_callbacks.runs.run_files import gaps_of_numbers
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES, part_of
+from te_precision_callbacks.statistics.arrays import Floats, Mask
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import family_of, parse_log_name
 from te_precision_callbacks.statistics.table import StatisticSource
@@ -116,17 +118,13 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         unread.append(f"The logs of {world - len(logs.statistics)} ranks are missing: {missing}.")
     index, table = _assemble(rows, [name.decode(errors="replace") for name in names], layers)
     iterations = np.unique(table["iteration"].to_numpy()).tolist()
-    segments = np.unique(np.concatenate([part["segment"] for parts in rows.values() for part in parts])).tolist()
+    segments = np.unique(np.concatenate([part["segment"] for part in chain(*rows.values())])).tolist()
     layer_rows = [{"scope": "", "layer": name, "since": 0} for name in layers]
-    steps = [
-        {
-            "segment": segments[-1],
-            "iteration": iteration,
-            "logging_step": iteration,
-            "wall_time": _time(times[iteration].decode()),
-        }
-        for iteration in iterations
-    ]
+    steps = []
+    for iteration in iterations:
+        time = _time(times[iteration].decode())
+        row = {"segment": segments[-1], "iteration": iteration, "logging_step": iteration, "wall_time": time}
+        steps.append(row)
     return RecordedRun(
         path=path,
         source="nvidia-dlfw-inspect",
@@ -297,11 +295,11 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
         table[name].to_numpy() for name in ("segment", "iteration", "series", "value")
     )
     flags = table["flags"].to_numpy().copy()
-    delayed = [
-        (number, (subject.layer, subject.tensor, subject.rank), family.request)
-        for number, subject in enumerate(index.subjects)
-        if (family := family_of(subject.tensor, subject.statistic)).is_of_delayed_scaling
-    ]
+    delayed = []
+    for number, subject in enumerate(index.subjects):
+        family = family_of(subject.tensor, subject.statistic)
+        if family.is_of_delayed_scaling:
+            delayed.append((number, (subject.layer, subject.tensor, subject.rank), family.request))
     for segment in np.unique(segments).tolist():
         begin = int(iterations[segments == segment].min())
         at_begin = (segments == segment) & (iterations == begin)
@@ -321,6 +319,6 @@ def _with_first_steps(table: pa.Table, index: SeriesIndex) -> pa.Table:
     return table.set_column(place, table.schema.field(place), pa.array(flags))
 
 
-def _begins_unscaled(scales: npt.NDArray[np.float64], at_begin: npt.NDArray[np.bool_]) -> bool:
+def _begins_unscaled(scales: Floats, at_begin: Mask) -> bool:
     later = scales[~at_begin & np.isfinite(scales)]  # small scales are logged as 0, with four decimals
     return bool(at_begin.any() and (scales[at_begin] == 1).all() and (np.frexp(later)[0] != 0.5).any())

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS, part_of
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 
 REDUCED = -1
@@ -61,8 +62,8 @@ class SeriesIndex:
     def note(
         self,
         series: npt.NDArray[np.integer[Any]],
-        iterations: npt.NDArray[np.int64],
-        values: npt.NDArray[np.float64] | None = None,
+        iterations: Ints,
+        values: Floats | None = None,
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         self._grow()
@@ -91,11 +92,11 @@ class SeriesIndex:
     def _grow(self) -> None:
         largest = np.iinfo(np.int64).max
         new = itertools.islice(self._numbers, len(self._summaries), None)
-        families = (family_of(subject.tensor, subject.statistic, subject.gemm or None) for subject in new)
-        rows = [
-            (0, largest, -largest, sign_of(family.worse), family.is_of_delayed_scaling, -np.inf, np.nan, -1)
-            for family in families
-        ]
+        rows = []
+        for subject in new:
+            family = family_of(subject.tensor, subject.statistic, subject.gemm or None)
+            sign = sign_of(family.worse)
+            rows.append((0, largest, -largest, sign, family.is_of_delayed_scaling, -np.inf, np.nan, -1))
         if rows:
             self._summaries = np.append(self._summaries, np.array(rows, _SUMMARY))
 

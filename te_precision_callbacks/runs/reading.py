@@ -14,11 +14,11 @@ import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -73,6 +73,7 @@ from te_precision_callbacks.runs.tables import (
     VECTORS,
     read_table,
 )
+from te_precision_callbacks.statistics.arrays import Ints
 
 _MOST_ATTEMPTS = 5
 """Maximum number of attempts to read a run whose files are being replaced."""
@@ -261,7 +262,9 @@ class _Reader:
         segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
         ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
         self._note_missing(segments, ranks)
-        folders = [(number, rank) for number, segment_ranks in ranks.items() for rank in segment_ranks.values()]
+        folders: list[tuple[int, Path]] = []
+        for number, of_rank in ranks.items():
+            folders += product([number], of_rank.values())
         steps = []
         scalars = []
         events = []
@@ -332,7 +335,7 @@ class _Reader:
         if status in ("ended", "failed") and is_gone(path, facts):  # until then, other ranks may still write
             others = ranks_of(folder)
             others.pop(0, None)
-            without_end = tuple(rank for rank, place in others.items() if any(f.is_open for f in data_files(place)[0]))
+            without_end = tuple(rank for rank, place in others.items() if _has_open_file(place))
         if without_end and status == "ended":
             status = "stopped without an end"
         elif status not in ("ended", "failed"):
@@ -429,14 +432,12 @@ class _Reader:
             begin, last = self.spans.get(segment, (0, 0))
             begins = [begin, *(first for first, _ in firsts[1:]), min(last + 1, self.ends[segment])]
             rank = int(folder.name.partition("-")[2])
-            self.thinned += [
-                Thinned(rank, name, begins[place], begins[place + 1] - 1, interval)
-                for place, (_, interval) in enumerate(firsts)
-                if interval > 1
-            ]
+            for (start, stop), (_, interval) in zip(pairwise(begins), firsts, strict=False):
+                if interval > 1:
+                    self.thinned.append(Thinned(rank, name, start, stop - 1, interval))
         return listed
 
-    def _note_span(self, segment: int, iterations: npt.NDArray[np.int64]) -> None:
+    def _note_span(self, segment: int, iterations: Ints) -> None:
         if len(iterations):
             first, last = self.spans.get(segment, (MOST_ITERATION, -1))
             self.spans[segment] = min(first, int(iterations.min())), max(last, int(iterations.max()))
@@ -545,3 +546,7 @@ def _renumber(tables: dict[str, pa.Table], gemms: int) -> int:
         moved = np.searchsorted(own, table["gemm_id"].to_numpy()) + gemms
         tables[name] = table.set_column(place, table.schema.field(place), pa.array(moved, pa.int32()))
     return len(own)
+
+
+def _has_open_file(folder: Path) -> bool:
+    return any(file.is_open for file in data_files(folder)[0])

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 
 
 class RunError(PrecisionDebugError, ValueError):
@@ -163,9 +163,9 @@ class Grid(NamedTuple):
     """
 
     layers: list[str]
-    iterations: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
-    present: npt.NDArray[np.bool_]
+    iterations: Ints
+    values: Floats
+    present: Mask
 
 
 def sort_by_position(rows: Iterable[tuple[str, float | None]]) -> list[str]:
@@ -186,8 +186,8 @@ def _sorted_or_none(series: Iterable[int] | None) -> list[int] | None:
 class Curve(NamedTuple):
     """Values over time."""
 
-    iterations: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
+    iterations: Ints
+    values: Floats
 
     def equals(self, other: Curve) -> bool:
         same = np.array_equal(self.iterations, other.iterations)
@@ -255,7 +255,7 @@ class RecordedRun:
             return ""
         return f"A log of {self.source}, without layers, coverage and trainer metrics."
 
-    def has_all_of(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def has_all_of(self, iterations: Ints) -> Mask:
         """Return a mask of iterations with complete statistics, not only the extremes that downsampling keeps."""
         complete = np.ones(len(iterations), bool)
         steps = self.steps["iteration"].to_numpy()
@@ -279,19 +279,24 @@ class RecordedRun:
     @cached_property
     def subjects(self) -> list[Subject]:
         columns = (self.series[name].to_pylist() for name in Subject._fields)
-        rows = zip(*columns, strict=True)
-        return [Subject._make((*(text or "" for text in texts), rank)) for *texts, rank in rows]
+        subjects = []
+        for *texts, rank in zip(*columns, strict=True):
+            names = [text or "" for text in texts]
+            subjects.append(Subject._make((*names, rank)))
+        return subjects
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         names = pc.dictionary_encode(self.scalars["name"].cast(pa.string())).combine_chunks()
         numbers = names.indices.fill_null(-1).to_numpy()
-        columns = self.scalars["iteration"].to_numpy(), self.scalars["value"].to_numpy()
-        return {
-            name: Curve(*(column[numbers == number] for column in columns))
-            for number, name in enumerate(names.dictionary.to_pylist())
-            if name
-        }
+        iterations = self.scalars["iteration"].to_numpy()
+        values = self.scalars["value"].to_numpy()
+        curves = {}
+        for number, name in enumerate(names.dictionary.to_pylist()):
+            rows = numbers == number
+            if name:
+                curves[name] = Curve(iterations[rows], values[rows])
+        return curves
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:

@@ -16,6 +16,7 @@ from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords, end_of
+from te_precision_callbacks.statistics.arrays import Mask
 from te_precision_callbacks.statistics.series import SeriesTable
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class Recording:
         self.writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 
-def local_mask(records: StepRecords) -> npt.NDArray[np.bool_]:
+def local_mask(records: StepRecords) -> Mask:
     if records.own:
         return np.fromiter(records.own, bool, len(records))
     return np.ones(len(records), bool)

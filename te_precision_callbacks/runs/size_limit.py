@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from te_precision_callbacks.runs.run_files import (
 )
 from te_precision_callbacks.runs.tables import EXTREME, STEP0, UNREADABLE, VALUES, VECTORS, read_table, write_table
 from te_precision_callbacks.runs.writing import RunWriter
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +115,8 @@ class SizeLimit:
     def _files_and_room(self) -> tuple[dict[DataFile, int], float]:
         """Return the files of statistics with their sizes, oldest first, and the number of bytes allowed for them."""
         with_facts = [*self._folders, *(folder.parent for folder in self._folders if self._writer.rank == 0)]
-        everything = sum(path.stat().st_size for folder in with_facts for path in folder.iterdir() if not path.is_dir())
+        paths = chain(*(folder.iterdir() for folder in with_facts))
+        everything = sum(path.stat().st_size for path in paths if not path.is_dir())
         files: dict[DataFile, int] = {}
         for folder in self._folders:
             listed = [
@@ -182,7 +185,6 @@ class SizeLimit:
 # ---------------------------------------------------------------------- selection of rows
 
 Places = npt.NDArray[np.intp]
-Mask = npt.NDArray[np.bool_]
 
 
 def downsample(table: pa.Table, end: int) -> pa.Table:
@@ -216,7 +218,7 @@ def downsample(table: pa.Table, end: int) -> pa.Table:
     return table.filter(pa.array(kept, pa.bool_()))
 
 
-def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int64], rows: Places) -> Places:
+def _every_second(series: npt.NDArray[np.int32], iterations: Ints, rows: Places) -> Places:
     """Select rows with an even step number, in units of the greatest common divisor of a series' distances."""
     if not len(rows):
         return rows
@@ -230,7 +232,7 @@ def _every_second(series: npt.NDArray[np.int32], iterations: npt.NDArray[np.int6
     return even
 
 
-def _extremes(series: npt.NDArray[np.int32], values: npt.NDArray[np.float64], first_step: Mask) -> Places:
+def _extremes(series: npt.NDArray[np.int32], values: Floats, first_step: Mask) -> Places:
     finite = np.isfinite(values)
     begins = np.flatnonzero(np.diff(series, prepend=-1))
     counts = np.diff(np.append(begins, len(series)))

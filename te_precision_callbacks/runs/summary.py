@@ -137,8 +137,8 @@ def last_steps(run: RecordedRun) -> dict[str, Any] | None:
     name = next(filter(is_loss, loss_first(run.curves)), None)
     if name is not None:
         curve = run.curves[name]
-        values = (value if math.isfinite(value) else str(value) for value in curve.values.tolist())
-        losses = dict(zip(curve.iterations.tolist(), values, strict=True))
+        for iteration, value in zip(curve.iterations.tolist(), curve.values.tolist(), strict=True):
+            losses[iteration] = value if math.isfinite(value) else str(value)
     loss = [losses.get(iteration) for iteration in chosen["iterations"]]
     return {**{name: chosen[name] for name in _OF_LAST_STEPS}, "loss": loss}
 

@@ -22,10 +22,15 @@ from te_precision_callbacks.statistics.series import FIRST_STEP
 SCHEMA_VERSION = 4
 """Version of the schema; readers refuse other versions."""
 
-_NAME = pa.dictionary(pa.int32(), pa.string())
-_NAMES = pa.list_(pa.string())
-_ITERATION = pa.int64()
-_SPAN = [("since", _ITERATION), ("until", _ITERATION)]
+_SHORT = pa.int16()
+_INT = pa.int32()
+_LONG = pa.int64()
+_FLOAT = pa.float64()
+_TEXT = pa.string()
+_TIME = pa.timestamp("us", tz="UTC")
+_NAME = pa.dictionary(_INT, _TEXT)
+_NAMES = pa.list_(_TEXT)
+_SPAN = [("since", _LONG), ("until", _LONG)]
 
 SUBJECT = [("scope", _NAME), ("layer", _NAME), ("tensor", _NAME), ("gemm", _NAME), ("statistic", _NAME)]
 """Columns that identify a series. ``layer`` and ``tensor`` are empty for a value that a user's feature logged under its
@@ -33,13 +38,13 @@ own name; ``gemm`` is empty unless the value belongs to one GEMM."""
 
 VALUES = pa.schema(
     [
-        ("segment", pa.int16()),
-        ("iteration", _ITERATION),
-        ("series", pa.int32()),  # number within rank and segment; after reading, within the run
-        ("value", pa.float64()),
+        ("segment", _SHORT),
+        ("iteration", _LONG),
+        ("series", _INT),  # number within rank and segment; after reading, within the run
+        ("value", _FLOAT),
         ("flags", pa.uint8()),  # LOCAL, STEP0, EXTREME
         *SUBJECT,
-        ("rank", pa.int32()),  # null: reduced over ranks
+        ("rank", _INT),  # null: reduced over ranks
     ]
 )
 """Values of statistics. Rows of a closed file are sorted by series and iteration."""
@@ -52,74 +57,74 @@ step of delayed scaling, with a scale of 1; EXTREME, its step was dropped, but i
 
 VECTORS = pa.schema(
     [
-        ("segment", pa.int16()),
-        ("iteration", _ITERATION),
-        ("series", pa.int32()),
+        ("segment", _SHORT),
+        ("iteration", _LONG),
+        ("series", _INT),
         ("bin", pa.list_(pa.uint16())),  # indices of non-empty bins
         ("count", pa.list_(pa.float32())),
         *SUBJECT,
-        ("rank", pa.int32()),
+        ("rank", _INT),
     ]
 )
 """Histograms."""
 
 STEPS = pa.schema(
     [
-        ("segment", pa.int16()),
-        ("iteration", _ITERATION),
-        ("logging_step", pa.int64()),
-        ("wall_time", pa.timestamp("us", tz="UTC")),
-        ("step_seconds", pa.float64()),  # of all steps since the previous row; null in the first row
-        ("observe_seconds", pa.float64()),  # spent by the session in session.step
+        ("segment", _SHORT),
+        ("iteration", _LONG),
+        ("logging_step", _LONG),
+        ("wall_time", _TIME),
+        ("step_seconds", _FLOAT),  # of all steps since the previous row; null in the first row
+        ("observe_seconds", _FLOAT),  # spent by the session in session.step
         ("local", pa.bool_()),
-        ("ranks", pa.int32()),
+        ("ranks", _INT),
     ]
 )
 """Debug iterations with records."""
 
 SCALARS = pa.schema(
     [
-        ("segment", pa.int16()),
-        ("iteration", _ITERATION),
-        ("logging_step", pa.int64()),
-        ("name", pa.string()),  # loss, grad_norm, lr, loss_scale, or another name of the trainer
-        ("value", pa.float64()),
+        ("segment", _SHORT),
+        ("iteration", _LONG),
+        ("logging_step", _LONG),
+        ("name", _TEXT),  # loss, grad_norm, lr, loss_scale, or another name of the trainer
+        ("value", _FLOAT),
     ]
 )
 """Scalars that the trainer logs."""
 
 EVENTS = pa.schema(
     [
-        ("segment", pa.int16()),
-        ("iteration", _ITERATION),
-        ("rank", pa.int32()),
-        ("phase", pa.string()),  # forward, backward, step, checkpoint
-        ("kind", pa.string()),
-        ("severity", pa.string()),  # info, warning, error
-        ("wall_time", pa.timestamp("us", tz="UTC")),
-        ("scope", pa.string()),
-        ("layer", pa.string()),
-        ("tensor", pa.string()),
-        ("gemm", pa.string()),
-        ("text", pa.string()),
-        ("data", pa.string()),  # JSON
+        ("segment", _SHORT),
+        ("iteration", _LONG),
+        ("rank", _INT),
+        ("phase", _TEXT),  # forward, backward, step, checkpoint
+        ("kind", _TEXT),
+        ("severity", _TEXT),  # info, warning, error
+        ("wall_time", _TIME),
+        ("scope", _TEXT),
+        ("layer", _TEXT),
+        ("tensor", _TEXT),
+        ("gemm", _TEXT),
+        ("text", _TEXT),
+        ("data", _TEXT),  # JSON
     ]
 )
 """Events of the run, such as findings."""
 
 LAYERS = pa.schema(
     [
-        ("scope", pa.string()),
-        ("layer", pa.string()),
-        ("given", pa.string()),  # the script's name for the layer
-        ("class", pa.string()),
-        ("family", pa.string()),
-        ("exec_fwd", pa.int64()),  # position of its first forward among all layers; null if not seen
-        ("exec_bwd", pa.int64()),
-        ("params", pa.int64()),
-        ("weight_dtype", pa.string()),
-        ("primary_weights", pa.string()),  # high, quantized
-        ("refused", pa.string()),
+        ("scope", _TEXT),
+        ("layer", _TEXT),
+        ("given", _TEXT),  # the script's name for the layer
+        ("class", _TEXT),
+        ("family", _TEXT),
+        ("exec_fwd", _LONG),  # position of its first forward among all layers; null if not seen
+        ("exec_bwd", _LONG),
+        ("params", _LONG),
+        ("weight_dtype", _TEXT),
+        ("primary_weights", _TEXT),  # high, quantized
+        ("refused", _TEXT),
         ("sections", _NAMES),
         *_SPAN,
     ]
@@ -128,26 +133,26 @@ LAYERS = pa.schema(
 
 GEMMS = pa.schema(
     [
-        ("gemm_id", pa.int32()),
-        ("scope", pa.string()),
-        ("layer", pa.string()),
-        ("gemm", pa.string()),  # as Product.gemm
-        ("family", pa.string()),
+        ("gemm_id", _INT),
+        ("scope", _TEXT),
+        ("layer", _TEXT),
+        ("gemm", _TEXT),  # as Product.gemm
+        ("family", _TEXT),
         ("backward", pa.bool_()),
-        ("n", pa.int64()),
-        ("m", pa.int64()),
-        ("k", pa.int64()),
-        ("batch", pa.int64()),
-        ("calls", pa.int64()),  # per step
-        ("macs", pa.int64()),  # per step
-        ("mask_share", pa.float64()),  # as Product.mask_share
-        ("order", pa.int64()),
-        ("runs", pa.string()),  # seen, planned, never, uncounted
-        ("not_run", pa.string()),
-        ("precision", pa.string()),  # as Product.precision
-        ("reason", pa.string()),  # name of a Reason; null in low precision
-        ("reason_ref", pa.string()),
-        ("recipe", pa.string()),
+        ("n", _LONG),
+        ("m", _LONG),
+        ("k", _LONG),
+        ("batch", _LONG),
+        ("calls", _LONG),  # per step
+        ("macs", _LONG),  # per step
+        ("mask_share", _FLOAT),  # as Product.mask_share
+        ("order", _LONG),
+        ("runs", _TEXT),  # seen, planned, never, uncounted
+        ("not_run", _TEXT),
+        ("precision", _TEXT),  # as Product.precision
+        ("reason", _TEXT),  # name of a Reason; null in low precision
+        ("reason_ref", _TEXT),
+        ("recipe", _TEXT),
         *_SPAN,
     ]
 )
@@ -155,30 +160,30 @@ GEMMS = pa.schema(
 
 OPERANDS = pa.schema(
     [
-        ("gemm_id", pa.int32()),
-        ("layer", pa.string()),
-        ("gemm", pa.string()),
-        ("tensor", pa.string()),
-        ("format", pa.string()),  # as Product.operands: "FP8 E4M3"
-        ("source", pa.string()),  # seen, planned
+        ("gemm_id", _INT),
+        ("layer", _TEXT),
+        ("gemm", _TEXT),
+        ("tensor", _TEXT),
+        ("format", _TEXT),  # as Product.operands: "FP8 E4M3"
+        ("source", _TEXT),  # seen, planned
         *_SPAN,
     ]
 )
 """Operands of matrix products."""
 
-STATES = pa.schema([("subject", pa.string()), ("dtype", pa.string()), ("bytes", pa.int64()), ("count", pa.int64())])
+STATES = pa.schema([("subject", _TEXT), ("dtype", _TEXT), ("bytes", _LONG), ("count", _LONG)])
 """Training state outside of GEMMs, by dtype (``base/vocabulary.py: SUBJECTS``)."""
 
 PLAN = pa.schema(
     [
-        ("section", pa.string()),
-        ("file", pa.string()),
-        ("line", pa.int32()),
-        ("feature", pa.string()),
-        ("layer", pa.string()),
-        ("gemm", pa.string()),
-        ("tensor", pa.string()),
-        ("options", pa.string()),  # JSON
+        ("section", _TEXT),
+        ("file", _TEXT),
+        ("line", _INT),
+        ("feature", _TEXT),
+        ("layer", _TEXT),
+        ("gemm", _TEXT),
+        ("tensor", _TEXT),
+        ("options", _TEXT),  # JSON
         *_SPAN,
     ]
 )
@@ -195,14 +200,14 @@ FACTS: Mapping[str, pa.Schema] = {
 
 SERIES = pa.schema(
     [
-        ("series", pa.int32()),
+        ("series", _INT),
         *SUBJECT,
-        ("rank", pa.int32()),
-        ("count", pa.int64()),  # values
-        ("first", _ITERATION),
-        ("last", _ITERATION),
-        ("worst", pa.float64()),  # by the worse direction, or by magnitude; excludes the first step of delayed scaling
-        ("worst_at", _ITERATION),
+        ("rank", _INT),
+        ("count", _LONG),  # values
+        ("first", _LONG),
+        ("last", _LONG),
+        ("worst", _FLOAT),  # by the worse direction, or by magnitude; excludes the first step of delayed scaling
+        ("worst_at", _LONG),
     ]
 )
 """The series of a run that was read, with a summary of their values."""

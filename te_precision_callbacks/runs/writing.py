@@ -43,6 +43,7 @@ from te_precision_callbacks.runs.tables import (
     VECTORS,
     write_table,
 )
+from te_precision_callbacks.statistics.arrays import Floats
 
 CLOSE_BYTES = 64 << 20
 
@@ -294,7 +295,7 @@ class RunWriter:
         self,
         iteration: int,
         series: npt.NDArray[np.int32],
-        values: npt.NDArray[np.float64],
+        values: Floats,
         flags: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         """Add values of a step.
@@ -324,10 +325,10 @@ class RunWriter:
     def _vectors_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, bins, counts = zip(*rows, strict=True)
         offsets = pa.array([0, *itertools.accumulate(map(len, bins))], pa.int32())
-        lists = [
-            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(column), VECTORS.field(name).type.value_type))
-            for name, column in (("bin", bins), ("count", counts))
-        ]
+        lists = []
+        for name, column in (("bin", bins), ("count", counts)):
+            values = pa.array(np.concatenate(column), VECTORS.field(name).type.value_type)
+            lists.append(pa.ListArray.from_arrays(offsets, values))
         whose = np.array(series, np.int32)
         arrays = map(pa.array, (np.full(len(rows), self.segment), np.array(iterations), whose), VECTORS.types)
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)

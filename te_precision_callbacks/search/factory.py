@@ -51,15 +51,17 @@ class QuantizerFactory:
     def _mixed(self, tensor: str, rowwise: bool, columnwise: bool) -> Any:
         from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
-        if rowwise and columnwise:
-            return high_quantizer()
-        if not rowwise and not columnwise:
-            return self._quantizer(tensor)
-        quantizers = [high_quantizer() if is_high else self._quantizer(tensor) for is_high in (rowwise, columnwise)]
-        made = HybridQuantizer(rowwise_quantizer=quantizers[0], columnwise_quantizer=quantizers[1])
+        rows = self._direction(tensor, rowwise)
+        if rowwise == columnwise:
+            return rows
+        columns = self._direction(tensor, columnwise)
+        made = HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns)
         if self.low.float8_current_scaling() and rowwise:
-            quantizers[1].set_usage(rowwise=True)  # its kernel writes columnwise data only together with rowwise data
+            columns.set_usage(rowwise=True)  # its kernel writes columnwise data only together with rowwise data
         return made
+
+    def _direction(self, tensor: str, is_high: bool) -> Any:
+        return high_quantizer() if is_high else self._quantizer(tensor)
 
     def _quantizer(self, tensor: str) -> Any:
         from transformer_engine.pytorch.quantization import DelayedScalingRequest, RecipeState

@@ -126,7 +126,8 @@ class EffectMeasurement:
         if not math.isfinite(loss):
             raise SearchError(f"The loss is {loss} in high precision, so no effect of low precision can be seen.")
         # DistributedDataParallel may write later gradients into the same memory.
-        self._high = [None if result is None else result.clone() for result in results]
+        for result in results:
+            self._high.append(None if result is None else result.clone())
         self.high = self._compare(loss, self._high)
         if self.high_norm == 0:
             raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")

@@ -65,11 +65,11 @@ class _OperandFactory(QuantizerFactory):
     def _mixed(self, tensor: str, rowwise: bool, columnwise: bool) -> Any:
         if tensor != self._tensor or (rowwise and columnwise):
             return high_quantizer()
-        made = [
-            high_quantizer() if is_high else _FakeQuantizer(self._quantizer(tensor))
-            for is_high in (rowwise, columnwise)
-        ]
-        return HybridQuantizer(rowwise_quantizer=made[0], columnwise_quantizer=made[1])
+        rows = self._direction(tensor, rowwise)
+        return HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=self._direction(tensor, columnwise))
+
+    def _direction(self, tensor: str, is_high: bool) -> Any:
+        return high_quantizer() if is_high else _FakeQuantizer(self._quantizer(tensor))
 
 
 def operand_recipe(low: Any, high: Mapping[str, Collection[str]], operand: str) -> Any:

@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +103,19 @@ class SearchResult:
     prior: MeasuredPrior | None
 
     def as_json(self) -> dict[str, Any]:
-        measured = [
+        content = {**vars(self), "effect": self.effect._asdict(), "all_low": self.all_low._asdict()}
+        content["measured"] = [
             {"name": entry.group.name, "level": entry.level, **entry.effect._asdict()} for entry in self.measured
         ]
-        points = [
-            {entry.name: getattr(point, entry.name) for entry in fields(Point) if entry.name != "choice"}
-            for point in self.frontier
-        ]
-        effects = {"effect": self.effect._asdict(), "all_low": self.all_low._asdict()}
-        confirmation = None if self.confirmation is None else asdict(self.confirmation)
-        prior = None if self.prior is None else {**vars(self.prior), "effect": self.prior.effect._asdict()}
-        shown = {"measured": measured, "frontier": points, "confirmation": confirmation, "prior": prior}
-        return {**vars(self), **effects, **shown}
+        points = [dict(vars(point)) for point in self.frontier]
+        for point in points:
+            del point["choice"]
+        content["frontier"] = points
+        if self.confirmation is not None:
+            content["confirmation"] = asdict(self.confirmation)
+        if self.prior is not None:
+            content["prior"] = {**vars(self.prior), "effect": self.prior.effect._asdict()}
+        return content
 
     def describe(self) -> Iterator[str]:
         """Yield the confirmation's lines: of the choice and of all-low, against all-high."""
@@ -164,12 +165,14 @@ def search(
         SearchError: the search cannot run; BudgetError, if no choice meets the budget.
         OptionError: an option has a wrong value.
     """
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
     for name, value, least in (("seeds", seeds, 0), ("steps", steps, 1), ("sweep_batches", sweep_batches, 1)):
         if value < least:
             raise OptionError(f"{name}={value} must be {least} or more.")
     if optimizer is None:
         seeds = 0
-    elif not {id(p) for group in optimizer.param_groups for p in group["params"]} & set(map(id, model.parameters())):
+    elif set(itertools.chain(*(group["params"] for group in optimizer.param_groups))).isdisjoint(model.parameters()):
         raise SearchError("optimizer= has no parameter of the model, so short trainings would change nothing.")
     for pattern in together:
         try:
@@ -180,30 +183,36 @@ def search(
     target = None if device is None else device_named(device)
     if extra_ms is not None and target is None:
         raise OptionError("extra_ms= needs a device, such as device='h200'.")
-    needed = sweep_batches + seeds * steps
+    first, fresh = _draw(batches, sweep_batches, seeds, steps)
+    path = None if folder is None else Path(folder)
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    if TEDebugState.debug_enabled:
+        raise SearchError("A debug session is running, and would observe the search. Stop it first.")
+    with _memory_errors(), contextlib.ExitStack() as stack:
+        units = Units(model)
+        stack.callback(units.restore)
+        state = TrainingState(model, optimizer)
+        stack.callback(state.restore)
+        measurement = EffectMeasurement(state, units, closure, first)
+        results = Results(None if path is None else path / "search.json")
+        running = _Search(model, units, measurement, fresh, results, _is_late(max_time), _progress(is_shown=progress))
+        return running.run(budget, target, together, tolerance)
+
+
+def _draw(batches: Iterable[Any], first: int, seeds: int, steps: int) -> tuple[list[Any], list[list[Any]]]:
+    """Return the batches of the sweep, and of each seed."""
+    needed = first + seeds * steps
     try:
         drawn = list(itertools.islice(batches, needed))
     except Exception as error:
         raise SearchError(format_failure("batches= cannot be read", error)) from error
     if len(drawn) < needed:
         raise SearchError(
-            f"batches= ended after {len(drawn)}, but the search needs {needed}: {sweep_batches} for the sweep and"
+            f"batches= ended after {len(drawn)}, but the search needs {needed}: {first} for the sweep and"
             f" {steps} for each of {seeds} seeds. Give more, or lower steps= or seeds=."
         )
-    path = None if folder is None else Path(folder)
-    if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-    _require_no_session()
-    with _memory_errors(), contextlib.ExitStack() as stack:
-        units = Units(model)
-        stack.callback(units.restore)
-        state = TrainingState(model, optimizer)
-        stack.callback(state.restore)
-        fresh = [drawn[start : start + steps] for start in range(sweep_batches, needed, steps)]
-        measurement = EffectMeasurement(state, units, closure, drawn[:sweep_batches])
-        results = Results(None if path is None else path / "search.json")
-        running = _Search(model, units, measurement, fresh, results, _is_late(max_time), _progress(is_shown=progress))
-        return running.run(budget, target, together, tolerance)
+    return drawn[:first], [drawn[start : start + steps] for start in range(first, needed, steps)]
 
 
 @contextlib.contextmanager
@@ -215,13 +224,6 @@ def _memory_errors() -> Iterator[None]:
             "The device is out of memory in the search; the state of the training was put back. A search needs memory"
             " for the gradients once more: use smaller batches, or a model with fewer layers."
         ) from error
-
-
-def _require_no_session() -> None:
-    from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-    if TEDebugState.debug_enabled:
-        raise SearchError("A debug session is running, and would observe the search. Stop it first.")
 
 
 def _progress(*, is_shown: bool) -> Progress:
@@ -301,10 +303,9 @@ class _Search:
 
     def _resume(self, low: Any) -> None:
         high = self.measurement.high
-        state: dict[str, Any] = {"recipe": str(low), "layers": list(self.units.all)}
-        state |= {"optimizer": high.update is not None}
-        state |= {"loss": f"{high.loss:.5g}", "gradient": f"{self.measurement.high_norm:.5g}"}
-        self.results.resume(state)
+        training = {"recipe": str(low), "layers": list(self.units.all), "optimizer": high.update is not None}
+        measured = {"loss": f"{high.loss:.5g}", "gradient": f"{self.measurement.high_norm:.5g}"}
+        self.results.resume({**training, **measured})
 
     def _effect(self, choice: Choice, operand: str = "") -> GradientEffect:
         """Measure a choice of GEMMs in high precision, unless the file has it; of the others, one operand or both."""
@@ -355,20 +356,25 @@ class _Search:
             self.notes.append("Not confirmed: short trainings need optimizer= and seeds=, 3 at least to decide.")
             return None
         steps = len(self.fresh[0])
-        choices = {hashed(repr(sorted(choice))): choice, "low": frozenset(), "high": None}
-        arms: dict[str, Choice | None] = {f"{arm} {steps}": switches for arm, switches in choices.items()}
+        chosen = f"{hashed(repr(sorted(choice)))} {steps}"
+        low = f"low {steps}"
+        high = f"high {steps}"
+        arms: dict[str, Choice | None] = {chosen: choice, low: frozenset(), high: None}
         losses = self.results.losses
-        runs = [(arm, seed) for seed in range(len(self.fresh)) for arm in arms if f"{arm} {seed}" not in losses]
+        seeds = range(len(self.fresh))
+        runs = [(arm, seed) for seed, arm in itertools.product(seeds, arms) if f"{arm} {seed}" not in losses]
         for arm, seed in self.progress(runs, "confirmation"):
             if self.is_late():
                 self.notes.append("Not confirmed: max_time= was over. Search again with this folder to continue.")
                 return None
             losses[f"{arm} {seed}"] = self.measurement.final_loss(self.fresh[seed], arms[arm], seed)
             self.results.save()
-        of_choice, low, high = ([losses[f"{arm} {seed}"] for seed in range(len(self.fresh))] for arm in arms)
-        return Confirmation(
-            steps, paired_difference(high, of_choice, tolerance), paired_difference(high, low, tolerance)
-        )
+
+        def finals(arm: str) -> list[float]:
+            return [losses[f"{arm} {seed}"] for seed in seeds]
+
+        of_choice = paired_difference(finals(high), finals(chosen), tolerance)
+        return Confirmation(steps, of_choice, paired_difference(finals(high), finals(low), tolerance))
 
     def _write(self, choice: Choice, effect: GradientEffect, low: Any) -> None:
         if self.results.path is None:

@@ -58,9 +58,10 @@ class Costs:
 
     def _layer_ms(self, layer: str, choice: Choice) -> float:
         assert self._device is not None  # noqa: S101
-        recipes = [
-            (product, "" if (layer, product.gemm) in choice else self._recipe) for product in self._layers[layer]
-        ]
+        recipes = []
+        for product in self._layers[layer]:
+            is_high = (layer, product.gemm) in choice
+            recipes.append((product, "" if is_high else self._recipe))
         return sum(time.low_ms for time in time_products(recipes, self._device))
 
 

@@ -15,18 +15,6 @@ from te_precision_callbacks.search.units import SearchError
 from te_precision_callbacks.te.state import Fp8State
 
 
-def _generators() -> list[tuple[Callable[[Any], object], Any]]:
-    """Return the states of the random generators of torch, CUDA, NumPy and Python, each with its setter."""
-    states: list[tuple[Callable[[Any], object], Any]] = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-        (torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if torch.cuda.is_available():
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    return states
-
-
 class TrainingState:
     """The state of a model, its random generators, and an optimizer.
 
@@ -46,11 +34,17 @@ class TrainingState:
         if optimizer is not None:
             tensors += model.parameters()
             self._optimizer_state = {key: dict(entry) for key, entry in optimizer.state.items()}
-            values = [value for entry in self._optimizer_state.values() for value in entry.values()]
-            tensors += [value for value in values if isinstance(value, torch.Tensor)]
+            for entry in self._optimizer_state.values():
+                tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
             self._groups = [_options(group) for group in optimizer.param_groups]
         self._tensors = {tensor: tensor.detach().to("cpu", copy=True) for tensor in tensors}
-        self._generators = _generators()
+        self._generators: dict[Callable[[Any], object], Any] = {
+            random.setstate: random.getstate(),
+            np.random.set_state: np.random.get_state(),
+            torch.set_rng_state: torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            self._generators[torch.cuda.set_rng_state_all] = torch.cuda.get_rng_state_all()
         self._fp8 = Fp8State(model)
 
     def begin(self) -> None:
@@ -92,7 +86,7 @@ class TrainingState:
             self.optimizer.state.update({key: dict(entry) for key, entry in self._optimizer_state.items()})
             for group, options in zip(self.optimizer.param_groups, self._groups, strict=True):
                 group.update(copy.deepcopy(options))
-        for put_back, state in self._generators:
+        for put_back, state in self._generators.items():
             put_back(state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -74,7 +75,8 @@ class Units:
     def __init__(self, model: Model) -> None:
         if not isinstance(model, torch.nn.Module):
             raise SearchError("A search needs a single model, a torch.nn.Module.")
-        if operations := [name for operation in named_operations(model) for name in operation.names]:
+        operations = list(itertools.chain(*(operation.names for operation in named_operations(model))))
+        if operations:
             raise SearchError(f"A search cannot switch operations of te.ops: {', '.join(operations[:3])}.")
         modules = named_te_modules(model)
         if not modules:
@@ -94,7 +96,7 @@ class Units:
             for name, layers in zip(parts, of_part, strict=True):
                 self.all[name] = Unit(name, layers, entry.name)
             self._parts[module] = parts
-        self.switches: Choice = frozenset((name, gemm) for name in self.all for gemm in GEMMS)
+        self.switches: Choice = frozenset(itertools.product(self.all, GEMMS))
 
     def restore(self) -> None:
         for module, name in self._names:
@@ -102,7 +104,11 @@ class Units:
 
     def high(self, choice: Choice) -> dict[str, tuple[str, ...]]:
         """Return unit -> its GEMMs in high precision, for :class:`~.factory.QuantizerFactory`."""
-        return {name: tuple(gemm for gemm in GEMMS if (name, gemm) in choice) for name in self.all}
+        high: dict[str, tuple[str, ...]] = dict.fromkeys(self.all, ())
+        for name, gemm in itertools.product(self.all, GEMMS):
+            if (name, gemm) in choice:
+                high[name] += (gemm,)
+        return high
 
     def atoms(self, together: Sequence[str], *, whole_modules: bool) -> list[LayerGroup]:
         """Return the smallest groups of whole layers.
@@ -128,13 +134,11 @@ class Units:
             raise SearchError(
                 f"together={sorted(unmatched)[0]!r} matches no layer. Layers: {', '.join(list(self.all)[:4])}, ..."
             )
-        return [
-            LayerGroup(
-                key if isinstance(key, str) else " + ".join(names),
-                frozenset((name, gemm) for name in names for gemm in GEMMS),
-            )
-            for key, names in members.items()
-        ]
+        groups = []
+        for key, names in members.items():
+            label = key if isinstance(key, str) else " + ".join(names)
+            groups.append(LayerGroup(label, frozenset(itertools.product(names, GEMMS))))
+        return groups
 
     def products(self, run: Callable[[], object]) -> list[Product]:
         """Return the products of each unit and GEMM in a call, in high precision."""
@@ -184,11 +188,13 @@ def _require_plain(module: Any, name: str) -> None:
 
 def block_of(group: LayerGroup) -> str:
     """Return the part of its layers' names up to the first number, such as ``layers.3``; else the group's name."""
-    matches = [re.match(r"(.*?\.)?\d+(?=\.|$)", name) for name, _ in group.switches]
-    blocks = {match[0] if match else "" for match in matches}
-    if len(blocks) == 1 and "" not in blocks:
-        return blocks.pop()
-    return group.name
+    blocks = set()
+    for name, _ in group.switches:
+        match = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
+        if match is None:
+            return group.name
+        blocks.add(match[0])
+    return blocks.pop() if len(blocks) == 1 else group.name
 
 
 def split_by_block(atoms: Iterable[LayerGroup]) -> dict[str, list[LayerGroup]]:
@@ -196,12 +202,12 @@ def split_by_block(atoms: Iterable[LayerGroup]) -> dict[str, list[LayerGroup]]:
 
 
 def merged(name: str, groups: Iterable[LayerGroup]) -> LayerGroup:
-    return LayerGroup(name, frozenset(switch for group in groups for switch in group.switches))
+    return LayerGroup(name, Choice().union(*(group.switches for group in groups)))
 
 
 def split_by_gemm(atom: LayerGroup) -> list[LayerGroup]:
-    parts = ((gemm, frozenset(switch for switch in atom.switches if switch[1] == gemm)) for gemm in GEMMS)
-    return [LayerGroup(f"{atom.name} {gemm}", switches) for gemm, switches in parts]
+    switches = group_by_key((switch[1], switch) for switch in atom.switches)
+    return [LayerGroup(f"{atom.name} {gemm}", frozenset(switches[gemm])) for gemm in GEMMS]
 
 
 def split_by_operand(group: LayerGroup) -> list[LayerGroup]:

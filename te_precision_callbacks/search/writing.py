@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import glob
 import inspect
+import itertools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from te_precision_callbacks.maps.precision_map import is_quantized
 from te_precision_callbacks.maps.sources import open_map
 from te_precision_callbacks.maps.tool_files import Surroundings
 from te_precision_callbacks.search import factory
-from te_precision_callbacks.search.units import Choice, SearchError, Units
+from te_precision_callbacks.search.units import Choice, SearchError, Unit, Units
 from te_precision_callbacks.views.report.page import PageTemplate, write_bytes
 
 _logger = logging.getLogger(__name__)
@@ -51,23 +52,28 @@ def write_config(path: Path, choice: Choice, units: Units, model: torch.nn.Modul
     """Write the debug features, and check that the plan of the model has the choice."""
     high = units.high(choice)
     by_gemms = group_by_key((gemms, units.all[name]) for name, gemms in high.items() if gemms)
-    names = [layer for unit in units.all.values() for layer in unit.layers]
+    names = set(_layers(units.all.values()))
+    in_high: set[tuple[str, str]] = set()
     sections = []
     for gemms, members in by_gemms.items():
-        layers = [layer for unit in members for layer in unit.layers]
-        others = set(names) - set(layers)
-        sections.append(keep_high(*layers, others=others, gemms=() if len(gemms) == len(GEMMS) else gemms))
+        layers = _layers(members)
+        in_high.update(itertools.product(layers, gemms))
+        others = names.difference(layers)
+        sections.append(keep_high(*layers, others=others, gemms=() if gemms == GEMMS else gemms))
     path.write_text("".join(sections) or "{}\n")
     before = _plan({}, model, low)
     after = _plan(path, model, low)
-    in_high = {(layer, gemm) for name, gemm in choice for layer in units.all[name].layers}
-    wrong = [
-        f"{layer} {gemm}"
-        for (layer, gemm), low_before in before.items()
-        if layer in names and after[layer, gemm] != (low_before and (layer, gemm) not in in_high)
-    ]
+    wrong = []
+    for (layer, gemm), was_low in before.items():
+        is_low = was_low and (layer, gemm) not in in_high
+        if layer in names and after[layer, gemm] != is_low:
+            wrong.append(f"{layer} {gemm}")
     if wrong:
         raise SearchError(f"{path} does not express the choice for {', '.join(wrong[:4])}. Use {RECIPE} instead.")
+
+
+def _layers(units: Iterable[Unit]) -> list[str]:
+    return list(itertools.chain(*(unit.layers for unit in units)))
 
 
 def _plan(config: Any, model: torch.nn.Module, low: Any) -> dict[tuple[str, str], bool]:
@@ -93,25 +99,22 @@ def write_recipe(path: Path, choice: Choice, units: Units, low: Any) -> Any:
 
 def write_megatron(path: Path, choice: Choice, units: Units, low: Any) -> list[str]:
     """Write Megatron's precision file; returns the partly chosen modules, kept wholly in high precision."""
-    wanted: dict[str, set[bool]] = {}
-    for name, gemms in units.high(choice).items():
-        wanted.setdefault(units.all[name].module, set()).update(gemm in gemms for gemm in GEMMS)
-    kept = [module for module, states in wanted.items() if True in states]
+    wanted = group_by_key((units.all[name].module, gemms) for name, gemms in units.high(choice).items())
+    kept = [module for module, parts in wanted.items() if any(parts)]
     config: dict[str, Any] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
-    matchers: Mapping[str, Any] = {
-        module: {"type": "glob", "pattern": glob.escape(module), "config": "high_precision", "enabled": True}
-        for module in kept
-    }
+    matchers: dict[str, Any] = {}
+    for module in kept:
+        pattern = glob.escape(module)
+        matchers[module] = {"type": "glob", "pattern": pattern, "config": "high_precision", "enabled": True}
     path.write_text(yaml.safe_dump({"configs": {"high_precision": config}, "matchers": matchers}, sort_keys=False))
     modules = [Module(name, "", True, class_names(module)) for name, module in units.modules.items()]
     read = open_map(path, modules=modules, around=Surroundings(recipe=name_of_recipe(low)))
-    wrong = [
-        name for name in wanted if name in read.modules and is_quantized(read.modules[name].weight) == (name in kept)
-    ]
+    known = [name for name in wanted if name in read.modules]
+    wrong = [name for name in known if is_quantized(read.modules[name].weight) == (name in kept)]
     if wrong or read.findings:
         problem = "; ".join(finding.text for finding in read.findings) or ", ".join(wrong[:4])
         raise SearchError(f"{path} does not express the choice: {problem}. Use {RECIPE} instead.")
-    return [module for module in kept if False in wanted[module]]
+    return [module for module in kept if set(wanted[module]) != {GEMMS}]
 
 
 def write_page(path: Path, content: Mapping[str, Any]) -> None:

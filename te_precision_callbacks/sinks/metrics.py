@@ -105,7 +105,10 @@ class SeriesChoice:
                 logged.add(layer)
 
     def _most_logged(self, tensor: str, layers: Iterable[str]) -> list[str]:
-        logged = Counter(layer for family, known in self._logged.items() if family.tensor == tensor for layer in known)
+        logged: Counter[str] = Counter()
+        for family, known in self._logged.items():
+            if family.tensor == tensor:
+                logged.update(known)
         return sorted(layers, key=lambda layer: -logged[layer])
 
 
@@ -140,7 +143,7 @@ def overall_name(prefix: str, name: str) -> str:
 
 def prefix_of(prefix: str, *, local: bool) -> str:
     """Return the first part of metric names: ``te``, or ``te.local`` for local values."""
-    return ".".join(part for part in (prefix, "local" if local else "") if part)
+    return ".".join(filter(None, (prefix, "local" if local else "")))
 
 
 class MetricSelection:

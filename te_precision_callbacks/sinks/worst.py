@@ -120,13 +120,10 @@ class RunStatistics:
         families = [series.family for series in self._table.since(len(self._summaries))]
         if not families:
             return
-        without_values = {
-            family: (
-                *(math.nan, math.nan, math.nan, -1, sign_of(family.worse)),
-                *(family.has_direction, False, family.is_of_delayed_scaling),
-            )
-            for family in dict.fromkeys(families)
-        }
+        without_values = {}
+        for family in set(families):
+            facts = sign_of(family.worse), family.has_direction, False, family.is_of_delayed_scaling
+            without_values[family] = (math.nan, math.nan, math.nan, -1, *facts)
         new = [without_values[family] for family in families]
         self._summaries = np.append(self._summaries, np.array(new, _SUMMARY))
 

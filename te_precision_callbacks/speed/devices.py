@@ -193,10 +193,9 @@ def device_named(name: str) -> Device:
     if name.endswith((".yaml", ".yml")):
         return _from_file(Path(name).expanduser())
     word = name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")
-    known = {
-        **known_devices(),
-        **{other: device for device in known_devices().values() for other in device.other_names},
-    }
+    known = dict(known_devices())
+    for device in known_devices().values():
+        known |= dict.fromkeys(device.other_names, device)
     if word in known:
         return known[word]
     raise DeviceError(

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -290,7 +291,7 @@ def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
                 recipes,
                 replace(layer, **sums),
                 names[0] in without_gain,
-                tuple(dict.fromkeys(why for time in times for why in _reasons(time))),
+                tuple(dict.fromkeys(chain(*map(_reasons, times)))),
                 measured_ms,
             )
         )

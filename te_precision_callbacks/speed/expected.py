@@ -303,13 +303,11 @@ def speedup_interval(
         measured: the variance of measured times that ``low`` includes, in square milliseconds.
     """
     scatter = device.fitted.scatter
-    variance = measured / low**2 + sum(
-        (scatter.kernel * high_part / high) ** 2
-        + (scatter.kernel * kernel / low) ** 2
-        + (scatter.cast * cast / low) ** 2
-        for high_part, kernel, cast in parts
-    )
-    variance += 2 * scatter.run**2
+    of_parts = 0.0
+    for high_part, kernel, cast in parts:
+        kernels = (scatter.kernel * high_part / high) ** 2 + (scatter.kernel * kernel / low) ** 2
+        of_parts += kernels + (scatter.cast * cast / low) ** 2
+    variance = measured / low**2 + of_parts + 2 * scatter.run**2
     if not device.is_measured:
         variance += scatter.transfer**2
     return _interval_around(high / low, scatter.quantile * math.sqrt(variance))

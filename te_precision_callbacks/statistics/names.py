@@ -32,10 +32,9 @@ from te_precision_callbacks.statistics.table import (
 
 _ALIASES = {other: row.name for row in RECIPES.values() for other in row.other_names}
 
-PREFIXES: Mapping[str, tuple[str, ...]] = {
-    recipe: (recipe, *(f"{recipe}_{name}" for name in ELEMENT_FORMATS if recipe in WITH_ELEMENT_FORMAT))
-    for recipe in RECIPES
-}
+PREFIXES: dict[str, tuple[str, ...]] = {recipe: (recipe,) for recipe in RECIPES}
+for _recipe in WITH_ELEMENT_FORMAT:
+    PREFIXES[_recipe] += tuple(f"{_recipe}_{name}" for name in ELEMENT_FORMATS)
 """Recipe -> prefixes of statistics' names for it, without other spellings."""
 
 _COLUMNWISE = "_columnwise"

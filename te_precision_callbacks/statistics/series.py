@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.vocabulary import TENSORS
+from te_precision_callbacks.statistics.arrays import Floats, Mask
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, logged_request
 from te_precision_callbacks.statistics.table import Worse
 
@@ -54,7 +55,7 @@ class Family:
     def has_direction(self) -> bool:
         return self.worse not in (None, Worse.NEITHER)
 
-    def leaves_out(self, flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    def leaves_out(self, flags: npt.NDArray[np.uint8]) -> Mask:
         """Return a mask of the values of delayed scaling's first step, which is not representative.
 
         Args:
@@ -85,7 +86,7 @@ def sign_of(worse: Worse | None) -> float:
     return _SIGN.get(worse, math.nan)
 
 
-def badness(values: npt.NDArray[np.float64], signs: float | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def badness(values: Floats, signs: float | Floats) -> Floats:
     """Return :meth:`Family.badness` of many values.
 
     Args:
@@ -169,7 +170,7 @@ class Measured:
 
     table: SeriesTable
     series: npt.NDArray[np.int32]
-    values: npt.NDArray[np.float64]
+    values: Floats
     histograms: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     local: bool = False
 

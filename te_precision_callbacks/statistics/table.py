@@ -469,11 +469,9 @@ TENSOR_STATISTICS = tuple(
 )
 """Names that LogTensorStats accepts without parameters."""
 
-QUANTIZED_STATISTICS = tuple(
-    name
-    for name, s in STATISTICS.items()
-    if s.source in (StatisticSource.QUANTIZED, StatisticSource.SCALES) or s.source in BLOCK_SOURCES
-)
+_QUANTIZED = {StatisticSource.QUANTIZED, StatisticSource.SCALES, *BLOCK_SOURCES}
+
+QUANTIZED_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.source in _QUANTIZED)
 """Names that LogFp8TensorStats and LogNvfp4TensorStats accept, optionally with a recipe before and ``_columnwise``
 after the name."""
 

@@ -48,8 +48,7 @@ def test_every_block_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
             assert names["debugger"].session.iteration == 16
             names["resume"] = False
     assert "of the multiply-adds" in shown
-    for word in (".start()", "save_state", "activation_overflow"):
-        assert sum(word in block for block in others) == 1, word
+    assert sum("save_state" in block for block in others) == 1
 
 
 @pytest.mark.slow

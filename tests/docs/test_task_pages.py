@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -18,7 +19,6 @@ from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
 from te_precision_callbacks.config.contract import read_contract
 from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.session import running_session
 from te_precision_callbacks.sinks import Sink, StepRecords
 from tests.conftest import Keeper
 from tests.docs.pages import PAGES, blocks, run
@@ -165,7 +165,7 @@ def test_the_page_names_all_words() -> None:
 # ------------------------------------------------------------------------------------------------------ docs/session.md
 
 
-SCRIPT, ACCUMULATION, PIECES, RUNNING, SEVERAL, EVALUATION, KNOWN = blocks("docs/session.md", "python")
+SCRIPT, ACCUMULATION, PIECES, SEVERAL, EVALUATION, KNOWN = blocks("docs/session.md", "python")
 
 
 def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,8 +179,6 @@ def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.splitlines() == [f"1 0 1 {numbers}", f"2 1 3 {numbers}"]
     exec(PIECES, names)
     assert (names["session"].running, names["session"].iteration) == (False, 4)
-    exec(RUNNING, names)
-    assert running_session() is None
     exec(SEVERAL, names)
     assert names["session"].iteration == 4
     layers = [layer.name for layer in names["session"].layers]
@@ -199,7 +197,7 @@ def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) ->
 # --------------------------------------------------------------------------------------- sinks, docs/custom-features.md
 
 
-PRINTER, ALARM, LARGEST, BOARD = blocks("docs/custom-features.md", "python")[3:]
+PRINTER, ALARM, BOARD = blocks("docs/custom-features.md", "python")[3:]
 NUMBERS = 2 * 2 * 2  # layers, tensors, statistics
 
 
@@ -234,14 +232,14 @@ def test_the_printer(names: dict[str, Any]) -> None:
 
 
 def test_the_columns(names: dict[str, Any], keeper: Keeper) -> None:
-    exec(LARGEST, names)
-    largest = names["Largest"]()
-    train(names, largest, keeper)
+    train(names, keeper)
     for records in keeper.steps:
         assert records.logging_step == 100 + records.iteration
         assert len(records) == len(records.series) == len(records.values) == NUMBERS
+        largest = int(numpy.asarray(records.values).argmax())
         row = max(records, key=lambda row: row.value)
-        assert largest.found[records.iteration] == (row.layer, row.value)
+        assert records.table[int(records.series[largest])].layer == row.layer
+        assert records.values[largest] == row.value
 
 
 def test_the_logger(names: dict[str, Any], keeper: Keeper) -> None:

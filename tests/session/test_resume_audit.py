@@ -347,30 +347,27 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
     assert session.state_dict() == {"iteration": 3}, "the session does not keep the model"
 
 
-# ---------------------------------------------------------------------- as docs/resuming.md has it
+# ---------------------------------------------------------------------- the warning of docs/resuming.md
 
 
-def test_the_code_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (code,) = blocks("docs/resuming.md", "python", "with InspectSession")
-    Path("config.yaml").write_text(json.dumps(statistics()))
-    loader = [torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(3)]
+def test_the_warning_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint: dict[str, Any] | None = None
     for run in range(2):
         model = net(DELAYED, quantized=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def one_step(batch: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
-            with te.autocast(recipe=DELAYED):
-                model(batch).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        names = {"InspectSession": InspectSession, "Path": Path, "torch": torch, "loader": loader}
-        exec(code, names := {**names, "model": model, "train": one_step})
-        assert names["session"].iteration == 3 * (run + 1)
-    assert findings(names["session"].resume_report) == []
+        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+            if checkpoint is not None:
+                session.load_state_dict(checkpoint["session"])
+                model.load_state_dict(checkpoint["model"])
+            for _ in range(3):
+                with te.autocast(recipe=DELAYED):
+                    model(torch.randn(32, 64, dtype=torch.bfloat16)).float().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.step()
+            checkpoint = {"model": model.state_dict(), "session": session.state_dict()}
+        assert session.iteration == 3 * (run + 1)
+    assert findings(session.resume_report) == []
 
     state = saved(tmp_path, DELAYED)
     del state["model"]["0._extra_state"], state["model"]["1._extra_state"]

@@ -38,7 +38,11 @@ class Key:
 
     @property
     def places(self) -> str:
-        return ", ".join(dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in self.where))
+        places: dict[str, None] = {}
+        for path in self.where:
+            place = f"items of `{path[-1]}`" if path else "feature"
+            places[place] = None
+        return ", ".join(places)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.statistics.arrays import Floats
 
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
@@ -83,9 +84,9 @@ def _gemms(numbers: StepNumbers, column: Column) -> list[str]:
     return [_GEMM[tensor] for tensor in numbers.tensors_of(column)]
 
 
-def _gemm_values(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArray[np.float64]]:
+def _gemm_values(numbers: StepNumbers, column: Column) -> Mapping[str, Floats]:
     names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
-    places = [f"gemm_kernel_{what}_{end}" for what in ("row", "column", "rank") for end in ("first", "last")]
+    places = [f"gemm_kernel_{what}_{end}" for what, end in product(("row", "column", "rank"), ("first", "last"))]
     columns = {}
     for name in (*names, *places, "gemm_kernel_ratio_rank"):
         other = numbers.column(name)
@@ -93,7 +94,7 @@ def _gemm_values(numbers: StepNumbers, column: Column) -> Mapping[str, npt.NDArr
     return columns
 
 
-def _describe(related: Mapping[str, npt.NDArray[np.float64]], at: int, ratio: Column, kind: str) -> str:
+def _describe(related: Mapping[str, Floats], at: int, ratio: Column, kind: str) -> str:
     times = f"{ratio.values[at]:.3g} times its tolerance"
     if kind == "gain":
         what = f"gives {related['gemm_gain'][at]:.4g} times the product of its operands"

@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, Mask, Rows, StepNumbers, Values, extend_rows
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.lost_elements import (
     OVERFLOW,
@@ -22,6 +21,7 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import (
 from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 
 DEAD_STEPS = 3
 TRAINED_STEPS = 2
@@ -118,7 +118,8 @@ class DeadGradient(RuleCheck):
 
     def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
         for key, steps in list(self._reported.items()):
-            steps.update({layer: count + 1 if layer in trained else 0 for layer, count in steps.items()})
+            for layer in steps:
+                steps[layer] = steps[layer] + 1 if layer in trained else 0
             if min(steps.values()) >= TRAINED_STEPS:
                 del self._reported[key]
                 seen = f"the gradient was 0 or missing before, but is there in step {numbers.iteration}"
@@ -141,31 +142,31 @@ class Rhythms:
     """Finds periodic schedules that explain when a layer trained, as for alternating layers."""
 
     def __init__(self) -> None:
-        self._periods, self._places = np.array(
-            [(period, place) for period in range(2, RHYTHM + 1) for place in range(period)]
-        ).T
+        periods = np.arange(2, RHYTHM + 1)
+        self._periods = np.repeat(periods, periods)
+        self._places = np.concatenate(list(map(np.arange, periods)))
         self._possible = np.empty((0, len(self._periods)), bool)
         self._has_trained = np.empty(0, bool)
 
-    def note_training(self, layers: npt.NDArray[np.int64], iteration: int) -> None:
+    def note_training(self, layers: Ints, iteration: int) -> None:
         self._grow(layers)
         self._has_trained[layers] = True
         self._possible[layers] &= iteration % self._periods == self._places
 
-    def note_idle(self, layers: npt.NDArray[np.int64], iteration: int) -> None:
+    def note_idle(self, layers: Ints, iteration: int) -> None:
         self._grow(layers)
         self._possible[layers] &= iteration % self._periods != self._places
 
-    def explain(self, layers: npt.NDArray[np.int64]) -> Mask:
+    def explain(self, layers: Ints) -> Mask:
         """[layers]: whether the layer has trained, and a periodic schedule explains when."""
         self._grow(layers)
         return self._has_trained[layers] & self._possible[layers].any(axis=1)
 
-    def has_trained(self, layers: npt.NDArray[np.int64]) -> Mask:
+    def has_trained(self, layers: Ints) -> Mask:
         self._grow(layers)
         return self._has_trained[layers]
 
-    def _grow(self, layers: npt.NDArray[np.int64]) -> None:
+    def _grow(self, layers: Ints) -> None:
         if layers.max(initial=-1) >= len(self._has_trained):
             self._possible = extend_rows(self._possible, layers, True)
             self._has_trained = extend_rows(self._has_trained, layers, False)
@@ -239,7 +240,7 @@ class Growth(RuleCheck):
                 yield sighting._replace(patch=patch, key="")
             self._begin.add(column.rows, now)
 
-    def _note_jumps(self, column: Column, now: Values) -> None:
+    def _note_jumps(self, column: Column, now: Floats) -> None:
         if self._last is not None:
             jumps = now - self._last.at(column.rows, np.nan) >= GROWTH
             if jumps.any():
@@ -261,18 +262,18 @@ class FirstValues:
     def __init__(self) -> None:
         self._known = np.empty((0, BEGIN))
 
-    def of(self, rows: Rows) -> Values:
+    def of(self, rows: Ints) -> Floats:
         """[rows]: the minimum of the first values; nan without any."""
         self._known = extend_rows(self._known, rows, np.nan)
-        least: Values = np.fmin.reduce(self._known[rows], axis=1)
+        least: Floats = np.fmin.reduce(self._known[rows], axis=1)
         return least
 
-    def are_known(self, rows: Rows) -> Mask:
+    def are_known(self, rows: Ints) -> Mask:
         self._known = extend_rows(self._known, rows, np.nan)
         are: Mask = np.logical_and.reduce(np.isfinite(self._known[rows]), axis=1)
         return are
 
-    def add(self, rows: Rows, values: Values) -> None:
+    def add(self, rows: Ints, values: Floats) -> None:
         self._known = extend_rows(self._known, rows, np.nan)
         missing = np.isnan(self._known[rows])
         if not missing.any():

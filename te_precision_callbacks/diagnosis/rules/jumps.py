@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -22,6 +21,7 @@ from te_precision_callbacks.flight import changes
 from te_precision_callbacks.flight.rows import UPDATE
 from te_precision_callbacks.runs.summary import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import Floats
 
 RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
 """The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
@@ -364,7 +364,7 @@ class WeightJump(ParameterRule):
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
         with np.errstate(divide="ignore", invalid="ignore"):
-            bits: npt.NDArray[np.float64] = np.log2(np.where(column.values == 0, np.nan, column.values))
+            bits: Floats = np.log2(np.where(column.values == 0, np.nan, column.values))
         last = self._last.get(column.number)
         change = np.full(len(bits), np.nan)
         steady = np.zeros(len(bits), bool)

@@ -12,13 +12,14 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values, extend_rows
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import Floats, Mask
 
 FROM_ZERO = 20
 """The steps in which a tensor that begins at 0 may outgrow a scale that is a step late."""
@@ -329,7 +330,7 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
     return keep_high(*kept, others=set(numbers.names) - set(kept))
 
 
-def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> Values:
+def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
     """[rows of the column]: percent of the tensor's norm in elements that round to 0; nan if not recorded."""
     norms = numbers.column("underflow_norm%", facts)
     if norms is None:
@@ -344,15 +345,15 @@ def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
     return facts.cached("can overflow", column.rows, make)
 
 
-def overflow_threshold(numbers: StepNumbers, column: Column) -> Values:
+def overflow_threshold(numbers: StepNumbers, column: Column) -> Floats:
     """[rows of the column]: the threshold for elements above the range of the format, in percent."""
     return np.where(numbers.are("activation", column), OVERFLOW, OF_OTHERS)
 
 
-def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> Values:
+def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
     """[rows of the column]: the threshold for elements that round to 0, in percent."""
 
-    def make() -> Values:
+    def make() -> Floats:
         formats = map(facts.format_of, numbers.names_of(column), numbers.tensors_of(column))
         return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
 
@@ -364,8 +365,8 @@ def loses_too_much(
     facts: Facts,
     column: Column,
     *,
-    underflows: Callable[[Column], float | Values] = lambda lost: np.inf,
-    overflows: Callable[[Column], float | Values],
+    underflows: Callable[[Column], float | Floats] = lambda lost: np.inf,
+    overflows: Callable[[Column], float | Floats],
 ) -> Mask:
     """[rows of a column]: whether too many elements are lost, given thresholds in percent."""
     lossy = np.zeros(len(column.rows), bool)

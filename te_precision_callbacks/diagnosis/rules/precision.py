@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
@@ -92,27 +93,37 @@ def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
 
     A block is the part of a name up to its first number. Blocks of another size are another part of the model.
     """
-    blocks: dict[tuple[str, int], list[LayerFacts]] = {}
+    blocks: dict[str, dict[int, list[LayerFacts]]] = {}
     for layer in facts.layers.values():
         match = _BLOCK.match(layer.name)
         if match and layer.shape and (layer.reasons or layer.low):
-            blocks.setdefault((match["series"], int(match["number"])), []).append(layer)
-    for series, numbered in group_by_key((series, (number, of)) for (series, number), of in blocks.items()).items():
-        low = [layers for _, layers in numbered if any("fprop" in layer.low for layer in layers)]
-        forms = {form_of(layer.name) for layers in low for layer in layers if "fprop" in layer.low}
-        others = [
-            layers
-            for _, layers in sorted(numbered, key=lambda block: block[0])[1:-1]
-            if not any(layer.low or layer.is_of_te or form_of(layer.name) in forms for layer in layers)
-        ]
-        if len(others) != 1 or len(low) < LEAST_LOW:
+            blocks.setdefault(match["series"], {}).setdefault(int(match["number"]), []).append(layer)
+    for series, numbered in blocks.items():
+        sizes: list[int] = []
+        forms: set[str] = set()
+        for layers in numbered.values():
+            low = {form_of(layer.name) for layer in layers if "fprop" in layer.low}
+            if low:
+                sizes.append(_size(layers))
+                forms |= low
+        others = []
+        for number in sorted(numbered)[1:-1]:
+            layers = numbered[number]
+            own_forms = {form_of(layer.name) for layer in layers}
+            if forms.isdisjoint(own_forms) and not any(layer.low or layer.is_of_te for layer in layers):
+                others.append(layers)
+        if len(others) != 1 or len(sizes) < LEAST_LOW:
             continue
-        sizes = [sum(layer.shape[0] * layer.shape[1] for layer in layers) for layers in (*low, *others)]
-        if sorted(sizes[:-1])[len(low) // 2] <= OF_A_BLOCK * sizes[-1]:
-            names = tuple(layer.name for layer in others[0])
-            reason = _describe_reason(*others[0][0].reasons["fprop"]) if "fprop" in others[0][0].reasons else ""
-            seen = f"no layer of the block runs in low precision: {reason}; {len(low)} similar blocks have such layers"
-            yield Sighting(names, "", "", seen, None, key=f"block {series}")
+        if sorted(sizes)[len(sizes) // 2] <= OF_A_BLOCK * _size(others[0]):
+            first = others[0][0]
+            reason = _describe_reason(*first.reasons["fprop"]) if "fprop" in first.reasons else ""
+            count = f"{len(sizes)} similar blocks have such layers"
+            seen = f"no layer of the block runs in low precision: {reason}; {count}"
+            yield Sighting(tuple(layer.name for layer in others[0]), "", "", seen, None, key=f"block {series}")
+
+
+def _size(layers: Iterable[LayerFacts]) -> int:
+    return sum(layer.shape[0] * layer.shape[1] for layer in layers)
 
 
 def _describe_reason(reason: str, exactly: str) -> str:
@@ -173,7 +184,7 @@ class NoLowPrecision(RuleCheck):
         expected = "" if facts.settings is None else facts.settings.expects_low
         if self._has_low or not self.applies or not (of_te or (ran and expected)):
             return
-        reasons = Counter(reason for layer in of_te or ran for reason in layer.reasons.values())
+        reasons = Counter(chain(*(layer.reasons.values() for layer in of_te or ran)))
         name, exactly = reasons.most_common(1)[0][0]
         reason = Reason[name] if name in Reason.__members__ else Reason.UNKNOWN
         why = _describe_reason(reason.name, exactly)

@@ -9,11 +9,12 @@ import numpy as np
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values, extend_rows
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck, Sighting, by_tensor
 from te_precision_callbacks.diagnosis.rules.lost_elements import FromZero, loses_too_much, overflow_threshold
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import Floats, Mask
 
 FAR = 2.0
 TOO_SMALL = 1.0
@@ -52,7 +53,7 @@ class _UnmovedScales:
     def __init__(self) -> None:
         self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
 
-    def add(self, numbers: StepNumbers, scales: Column, amaxes: Values, largest: Values) -> tuple[Values, Mask]:
+    def add(self, numbers: StepNumbers, scales: Column, amaxes: Floats, largest: Floats) -> tuple[Floats, Mask]:
         """Add a collection step: ``scale_inv_max``, amaxes (nan if unknown), and the maximum of each tensor's format.
 
         Returns:
@@ -90,7 +91,7 @@ class _ScaleCheck(RuleCheck):
             self.applies = facts.has_delayed_scaling
         return ()
 
-    def _scales(self, numbers: StepNumbers, facts: Facts) -> Iterator[tuple[Column, Column, Values]]:
+    def _scales(self, numbers: StepNumbers, facts: Facts) -> Iterator[tuple[Column, Column, Floats]]:
         """Yield ``scale_inv_max`` with ``cur_amax``, and the maximum of the format, [rows of the scales].
 
         ``cur_amax`` is nan if the tensor has inf or nan, which its scale may follow.
@@ -184,35 +185,16 @@ class StaleScale(_ScaleCheck):
             small = small & follows & ~is_new
             rises = rises & follows & ~is_new
             large = large & follows
-            of_small = self.streaks.sightings(
-                numbers,
-                facts,
-                scales,
-                small,
-                "amax is {:.3g} times the range of its scale",
-                np.exp2(-above),
-                key="small",
-            )
+            times = np.exp2(-above)
+            seen = "amax is {:.3g} times the range of its scale"
+            of_small = self.streaks.sightings(numbers, facts, scales, small, seen, times, key="small")
+            seen = "amax rises and is {:.3g} times the range of its scale"
+            reported = risen & ~small
             of_rising = self.streaks.sightings(
-                numbers,
-                facts,
-                scales,
-                rises,
-                "amax rises and is {:.3g} times the range of its scale",
-                np.exp2(-above),
-                reported=risen & ~small,
-                key="rising",
+                numbers, facts, scales, rises, seen, times, reported=reported, key="rising"
             )
-            of_large = self._large.sightings(
-                numbers,
-                facts,
-                scales,
-                large,
-                "the range of its scale is {:.3g} times its amax, and {:.3g} % of the elements round to 0",
-                np.exp2(above),
-                losing,
-                key="large",
-            )
+            seen = "the range of its scale is {:.3g} times its amax, and {:.3g} % of the elements round to 0"
+            of_large = self._large.sightings(numbers, facts, scales, large, seen, np.exp2(above), losing, key="large")
             yield from by_tensor(numbers, scales, of_small, of_rising, of_large)
 
 
@@ -267,10 +249,10 @@ class LostScales(RuleCheck):
                 yield Sighting(layers, "", "", seen, event.iteration)
 
 
-def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> Values:
+def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
     """[rows of the column]: the maximum of the operand's format; nan without delayed scaling."""
 
-    def make() -> Values:
+    def make() -> Floats:
         names = numbers.names_of(column)
         formats = map(facts.format_of, names, numbers.tensors_of(column))
         largest = [_LARGEST.get(text, np.nan) for text in formats]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -42,13 +43,12 @@ def is_scaled(facts: Facts) -> bool:
 
 
 def _has_float16(facts: Facts) -> bool:
-    formats = (text for layer in facts.layers.values() for text in layer.formats.values())
+    formats = chain(*(layer.formats.values() for layer in facts.layers.values()))
     weights = (layer.weight_dtype for layer in facts.layers.values())
-    states = (dtype for types in facts.states.values() for dtype in types)
     return (
         any(text.startswith("FP16") for text in formats)
         or any("float16" in text.replace("bfloat16", "") for text in weights)
-        or any(dtype == "float16" for dtype in states)
+        or any("float16" in types for types in facts.states.values())
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, Mask, StepNumbers, Values
+from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck, Sighting, by_tensor
 from te_precision_callbacks.diagnosis.rules.lost_elements import (
     LOST_NORM,
@@ -20,6 +19,7 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import (
     underflow_threshold,
 )
 from te_precision_callbacks.layers.folding import numbers_of
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 
 LEAST_ALIKE = 2
 LEAST_OF_SHARES = 3
@@ -187,17 +187,17 @@ class Sibling(RuleCheck):
         )
 
     @staticmethod
-    def _one_in_a_block(numbers: StepNumbers, column: Column, places: npt.NDArray[np.int64]) -> bool:
+    def _one_in_a_block(numbers: StepNumbers, column: Column, places: Ints) -> bool:
         blocks = [numbers_of(numbers.names[row])[:1] for row in column.rows[places].tolist()]
         return len(set(blocks)) == len(blocks)
 
-    def _similar_layers(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
+    def _similar_layers(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[Ints]:
         return facts.cached("alike", column.rows, lambda: self._groups(numbers, facts, column))
 
-    def _spread(self, numbers: StepNumbers, facts: Facts, column: Column, bits: Values) -> Values:
+    def _spread(self, numbers: StepNumbers, facts: Facts, column: Column, bits: Floats) -> Floats:
         """[groups of similar layers]: largest minus smallest known value; nan without one."""
 
-        def make() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        def make() -> tuple[Ints, Ints]:
             groups = self._similar_layers(numbers, facts, column)
             sizes = [len(places) for places in groups]
             return np.concatenate([np.empty(0, np.int64), *groups]), np.cumsum([0, *sizes[:-1]])[: len(groups)]
@@ -208,24 +208,24 @@ class Sibling(RuleCheck):
         in_order = bits[order]
         if (np.add.reduceat(np.isfinite(in_order), begins, dtype=int) >= LEAST_ALIKE).any():
             self.note_data(numbers.iteration)
-        spread: Values = np.fmax.reduceat(in_order, begins) - np.fmin.reduceat(in_order, begins)
+        spread: Floats = np.fmax.reduceat(in_order, begins) - np.fmin.reduceat(in_order, begins)
         return spread
 
-    def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[npt.NDArray[np.int64]]:
+    def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[Ints]:
         names = numbers.names_of(column)
         tensors = numbers.tensors_of(column)
         alike: dict[tuple[str, str, str], list[int]] = {}
         for place, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
             alike.setdefault((tensor, facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
         self._most_similar = max(self._most_similar, *map(len, alike.values()), 0)
-        return [
-            np.array(sorted(group, key=lambda place: facts.order_key(names[place], tensors[place])))
-            for group in alike.values()
-            if len(group) >= LEAST_ALIKE
-        ]
+
+        def order(place: int) -> tuple[int, int]:
+            return facts.order_key(names[place], tensors[place])
+
+        return [np.array(sorted(group, key=order)) for group in alike.values() if len(group) >= LEAST_ALIKE]
 
 
-def deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float = NEAR) -> npt.NDArray[np.float64]:
+def deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
     """Return the deviation of each layer from similar layers, in powers of two; 0 for ordinary layers.
 
     The median difference between neighboring layers is the trend with depth. Differences far from it are jumps, which
@@ -261,7 +261,7 @@ def deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float = NEA
     return result
 
 
-def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float = NEAR) -> npt.NDArray[np.float64]:
+def few_deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
     """Return deviations like :func:`deviations`, for too few layers to estimate a trend with depth.
 
     A layer deviates if it is far from all others, and these are close together. If the tensor flows from layer to
@@ -283,7 +283,7 @@ def few_deviations(bits: npt.NDArray[np.float64], *, flows: bool, least: float =
 
 
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
-    def most(least: float, lost: Column) -> Values:
+    def most(least: float, lost: Column) -> Floats:
         tensors = numbers.tensors[lost.rows]
         medians = {tensor: float(np.median(lost.values[tensors == tensor])) for tensor in set(tensors.tolist())}
         return np.maximum(least, [4 * medians[tensor] for tensor in tensors.tolist()])

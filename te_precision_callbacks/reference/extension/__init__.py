@@ -133,12 +133,8 @@ from te_precision_callbacks.reference.extension.versions import (
 )
 
 _IN_THIS_FILE = {"Any", "ModuleType", "annotations"}
-__all__ = [
-    name
-    for name, value in sorted(globals().items())
-    if not name.startswith("_") and name not in _IN_THIS_FILE and not isinstance(value, ModuleType)
-]
-__all__ += sorted(_missing.FUNCTIONS)
+_imported = {name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, ModuleType))}
+__all__ = [*sorted(_imported - _IN_THIS_FILE), *sorted(_missing.FUNCTIONS)]
 
 globals().update(_missing.FUNCTIONS)
 

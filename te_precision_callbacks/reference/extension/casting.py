@@ -148,7 +148,8 @@ class Casting(ABC):
 
 def by_usage(quantizer: Quantizer, buffers: Mapping[str, Buffer]) -> Buffers:
     """Select the buffers, named with ``rowwise`` or ``columnwise``, of the quantizer's usages."""
-    return {
-        name: buffer if (quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage) else None
-        for name, buffer in buffers.items()
-    }
+    used: dict[str, Buffer | None] = {}
+    for name, buffer in buffers.items():
+        usage = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
+        used[name] = buffer if usage else None
+    return used

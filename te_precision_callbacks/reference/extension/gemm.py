@@ -280,9 +280,11 @@ def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -
     for scale in (a.scale_inv, b.scale_inv):
         if scale is not None:
             value *= scale
-    if alpha != 1.0:
-        return value.mul_(alpha)
-    return value
+    return _scaled(value, alpha)
+
+
+def _scaled(value: torch.Tensor, alpha: float) -> torch.Tensor:
+    return value if alpha == 1.0 else value.mul_(alpha)
 
 
 def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
@@ -319,9 +321,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
         factors = scales_b.squeeze(2), scales_a.squeeze(1)
         sums = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
         if sums is not None:
-            if alpha != 1.0:
-                return sums.mul_(alpha)
-            return sums
+            return _scaled(sums, alpha)
         rows = rows.float()
         columns = columns.float()
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
@@ -334,9 +334,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
             total.addcmul_(partial, second[index])
         else:
             total = torch.addcmul(total.double(), partial.double(), second[index].double()).float()
-    if alpha != 1.0:
-        return total.mul_(alpha)
-    return total
+    return _scaled(total, alpha)
 
 
 def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -361,9 +359,7 @@ def _column_sum(b: Operand) -> torch.Tensor:
 
 def _matrix_shape(operand: Operand, summed_last: bool) -> tuple[int, int]:
     rows, columns = operand.matrix_shape
-    if summed_last:
-        return (rows, columns)
-    return (columns, rows)
+    return (rows, columns) if summed_last else (columns, rows)
 
 
 def _rows(shape: Sequence[int]) -> int:

@@ -222,11 +222,11 @@ def set_contexts(trace: Trace) -> Mapping[int, tuple[float, float]]:
         if (call := calls.get(kernel.link)) is not None:
             kernel.context = call.context
             kernel.launched = call.begin
-    layer_of_unit = {
-        first_at[backward].context.unit: first_at[forward].context.layer
-        for backward, forward in trace.arrows.items()
-        if backward in first_at and forward in first_at
-    }
+    layer_of_unit = {}
+    for arrow in trace.arrows.items():
+        backward, forward = map(first_at.get, arrow)
+        if backward is not None and forward is not None:
+            layer_of_unit[backward.context.unit] = forward.context.layer
     for event in (*trace.host, *trace.kernels):
         if not event.context.layer and event.context.unit is not None:
             event.context = event.context._replace(layer=layer_of_unit.get(event.context.unit, ""))

@@ -51,12 +51,13 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     theirs = _layers(b)
     if not ours or not theirs or ours & theirs:
         return b, ""
-    common = {
-        pair: len(_without(ours, pair[0]) & _without(theirs, pair[1]))
-        for pair in itertools.product(_prefixes(ours), _prefixes(theirs))
-    }
-    own, other = max(common, key=lambda pair: (common[pair], -len(pair[0]) - len(pair[1])))
-    if 2 * common[own, other] < min(len(ours), len(theirs)):
+
+    def common(pair: tuple[str, str]) -> tuple[int, int]:
+        return len(_without(ours, pair[0]) & _without(theirs, pair[1])), -len("".join(pair))
+
+    own, other = max(itertools.product(_prefixes(ours), _prefixes(theirs)), key=common)
+    count, _ = common((own, other))
+    if 2 * count < min(len(ours), len(theirs)):
         return b, ""
 
     def rename(name: str) -> str:
@@ -64,7 +65,7 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
             return own + name[len(other) :]
         return name
 
-    note = f"{common[own, other]} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
+    note = f"{count} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
     return replace(b, **{name: _with_layers(getattr(b, name), rename) for name in _TABLES}), note
 
 
@@ -89,8 +90,7 @@ def _with_layers(table: pa.Table, rename: Callable[[str], str]) -> pa.Table:
     place = table.schema.get_field_index("layer")
     if place < 0 or not len(table):
         return table
-    names: dict[str, str] = {name: rename(name) for name in pc.unique(table["layer"]).to_pylist() if name}
-    column = pa.array([names.get(name, name) for name in table["layer"].to_pylist()], pa.string())
+    column = pa.array([name and rename(name) for name in table["layer"].to_pylist()], pa.string())
     return table.set_column(place, table.schema.field(place), column.cast(table.schema.field(place).type))
 
 
@@ -111,11 +111,8 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     theirs = _settings(b)
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
-    settings = [
-        FactDifference(name, ours.get(name, ""), theirs.get(name, ""))
-        for name in sorted({*ours, *theirs} - {"config_hash"}, key=_rank)
-        if ours.get(name) != theirs.get(name)
-    ]
+    names = {name for name, _ in ours.items() ^ theirs.items()} - {"config_hash"}
+    settings = [FactDifference(name, ours.get(name, ""), theirs.get(name, "")) for name in sorted(names, key=_rank)]
     return [*settings, *_state_differences(a, b), *_product_differences(a, b)]
 
 
@@ -213,8 +210,7 @@ def compare(
     (b, *noise), rename = zip(*(align(a, run) for run in (b, *noise)), strict=True)
     runs = (a, b, *noise)
     first, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
-    theirs = set(other.subjects)
-    paired = [subject for subject in first.subjects if subject in theirs]
+    paired = [subject for subject in first.subjects if subject in other.series or subject in other.scalars]
     apart = _explain_unpaired(first, other)
     for reason in (apart if not paired else "", *(_explain_unpaired(first, side) for side in others if not apart)):
         if reason:
@@ -223,11 +219,7 @@ def compare(
     collect = None if numbers is None else numbers.collect_from(first, other)
     search = Search(first, other, others, lasting, collect)
     departures = list(search.run(paired))
-    # The layers whose number of rows in a step differs in b, for example through the batch size.
-    resized: list[str] = []
-    for (what, *_), layers in _changed_layer_facts(a, b).items():
-        if what == _ROWS:
-            resized += layers
+    resized = _resized(a, b)
     # Published bounds are for equal batches.
     shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))
     if search.without_steps == len(paired):
@@ -236,6 +228,9 @@ def compare(
             f" {_span(other)}.{first.run.notes_sentence}{other.run.notes_sentence}"
         )
     same_run = (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
+    notes = list(filter(None, rename))
+    for run in runs:
+        notes += [f"{_name(run, runs)}: {note}" for note in run.notes]
     return Comparison(
         first.name,
         other.name,
@@ -247,11 +242,20 @@ def compare(
         tuple(partings(departures, order)),
         search.all_equal,
         compare_losses(first, other, others, shares),
-        (*filter(None, rename), *(f"{_name(run, runs)}: {note}" for run in runs for note in run.notes)),
+        tuple(notes),
         same_run,
         None if same_run else compare_verdicts(a, b),
         apart and f"{apart} Only trainer metrics are compared.",
     )
+
+
+def _resized(a: RecordedRun, b: RecordedRun) -> list[str]:
+    """Return the layers whose number of rows in a step differs, for example through the batch size."""
+    resized: list[str] = []
+    for (what, *_), layers in _changed_layer_facts(a, b).items():
+        if what == _ROWS:
+            resized += layers
+    return resized
 
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
@@ -265,9 +269,10 @@ def _explain_unpaired(first: Side, other: Side) -> str:
     notes = first.run.notes_sentence + other.run.notes_sentence
     if any(subject.layer for subject in first.series if subject in other.series):
         return ""
-    layers = [_layers_of(side) for side in (first, other)]
-    for side, of_side in zip((first, other), layers, strict=True):
-        if not of_side:
+    ours = _layers_of(first)
+    theirs = _layers_of(other)
+    for side, layers in ((first, ours), (other, theirs)):
+        if not layers:
             remedy = "Record it with a config that logs statistics, such as LogTensorStats."
             if "te" not in side.run.layers["family"].to_pylist():
                 remedy = (
@@ -275,17 +280,18 @@ def _explain_unpaired(first: Side, other: Side) -> str:
                     " te_precision_callbacks.accelerate.convert_to_te(model) before creating the optimizer."
                 )
             return f"{side.name} has no statistics of layers, so no layer can be compared. {remedy}{notes}"
-    if layers[0].keys() & layers[1].keys():
+    if {name for _, name in ours} & {name for _, name in theirs}:
         return (
             f"{first.name} and {other.name} have common layers, but no common statistics. Record statistics that do not"
             f" depend on the recipe, such as std and cur_amax.{notes}"
         )
-    shown = [repr(next(iter(of_side))) for of_side in layers]
-    return f"{first.name} and {other.name} have no common layers: one has {shown[0]}, the other {shown[1]}.{notes}"
+    (_, one), *_ = ours
+    (_, another), *_ = theirs
+    return f"{first.name} and {other.name} have no common layers: one has {one!r}, the other {another!r}.{notes}"
 
 
-def _layers_of(side: Side) -> dict[str, None]:
-    return dict.fromkeys(subject.layer for subject in side.series if subject.layer)
+def _layers_of(side: Side) -> dict[tuple[str, str], None]:
+    return dict.fromkeys((subject.scope, subject.layer) for subject in side.series if subject.layer)
 
 
 def _span(side: Side) -> str:
@@ -297,20 +303,20 @@ def _span(side: Side) -> str:
 def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search, resized: Sequence[str]) -> Pairing:
     ours = set(first.subjects) - set(paired)
     theirs = set(other.subjects) - set(paired)
-    layers = [
-        {(subject.scope, subject.layer): None for subject in side.series if subject.layer} for side in (first, other)
-    ]
-    statistics = [{subject.statistic for subject in side.subjects} for side in (first, other)]
+    layers_a = _layers_of(first)
+    layers_b = _layers_of(other)
+    statistics_a = {subject.statistic for subject in first.subjects}
+    statistics_b = {subject.statistic for subject in other.subjects}
     return Pairing(
         len(paired) - search.without_steps,
         search.without_steps,
         len(ours),
         len(theirs),
-        sum(layer in layers[1] for layer in layers[0]),
-        tuple(name for scope, name in layers[0] if (scope, name) not in layers[1]),
-        tuple(name for scope, name in layers[1] if (scope, name) not in layers[0]),
-        tuple(sorted(statistics[0] - statistics[1])),
-        tuple(sorted(statistics[1] - statistics[0])),
+        len(layers_a.keys() & layers_b.keys()),
+        tuple(name for scope, name in layers_a if (scope, name) not in layers_b),
+        tuple(name for scope, name in layers_b if (scope, name) not in layers_a),
+        tuple(sorted(statistics_a - statistics_b)),
+        tuple(sorted(statistics_b - statistics_a)),
         int(search.iterations[0]),
         int(search.iterations[-1]),
         tuple(resized),

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from te_precision_callbacks.runs.index import REDUCED, Subject
-from te_precision_callbacks.views.compare.departures import ComparedValues, Floats, Ints, Side
+from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.views.compare.departures import ComparedValues, Side
 from te_precision_callbacks.views.compare.loss import loss_curves
-from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting
+from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting, StatisticDeparture
 from te_precision_callbacks.views.compare.wording import (
     FACT_NAMES,
     describe_first,
@@ -159,20 +160,21 @@ def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
         "iteration": parting.iteration,
         "name": parting.name,
         "origin": origin(parting),
-        "departures": [
-            {
-                "statistic": departure.statistic,
-                "gemm": departure.gemm,
-                "iteration": departure.iteration,
-                "until": departure.until,
-                "to_the_end": departure.to_the_end,
-                "a": number(departure.a),
-                "b": number(departure.b),
-                "difference": difference(departure),
-                "times": times(departure),
-            }
-            for departure in parting.departures
-        ],
+        "departures": list(map(_departure, parting.departures)),
+    }
+
+
+def _departure(departure: StatisticDeparture) -> dict[str, Any]:
+    return {
+        "statistic": departure.statistic,
+        "gemm": departure.gemm,
+        "iteration": departure.iteration,
+        "until": departure.until,
+        "to_the_end": departure.to_the_end,
+        "a": number(departure.a),
+        "b": number(departure.b),
+        "difference": difference(departure),
+        "times": times(departure),
     }
 
 
@@ -200,6 +202,10 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) ->
         return None
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
     arrays = packed.try_put(steps_between(curves.iterations), *(narrow(column) for column in columns))
+    yardsticks = []
+    for yardstick in result.loss.yardsticks:
+        bound = 100 * yardstick.bound
+        yardsticks.append({"name": yardstick.name, "bound": bound, "holds": yardstick.holds})
     return {
         "name": curves.name.statistic,
         "sentences": list(describe_losses(result.loss)),
@@ -207,9 +213,6 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) ->
         "window": curves.window,
         "stable_since": result.loss.stable_since,
         "floor": None if result.loss.floor is None else 100 * result.loss.floor,
-        "yardsticks": [
-            {"name": yardstick.name, "bound": 100 * yardstick.bound, "holds": yardstick.holds}
-            for yardstick in result.loss.yardsticks
-        ],
+        "yardsticks": yardsticks,
         "arrays": arrays,
     }

@@ -25,12 +25,10 @@ import pyarrow as pa
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.tables import EXTREME
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.views.compare.result import ComparisonError, StatisticDeparture
 from te_precision_callbacks.views.report.overview import pieces
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 def family(subject: Subject) -> tuple[str, str, str]:

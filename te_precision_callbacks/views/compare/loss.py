@@ -11,7 +11,8 @@ import numpy as np
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first
-from te_precision_callbacks.views.compare.departures import Floats, Ints, Side
+from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.views.compare.departures import Side
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
 
 _YARDSTICKS = {
@@ -105,11 +106,10 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
     largest = early + int(sizes.argmax()) if sizes.size else None
     kinds = (_kind(shares[0]), _kind(shares[1]))
-    known = not math.isnan(difference)
-    yardsticks = (
-        Yardstick(name, bound, source, abs(difference) < bound if known and kinds == runs else None)
-        for (name, bound, source), runs in _YARDSTICKS.items()
-    )
+    yardsticks = []
+    for (name, bound, source), runs in _YARDSTICKS.items():
+        is_comparable = kinds == runs and not math.isnan(difference)
+        yardsticks.append(Yardstick(name, bound, source, abs(difference) < bound if is_comparable else None))
     return LossComparison(
         curves.name.statistic,
         curves.steps,

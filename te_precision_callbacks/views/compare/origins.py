@@ -121,7 +121,7 @@ def _first_iterations(
 
     For example, a weight with values in every fifth step may seem to depart after the activations it affects.
     """
-    began = {key: min(departed.departure.iteration for departed in group) for key, group in tensors.items()}
+    began = {key: _first(group).departure.iteration for key, group in tensors.items()}
     for _ in range(_MOST_LINKS):
         before = dict(began)
         for key, source in source_of.items():
@@ -133,6 +133,10 @@ def _first_iterations(
     return began
 
 
+def _first(group: Sequence[SeriesDeparture]) -> SeriesDeparture:
+    return min(group, key=lambda departed: departed.departure.iteration)
+
+
 def _key(subject: Subject) -> _Key:
     # Metrics of the trainer or of a custom feature have no source, so the statistic is part of the key.
     return subject.scope, subject.layer, subject.tensor or f"\0{subject.statistic}", subject.rank
@@ -140,7 +144,7 @@ def _key(subject: Subject) -> _Key:
 
 def _parting(group: Sequence[SeriesDeparture], source: SeriesDeparture | None) -> Parting:
     subject = group[0].subject
-    first = min(group, key=lambda departed: departed.departure.iteration)
+    first = _first(group)
     return Parting(
         subject.scope,
         subject.layer,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -176,9 +176,12 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
     if len(a) != len(b):
         raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
     paired = paired_difference(losses_a, losses_b, tolerance)
-    names = [tuple(f"{run.path} ({run.run_id})" for run in runs) for runs in (a, b)]
     since = tuple(loss.stable_since for loss in losses)
-    return SeedComparison(names[0], names[1], losses[0].name, since, losses_a, losses_b, paired, tuple(lost))
+    return SeedComparison(_names(a), _names(b), losses[0].name, since, losses_a, losses_b, paired, tuple(lost))
+
+
+def _names(runs: Iterable[RecordedRun]) -> tuple[str, ...]:
+    return tuple(f"{run.path} ({run.run_id})" for run in runs)
 
 
 def _final_losses(ours: RecordedRun, theirs: RecordedRun) -> tuple[LossComparison, list[str]]:

@@ -69,6 +69,9 @@ def page_data(
         made.append(FamilyOnPage(overview, packed))
         overview.cells.clear()
         overview.present.clear()
+    formats = {form.name: {"max": form.max, "least": form.min_subnormal, "reach": 1.0} for form in _FORMATS}
+    # Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
+    formats[E2M1.name]["reach"] = E4M3.min_subnormal / E4M3.max
     content: dict[str, Any] = {
         "run": _run(run),
         "notes": [
@@ -79,22 +82,17 @@ def page_data(
         ],
         "layers": _layers(run, subjects),
         "scalars": _scalars(run, subjects, packed, curves),
-        # Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
-        "formats": {
-            form.name: {
-                "max": form.max,
-                "least": form.min_subnormal,
-                "reach": E4M3.min_subnormal / E4M3.max if form is E2M1 else 1.0,
-            }
-            for form in _FORMATS
-        },
+        "formats": formats,
         "verdict": _verdict(verdict, run, subjects),
         "speed": speed_facts(run, device),
         "worst_layers": worst_layers([family.overview for family in made]),
         "last_steps": _last_steps(run, packed),
     }
-    with_findings = {layer for finding in content["verdict"]["findings"] for layer in finding["places"]}
-    worst = {*with_findings, *(item["layer"] for listed in content["worst_layers"] for item in listed["items"])}
+    worst: set[int] = set()
+    for finding in content["verdict"]["findings"]:
+        worst.update(finding["places"])
+    for listed in content["worst_layers"]:
+        worst.update(item["layer"] for item in listed["items"])
     content["histograms"] = _histograms(run, subjects, packed, worst)
     exact = _put_curves(run, made, packed, verdict)
     content["families"] = [family.content for family in made]
@@ -108,24 +106,21 @@ def page_data(
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
     """The worst layers of each statistic with a bad direction, most severe first, without perfect values."""
-    worst = {
-        overview.family: {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
-        for overview in made
-    }
     listed_families = []
     for place, overview in enumerate(made):
         family = overview.family
         if not family.has_direction or family.request is None:
             continue
         items = []
-        values = {layer: number.value for layer, number in worst[family].items()}
+        worst = {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
+        values = {layer: number.value for layer, number in worst.items()}
         for layer in worst_first(WORST, family, values):
-            value, rank, at = worst[family][layer]
+            value, rank, at = worst[layer]
             is_good = (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value))
             if is_good:
                 continue
             items.append({"layer": layer, "rank": rank, "value": value, "at": at})
-        listed_families.append({"family": place, "items": items, "counted": bool(worst[family])})
+        listed_families.append({"family": place, "items": items, "counted": bool(worst)})
 
     def priority(listed: dict[str, Any]) -> tuple[int, int]:
         request = made[listed["family"]].family.request
@@ -248,10 +243,12 @@ def _by_priority(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdic
     with_findings: dict[tuple[str, str], set[str]] = {}
     for finding in verdict:
         with_findings.setdefault((finding.tensor, finding.statistic), set()).update(finding.layers)
-    places = {
-        (id(shown), *entry): place for shown in made for place, entry in enumerate(shown.overview.worst_rows(WORST))
-    }
-    layers = {int(shown.overview.layers[row]) for shown in made for row, _ in shown.overview.worst_rows(WORST)}
+    places: dict[tuple[int, int, int], int] = {}
+    layers: set[int] = set()
+    for shown in made:
+        for place, (row, rank) in enumerate(shown.overview.worst_rows(WORST)):
+            places[id(shown), row, rank] = place
+            layers.add(int(shown.overview.layers[row]))
     keyed: list[tuple[tuple[bool, int, bool, bool], _CurvePlace]] = []
     for shown in made:
         overview = shown.overview
@@ -276,25 +273,15 @@ def _histograms(
     run: RecordedRun, subjects: Subjects, packed: PackedArrays, worst: Collection[int]
 ) -> list[dict[str, Any]]:
     families = [family for family in subjects.histograms if (family.layer >= 0).all()]
-    content: list[dict[str, Any]] = [
-        {
-            "tensor": family.family.tensor,
-            "statistic": family.family.statistic,
-            "ranks": family.ranks,
-            "layers": sorted({int(layer) for layer in family.layer}),
-            "counts": {},
-        }
-        for family in families
-    ]
+    content: list[dict[str, Any]] = []
+    for family in families:
+        facts_of_family = {"tensor": family.family.tensor, "statistic": family.family.statistic, "ranks": family.ranks}
+        content.append({**facts_of_family, "layers": np.unique(family.layer).tolist(), "counts": {}})
     columns = Columns.of(run, _HISTOGRAM_COLUMNS) if families else None
     most = packed.size + (packed.most - packed.size) // 3
     for is_worst in (True, False):
         for family, entry in zip(families, content, strict=True):
-            wanted = {
-                int(series)
-                for series, layer in zip(family.series, family.layer, strict=True)
-                if (int(layer) in worst) == is_worst
-            }
+            wanted = set(family.series[np.isin(family.layer, list(worst)) == is_worst].tolist())
             for place, used, lowest, counts in histograms(run, family, columns, wanted) if columns is not None else ():
                 arrays = packed.try_put(narrow(counts), used.first, used.last) if packed.size <= most else None
                 if arrays is None:
@@ -327,17 +314,22 @@ def _last_steps(run: RecordedRun, packed: PackedArrays) -> dict[str, Any] | None
     found = last_steps(run)
     if found is None:
         return None
-    rows = [[-1.0 if number is None else float(number) for number in row] for row in found["magnitudes"]]
+    rows = [list(map(_magnitude, row)) for row in found["magnitudes"]]
     return {**found, "magnitudes": packed.put(np.array(rows, np.float32))}
+
+
+def _magnitude(number: float | str | None) -> float:
+    return -1.0 if number is None else float(number)
 
 
 def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     known: Mapping[str, dict[str, Any]] = facts.layer_facts(run)
     products = facts.gemms(run)
-    return [
-        {**vars(layer), "facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
-        for layer in subjects.layers
-    ]
+    layers = []
+    for layer in subjects.layers:
+        recorded = {"facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
+        layers.append({**vars(layer), **recorded})
+    return layers
 
 
 def _scalars(

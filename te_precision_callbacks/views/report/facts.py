@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.counts import many
@@ -22,13 +21,14 @@ from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError
 from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
 from te_precision_callbacks.speed.printing import summarize_speed
 from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.report.subjects import layer_name
 
 _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
 
 
-def downsample(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt.NDArray[np.int64]:
+def downsample(values: Floats, most: int = _MOST_POINTS) -> Ints:
     """Downsample to a maximum number of values; returns indices of the minimum and maximum, or of a nan, of equal
     pieces.
     """
@@ -43,10 +43,8 @@ def downsample(values: npt.NDArray[np.float64], most: int = _MOST_POINTS) -> npt
 
 
 def coverage(run: RecordedRun) -> list[dict[str, Any]]:
-    return [
-        {"precision": name, "backward": backward, "macs": macs}
-        for (name, backward), macs in sorted(multiply_adds(run).items())
-    ]
+    sums = sorted(multiply_adds(run).items())
+    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sums]
 
 
 def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
@@ -101,11 +99,11 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
     if rows:
         facts["from"], facts["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
-    durations = [
-        (time - earlier).total_seconds() / (iteration - before)  # not every step has records
-        for (segment, before, earlier), (other, iteration, time) in pairwise(rows)
-        if segment == other and iteration > before
-    ]
+    durations = []
+    for (segment, before, earlier), (other, iteration, time) in pairwise(rows):
+        count = iteration - before  # not every step has records
+        if segment == other and count > 0:
+            durations.append((time - earlier).total_seconds() / count)
     if durations:
         facts["median_step_seconds"] = float(np.median(durations))
     observing = steps["observe_seconds"].drop_null().to_numpy()
@@ -137,10 +135,9 @@ def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:
     sections: dict[tuple[Any, ...], set[str]] = defaultdict(set)
-    for row in run.plan.to_pylist():
-        key = tuple(row[name] for name in ("section", "file", "line", "feature", "since", "until"))
-        sections[key].add(row["layer"])
     names = ("section", "file", "line", "feature", "since", "until")
+    for row in run.plan.to_pylist():
+        sections[tuple(row[name] for name in names)].add(row["layer"])
     return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in sections.items()]
 
 

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_first
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
-from te_precision_callbacks.views.report.subjects import FamilySeries, Ints
-
-Floats = npt.NDArray[np.float64]
+from te_precision_callbacks.views.report.subjects import FamilySeries
 
 MOST_AT_ONCE = 2_000_000
 
@@ -172,12 +170,15 @@ def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
 
 def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Columns) -> Iterator[Overview]:
     """Return the overviews of families, in order. The run is read once, in pieces of bounded size."""
-    numbers = [number for family in families for number in family.series.tolist()]
-    counts = np.array([count for family in families for count in family.count.tolist()], np.int64)
+    owner: dict[int, FamilySeries] = {}
+    counts: list[int] = []
+    for family in families:
+        owner |= dict.fromkeys(family.series.tolist(), family)
+        counts += family.count.tolist()
+    numbers = list(owner)
     last = {family.series[-1]: family for family in families}  # after its last series, a family is complete
-    owner = {number: family for family in families for number in family.series.tolist()}
     made: Overview | None = None
-    for piece in pieces(counts):
+    for piece in pieces(np.array(counts, np.int64)):
         table = run.values(numbers[piece])
         series = table["series"].to_numpy()
         iterations = table["iteration"].to_numpy()

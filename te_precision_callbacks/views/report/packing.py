@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
+
 Bytes = npt.NDArray[np.uint8]
 
 LEVELS = 250
@@ -70,7 +71,7 @@ class PackedScale:
             high = most
         return cls("asinh" if middle < _FAR * most else "linear", low, high, middle, centred)
 
-    def bytes(self, values: Floats, present: npt.NDArray[np.bool_]) -> Bytes:
+    def bytes(self, values: Floats, present: Mask) -> Bytes:
         finite = present & np.isfinite(values)
         inner = finite & (values > 0) if self.kind == "log" else finite
         low, high = self._transform(np.array([self.low, self.high]))
@@ -127,7 +128,7 @@ def _pack(values: npt.NDArray[Any]) -> str:
     return compress(flat.reshape(-1).view(np.uint8).reshape(-1, flat.itemsize).T.tobytes())
 
 
-def steps_between(iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def steps_between(iterations: Ints) -> npt.NDArray[np.int32]:
     return np.diff(iterations, prepend=0).astype(np.int32)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
@@ -17,9 +16,8 @@ from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import RecordedRun, sort_by_position
 from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.statistics.arrays import Ints
 from te_precision_callbacks.statistics.series import Family, family_of
-
-Ints = npt.NDArray[np.int64]
 
 SHORT = 42
 
@@ -125,10 +123,11 @@ def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
     blocks = {name: visible(_block(name)) for name in places}
     short = ShortNames(shown.values())
     short_blocks = ShortNames(blocks.values())
-    return [
-        ReportLayer(name, _block(name), short.of(shown[name], SHORT), short_blocks.of(blocks[name], SHORT))
-        for name in places
-    ]
+    layers = []
+    for name in places:
+        label = short.of(shown[name], SHORT)
+        layers.append(ReportLayer(name, _block(name), label, short_blocks.of(blocks[name], SHORT)))
+    return layers
 
 
 def _block(name: str) -> str:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_finding
 from te_precision_callbacks.layers.folding import ShortNames, fold_names
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.runs.summary import action_notes
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
 
 _LEAST_NAME = 16
@@ -147,10 +147,10 @@ def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
 
 
 def _statistic(statistic: str, worst: Sequence[WorstSeries], width: int, names: ShortNames) -> Table:
-    numbers = [
-        (_number(float(series.curve.values[-1])), f"{_number(series.worst)} ({series.worst_iteration})")
-        for series in worst
-    ]
+    numbers = []
+    for series in worst:
+        last = _number(float(series.curve.values[-1]))
+        numbers.append((last, f"{_number(series.worst)} ({series.worst_iteration})"))
     taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
     left = max(width - taken, _LEAST_NAME)
     longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
@@ -185,16 +185,14 @@ def _name(series: WorstSeries) -> tuple[str, str]:
     return visible(subject.layer), visible("".join(f" {part}" for part in (subject.tensor, rank) if part))
 
 
-_BARS = "▁▂▃▄▅▆▇█"
+_BARS = np.array(list("▁▂▃▄▅▆▇█"))
 _NONE = " "
 _NO_NUMBER = "!"
 _MANY_POWERS = 100.0
 """The factor between the largest and the smallest number from which on a curve is that of the logarithms."""
 
-Floats = npt.NDArray[np.float64]
 
-
-def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, low_is_worse: bool = False) -> str:
+def sparkline(iterations: Ints, values: Floats, width: int, *, low_is_worse: bool = False) -> str:
     """A curve over time, of at most ``width`` characters.
 
     Each character covers the same number of iterations and shows their worst value, so peaks stay visible. A blank has
@@ -209,15 +207,13 @@ def sparkline(iterations: npt.NDArray[np.int64], values: Floats, width: int, *, 
     shown = np.full(width, np.inf if low_is_worse else -np.inf)
     (np.minimum if low_is_worse else np.maximum).at(shown, bucket[finite], values[finite])
     known = np.isfinite(shown)
-    levels = np.zeros(width, np.int64)
-    levels[known] = _levels(shown[known])
-    text = [_BARS[level] if there else _NONE for level, there in zip(levels.tolist(), known.tolist(), strict=True)]
-    for place in np.unique(bucket[~finite]).tolist():
-        text[place] = _NO_NUMBER
+    text = np.full(width, _NONE)
+    text[known] = _BARS[_levels(shown[known])]
+    text[bucket[~finite]] = _NO_NUMBER
     return "".join(text)
 
 
-def _levels(values: Floats) -> npt.NDArray[np.int64]:
+def _levels(values: Floats) -> Ints:
     if not len(values):
         return np.empty(0, np.int64)
     if values.min() > 0 and values.max() / values.min() > _MANY_POWERS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +120,7 @@ class RunView:
             "unread": run.unread,
             "lacks": run.missing_contents,
             "scalars": {name: _curve_as_json(curve) for name, curve in self.scalars.items()},
-            "worst": {name: [_worst_as_json(series) for series in worst] for name, worst in self.worst.items()},
+            "worst": {name: list(map(_worst_as_json, worst)) for name, worst in self.worst.items()},
             **self.verdict.as_json(),
         }
 
@@ -153,6 +154,7 @@ def read_view(
     chosen = _choose_statistics(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
     first, last = (run.series[name].to_pylist() for name in ("first", "last"))
+    events = (row for row in run.events_of_ranks() if (row["kind"], row["severity"]) != ("parameters", "info"))
     return RunView(
         run=run,
         verdict=diagnose(run),
@@ -168,11 +170,7 @@ def read_view(
         scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
         worst={name: tuple(_worst_series(run, groups, name, most)) for name in chosen},
         more_statistics=tuple(name for name in groups if name not in chosen),
-        events=tuple(
-            _shown_event(row)
-            for row in run.events_of_ranks()
-            if (row["kind"], row["severity"]) != ("parameters", "info")
-        )[-MOST_EVENTS:],
+        events=tuple(map(_shown_event, events))[-MOST_EVENTS:],
         notes=(
             *no_step_note(run),
             *run.notes,
@@ -196,7 +194,8 @@ def _command(run: RecordedRun, name: str) -> str:
 
 
 def short_names(*columns: pa.ChunkedArray) -> ShortNames:
-    return ShortNames(visible(name) for column in columns for name in column.unique().to_pylist() if name)
+    names = chain(*(column.unique().to_pylist() for column in columns))
+    return ShortNames(map(visible, filter(None, names)))
 
 
 def _only_first_steps(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
@@ -257,11 +256,13 @@ def _rank(request: Request | None) -> tuple[int, str]:
     return (1 if request.statistic.source in _LOST else 2), request.label
 
 
+def _has_direction(group: _Group) -> bool:
+    return any(series.family.has_direction for series in group.values())
+
+
 def _choose_statistics(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
     if not wanted:
-        with_worst = [
-            name for name, group in groups.items() if any(series.family.has_direction for series in group.values())
-        ]
+        with_worst = [name for name, group in groups.items() if _has_direction(group)]
         # A statistic that is equal in all layers, such as no overflow, does not point at a layer.
         varying = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
         return (varying or with_worst)[:MOST_STATISTICS]
