@@ -8,53 +8,128 @@ from typing import Any, NoReturn
 from te_precision_callbacks.reference.errors import MissingFunctionError
 
 # Purpose -> missing functions, as named in Transformer Engine 2.20.2.
-_MISSING = {
-    "fused attention": """
-        copy_to_kv_cache fa_prepare_bwd fa_prepare_fwd fused_attn_bwd fused_attn_fwd multi_tensor_pad_last_dim
-    """,
-    "context parallelism": """
-        thd_copy_valid_tokens_from_per_split_to_rank_local thd_cp_rank_order_to_sequence_order
-        thd_get_partitioned_indices thd_grad_correction thd_out_correction thd_read_half_tensor
-        thd_read_second_half_lse thd_second_half_lse_correction thd_sequence_order_to_cp_rank_order
-    """,
-    "rotary embedding of query, key and value in one tensor": "fused_qkv_rope_backward fused_qkv_rope_forward",
-    "userbuffers": """
-        bulk_overlap_ag_with_external_gemm create_nvshmem_tensor init_nvshmem_backend nvshmem_finalize
-        nvshmem_send_on_current_stream nvshmem_wait_on_current_stream
-    """,
-    "grouped tensors": """
-        bgrad_group_quantize bulk_allocate copy_data_ptrs_to_device get_grouped_gemm_setup_workspace_size
-        group_dequantize group_quantize group_requantize_inplace grouped_swizzle_for_gemm
-        nvfp4_group_quantize_with_amax splits_to_offsets splits_to_offsets_multi
-        te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out
-        te_general_grouped_gemm_for_grouped_tensor
-    """,
-    "operations of te.ops": """
-        dropout_bwd dropout_fwd dsituglu group_scaled_clamped_swiglu group_scaled_swiglu scaled_clamped_dswiglu
-        scaled_clamped_swiglu scaled_dsituglu scaled_dsrelu scaled_dswiglu scaled_situglu scaled_srelu scaled_swiglu
-        situglu
-    """,
-    "permutation of tokens to experts": "moe_permute_bwd moe_permute_fwd moe_unpermute_bwd moe_unpermute_fwd",
-    "the router": """
-        fused_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_fwd_graph_safe
-        fused_score_for_moe_aux_loss_bwd fused_score_for_moe_aux_loss_fwd fused_topk_with_score_function_bwd
-        fused_topk_with_score_function_fwd fused_topk_with_score_function_qb_fwd
-    """,
-    "expert parallelism": """
-        ep_combine ep_combine_bwd ep_dispatch ep_dispatch_bwd ep_finalize ep_get_zero_copy ep_handle_mem_size
-        ep_initialize ep_prepare ep_prepare_and_dispatch ep_zero_copy_supported
-    """,
-    "scaling and norms by a number in a tensor": "multi_tensor_scale_tensor multi_tensor_unscale_l2norm",
-    "Adam in a CUDA graph": "multi_tensor_adam_capturable multi_tensor_adam_capturable_master",
-    "Adam with store_param_remainders": "multi_tensor_adam_param_remainder",
-    "casting shards of master weights to FP8 blocks or NVFP4": """
-        fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast nvfp4_2d_compute_partial_amax
-        nvfp4_2d_multi_tensor_transpose nvfp4_2d_partial_cast nvfp4_compute_global_scale nvfp4_compute_per_block_scale
-        nvfp4_expand_scale_to_fp8 nvfp4_fused_scale nvfp4_multi_tensor_2d_partial_cast
-        nvfp4_multi_tensor_compute_partial_amax nvfp4_multi_tensor_fused_scale
-    """,
-    "the Newton-Schulz iteration": "cusolvermp_ctx_create cusolvermp_ctx_destroy newton_schulz",
-    "NVFP4 outside of quantized modules": "nvfp4_quantize_with_amax",
+MISSING: dict[str, tuple[str, ...]] = {
+    "fused attention": (
+        "copy_to_kv_cache",
+        "fa_prepare_bwd",
+        "fa_prepare_fwd",
+        "fused_attn_bwd",
+        "fused_attn_fwd",
+        "multi_tensor_pad_last_dim",
+    ),
+    "context parallelism": (
+        "thd_copy_valid_tokens_from_per_split_to_rank_local",
+        "thd_cp_rank_order_to_sequence_order",
+        "thd_get_partitioned_indices",
+        "thd_grad_correction",
+        "thd_out_correction",
+        "thd_read_half_tensor",
+        "thd_read_second_half_lse",
+        "thd_second_half_lse_correction",
+        "thd_sequence_order_to_cp_rank_order",
+    ),
+    "rotary embedding of query, key and value in one tensor": (
+        "fused_qkv_rope_backward",
+        "fused_qkv_rope_forward",
+    ),
+    "userbuffers": (
+        "bulk_overlap_ag_with_external_gemm",
+        "create_nvshmem_tensor",
+        "init_nvshmem_backend",
+        "nvshmem_finalize",
+        "nvshmem_send_on_current_stream",
+        "nvshmem_wait_on_current_stream",
+    ),
+    "grouped tensors": (
+        "bgrad_group_quantize",
+        "bulk_allocate",
+        "copy_data_ptrs_to_device",
+        "get_grouped_gemm_setup_workspace_size",
+        "group_dequantize",
+        "group_quantize",
+        "group_requantize_inplace",
+        "grouped_swizzle_for_gemm",
+        "nvfp4_group_quantize_with_amax",
+        "splits_to_offsets",
+        "splits_to_offsets_multi",
+        "te_general_grouped_gemm_for_discrete_in",
+        "te_general_grouped_gemm_for_discrete_out",
+        "te_general_grouped_gemm_for_grouped_tensor",
+    ),
+    "operations of te.ops": (
+        "dropout_bwd",
+        "dropout_fwd",
+        "dsituglu",
+        "group_scaled_clamped_swiglu",
+        "group_scaled_swiglu",
+        "scaled_clamped_dswiglu",
+        "scaled_clamped_swiglu",
+        "scaled_dsituglu",
+        "scaled_dsrelu",
+        "scaled_dswiglu",
+        "scaled_situglu",
+        "scaled_srelu",
+        "scaled_swiglu",
+        "situglu",
+    ),
+    "permutation of tokens to experts": (
+        "moe_permute_bwd",
+        "moe_permute_fwd",
+        "moe_unpermute_bwd",
+        "moe_unpermute_fwd",
+    ),
+    "the router": (
+        "fused_moe_aux_loss_bwd",
+        "fused_moe_aux_loss_fwd",
+        "fused_moe_aux_loss_fwd_graph_safe",
+        "fused_score_for_moe_aux_loss_bwd",
+        "fused_score_for_moe_aux_loss_fwd",
+        "fused_topk_with_score_function_bwd",
+        "fused_topk_with_score_function_fwd",
+        "fused_topk_with_score_function_qb_fwd",
+    ),
+    "expert parallelism": (
+        "ep_combine",
+        "ep_combine_bwd",
+        "ep_dispatch",
+        "ep_dispatch_bwd",
+        "ep_finalize",
+        "ep_get_zero_copy",
+        "ep_handle_mem_size",
+        "ep_initialize",
+        "ep_prepare",
+        "ep_prepare_and_dispatch",
+        "ep_zero_copy_supported",
+    ),
+    "scaling and norms by a number in a tensor": (
+        "multi_tensor_scale_tensor",
+        "multi_tensor_unscale_l2norm",
+    ),
+    "Adam in a CUDA graph": (
+        "multi_tensor_adam_capturable",
+        "multi_tensor_adam_capturable_master",
+    ),
+    "Adam with store_param_remainders": ("multi_tensor_adam_param_remainder",),
+    "casting shards of master weights to FP8 blocks or NVFP4": (
+        "fp8_block_scaling_compute_partial_amax",
+        "fp8_block_scaling_partial_cast",
+        "nvfp4_2d_compute_partial_amax",
+        "nvfp4_2d_multi_tensor_transpose",
+        "nvfp4_2d_partial_cast",
+        "nvfp4_compute_global_scale",
+        "nvfp4_compute_per_block_scale",
+        "nvfp4_expand_scale_to_fp8",
+        "nvfp4_fused_scale",
+        "nvfp4_multi_tensor_2d_partial_cast",
+        "nvfp4_multi_tensor_compute_partial_amax",
+        "nvfp4_multi_tensor_fused_scale",
+    ),
+    "the Newton-Schulz iteration": (
+        "cusolvermp_ctx_create",
+        "cusolvermp_ctx_destroy",
+        "newton_schulz",
+    ),
+    "NVFP4 outside of quantized modules": ("nvfp4_quantize_with_amax",),
 }
 
 
@@ -75,9 +150,9 @@ def _function(name: str, purpose: str) -> Callable[..., Any]:
     return missing
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {}
-for _purpose, _names in _MISSING.items():
-    FUNCTIONS |= {name: _function(name, _purpose) for name in _names.split()}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: _function(name, purpose) for purpose, names in MISSING.items() for name in names
+}
 
 
 def _class(name: str, purpose: str) -> type:
