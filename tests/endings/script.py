@@ -20,6 +20,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession
+from te_precision_callbacks.base import blocked  # noqa: F401
 from te_precision_callbacks.session.session import running_session
 from te_precision_callbacks.watch import ScriptWatch
 

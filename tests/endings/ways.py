@@ -19,7 +19,9 @@ class Way(NamedTuple):
     ranks: int = 1
 
 
-_BLOCKED = "lock = (ctypes.c_char * 64)(); c = ctypes.CDLL(None); c.pthread_mutex_lock(lock);"
+_BLOCKED = (
+    "blocked.BLOCKED_SECONDS = 0.5; lock = (ctypes.c_char * 64)(); c = ctypes.CDLL(None); c.pthread_mutex_lock(lock);"
+)
 _KILL_SOON = "threading.Timer(0.2, kill, [15]).start();"
 
 _SAVE = "torch.save(session.state_dict(), Path(folder, 'state'));"

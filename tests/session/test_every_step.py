@@ -600,7 +600,7 @@ class Compiled(torch.nn.Module):
         super().__init__()
         self.first = te.Linear(64, 64)
         self.second = te.Linear(64, 64)
-        self.compiled = torch.compile(self._forward, dynamic=False)
+        self.compiled = torch.compile(self._forward, backend="eager", dynamic=False)
 
     def _forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x) * factor)
