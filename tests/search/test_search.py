@@ -326,12 +326,12 @@ def test_one_seed_cannot_decide(tmp_path: Path) -> None:
 
 
 def test_the_choice_closes_the_gap_of_the_loss() -> None:
-    """A planted layer costs loss in all-low, which the choice gets back; two seeds each."""
+    """Planted layers cost loss in all-low, which the choice gets back."""
     with on_gpu_of("nvfp4"):
         model, optimizer, data = trained("nvfp4", steps=0)
         plant(model.blocks[0])
         plant(model.blocks[2])
-        result = find(model, data, optimizer=optimizer, seeds=2, steps=20, low_share=0.8, cosine=None)
+        result = find(model, data, optimizer=optimizer, seeds=1, steps=20, low_share=0.8, cosine=None)
         assert result.confirmation is not None
         gap = result.confirmation.low.difference
         assert gap > 0.01
