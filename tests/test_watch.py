@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.startup import watch_environment
@@ -565,7 +566,9 @@ def test_watched_processes_end_as_unwatched_ones(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_an_exit_status_in_a_python_of_its_own(tmp_path: Path) -> None:
     """The server of forked processes handles the exception, which changes it."""
-    result = call(tmp_path, [*RUN, "--watch", "--log-dir", "logs", "train.py", "exits with 2"], sys.executable)
+    variables = inherited.environment(pretend_cuda=True, capability=(9, 0), always=False)
+    variables |= watch_environment({"log_dir": "logs"})
+    result = call(tmp_path, ["train.py", "exits with 2"], sys.executable, **variables)
     assert result.returncode == 2
     assert "te-precision: stopped: SystemExit: 2" in result.stderr
     assert open_run(tmp_path / "logs").segments[0].status == "failed"
