@@ -23,3 +23,9 @@ def pairs(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
                 chosen.append(places)
                 met |= of_this
     return [tuple(choices[place] for choices, place in zip(values, places, strict=True)) for places in sorted(chosen)]
+
+
+def diagonal(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Each value of each factor at least once; shorter factors begin again."""
+    values = [list(factor) for factor in factors]
+    return [tuple(choices[place % len(choices)] for choices in values) for place in range(max(map(len, values)))]

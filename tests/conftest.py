@@ -187,7 +187,7 @@ def global_state() -> dict[str, Any]:
             for name in ("nvdlfw_inspect", "Default Statistics", "te_precision_callbacks")
             for item in [logging.getLogger(name)]
         },
-        "open files": sorted(_target(fd) for fd in _descriptors() if "nvdlfw" in _target(fd)),
+        "open files": sorted(target for target in map(_target, _descriptors()) if "nvdlfw" in target),
         "environment": {key: value for key, value in os.environ.items() if key.startswith("NVDLFW")},
     }
 

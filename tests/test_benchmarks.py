@@ -185,7 +185,7 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_proof_names_a_planted_defect() -> None:
-    options = ("--kinds", "not-fp8", "--draws", "1", "--blocks", "4", "--models", "llama")
+    options = ("--kinds", "not-fp8", "--draws", "1", "--blocks", "4", "--models", "bytes")
     case = cases_of("proof/contest.py", *options, names="kind")["not-fp8"]
     assert case["right"], case["first"]
     assert case["exact"]

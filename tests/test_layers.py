@@ -286,7 +286,7 @@ def test_a_name_that_nobody_has_told_loses_its_middle() -> None:
             .map(".".join), min_size=1, max_size=12),
     st.integers(0, 60),
 )  # fmt: skip
-@examples(300)
+@examples(100)
 def test_short_names_fit(names: set[str], most: int) -> None:
     short = ShortNames(names)
     results = {name: short.of(name, most) for name in names}

@@ -606,7 +606,7 @@ def repeated(case: Case, model: torch.nn.Module, count: int) -> Callable[[], obj
     return lambda: [case.loss(model).backward() for _ in range(count)]
 
 
-@pytest.mark.usefixtures("backward_thread")
+@pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("checkpoint", ["none", *TE_BLOCKS])
 def test_layers_of_transformer_engine_in_several_micro_batches(
     checkpoint: str, tmp_path: Path, looked: list[str]

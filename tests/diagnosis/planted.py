@@ -36,7 +36,7 @@ def blocks(*, defect: bool = True, width: int = 32) -> torch.nn.Sequential:
     return net
 
 
-def train(folder: Path, steps: int = 21, *, config: Any = None, defect: bool = True, **keywords: Any) -> InspectSession:
+def train(folder: Path, steps: int = 12, *, config: Any = None, defect: bool = True, **keywords: Any) -> InspectSession:
     net = blocks(defect=defect)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with InspectSession(config, model=net, log_dir=folder, **keywords) as session:

@@ -1,4 +1,4 @@
-"""Remedies, each applied to its planted defect in one or two families of models: the finding goes, the loss recovers.
+"""Remedies, each applied to its planted defect in one family of models: the finding goes, the loss recovers.
 
 benchmarks/proof/remedies.py has every remedy in every family.
 """
@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
-from tests.combinations import half
+from tests.combinations import diagonal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "proof"))
 
@@ -154,7 +154,7 @@ def of_rule(verdict: Verdict, rule: str) -> list[Finding]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "family"), half(CASES, FAMILIES))
+@pytest.mark.parametrize(("name", "family"), diagonal(CASES, FAMILIES))
 def test_the_remedy_helps(name: str, family: str, tmp_path: Path) -> None:
     case = CASES[name]
     verdict, loss = case.broken.run(family, tmp_path / "broken")

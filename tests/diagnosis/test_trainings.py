@@ -47,26 +47,16 @@ def defect(
     return Defect(kind, 1, model, recipe, "float32", count, block, start, variant, 1)
 
 
-@pytest.mark.parametrize(("model", "count"), [("bytes", 3), ("vit", 6)])
-def test_a_weight_that_is_initialized_too_large(model: str, count: int, tmp_path: Path) -> None:
-    large = defect("large-weight", model, "current", count, block=1)
+def test_a_weight_that_is_initialized_too_large(tmp_path: Path) -> None:
+    large = defect("large-weight", "bytes", "current", 3, block=1)
     result = trained_defect(large, tmp_path / "large", 3)
     assert [(finding.rule, finding.tensor) for finding in result[:1]] == [("sibling", "weight")]
     assert result[0].layers == (large.truth(large.build())["exact_layers"][0],)
     assert not trained_defect(large, tmp_path / "healthy", 3, healthy=True)
 
 
-@pytest.mark.parametrize("block", [0, 1])
-def test_of_two_blocks_the_odd_one_is_named(block: int, tmp_path: Path) -> None:
-    large = defect("large-weight", "bytes", "current", 2, block=block)
-    (first, *_) = trained_defect(large, tmp_path, 3)
-    assert (first.rule, first.tensor) == ("sibling", "weight")
-    assert list(first.layers) == large.truth(large.build())["exact_layers"]
-
-
-@pytest.mark.parametrize(("model", "count"), [("gpt", 4), ("mixer", 2)])
-def test_a_gradient_that_rounds_to_0_under_a_stale_scale(model: str, count: int, tmp_path: Path) -> None:
-    squeezed = defect("squeezed-gradient", model, "delayed", count, block=1, start=3)
+def test_a_gradient_that_rounds_to_0_under_a_stale_scale(tmp_path: Path) -> None:
+    squeezed = defect("squeezed-gradient", "mixer", "delayed", 2, block=1, start=3)
     results = {finding.rule: finding for finding in trained_defect(squeezed, tmp_path / "squeezed", 6)}
     (mlp,) = squeezed.truth(squeezed.build())["exact_layers"]
     assert results["underflow"].tensor == "gradient"
@@ -399,14 +389,10 @@ def test_weights_that_change_at_once(steps: list[dict[str, float]], count: int) 
 
 
 def classified(
-    folder: Path,
-    blocks: int,
-    lr: float = 3e-3,
-    steps: int = 26,
-    act: Callable[[torch.nn.Module], object] = lambda net: None,
+    folder: Path, lr: float = 3e-3, steps: int = 26, act: Callable[[torch.nn.Module], object] = lambda net: None
 ) -> Verdict:
-    torch.manual_seed(blocks)
-    net = torch.nn.Sequential(torch.nn.Embedding(64, 32), *(Block() for _ in range(blocks)), torch.nn.Linear(32, 64))
+    torch.manual_seed(4)
+    net = torch.nn.Sequential(torch.nn.Embedding(64, 32), *(Block() for _ in range(4)), torch.nn.Linear(32, 64))
     optimizer = torch.optim.AdamW(net.parameters(), lr)
 
     def loss(step: int) -> torch.Tensor:
@@ -430,18 +416,17 @@ def overwrite(net: torch.nn.Module) -> None:
             parameter.mul_(32)
 
 
-@pytest.mark.parametrize("blocks", [4, 8])
-def test_a_training_that_diverges_and_its_remedy(tmp_path: Path, blocks: int) -> None:
-    first, *_ = classified(tmp_path / "diverges", blocks, lr=1.0, steps=12)
+def test_a_training_that_diverges_and_its_remedy(tmp_path: Path) -> None:
+    first, *_ = classified(tmp_path / "diverges", lr=1.0, steps=12)
     assert (first.rule, first.severity, first.layers) == ("diverging-loss", "error", ())
     assert first.since in (1, 2)
-    remedied = classified(tmp_path / "lower rate", blocks)
+    remedied = classified(tmp_path / "lower rate")
     assert found(remedied) == []
     assert {"diverging-loss", "gradient-jump", "nonfinite-gradient-norm", "weight-jump"} <= set(remedied.checked)
 
 
 def test_weights_that_are_overwritten(tmp_path: Path) -> None:
-    rules = {finding.rule: finding for finding in classified(tmp_path, 4, act=overwrite)}
+    rules = {finding.rule: finding for finding in classified(tmp_path, act=overwrite)}
     jump = rules["weight-jump"]
     assert jump.since in (12, 20), "by its version, or in the next collection step"
     assert rules["diverging-loss"].since == 12

@@ -129,8 +129,7 @@ def test_evaluation_mode_is_the_finding(tmp_path: Path, base: type[torch.nn.Modu
     assert {row["not_run"] for row in rows if row["runs"] == "uncounted"} == {"not observed: evaluation mode"}
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("base", "context"), half(BASES, [torch.no_grad, torch.inference_mode]))
 def test_layers_without_gradients(tmp_path: Path, base: type[torch.nn.Module], context: Callable[[], Any]) -> None:
     model = Model(base().requires_grad_(False), without(context))
     session = train(tmp_path, model, require="fp8 >= 95%", on_broken="warn")
@@ -266,32 +265,34 @@ def test_a_log_is_not_told_to_train(tmp_path: Path) -> None:
 LENGTH, BATCH = 5, 16
 
 
+RECURRENT: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "lstm": (lambda: torch.nn.LSTM(WIDTH, WIDTH), 4 * 2 * WIDTH * WIDTH),
+    "two layers": (lambda: torch.nn.LSTM(WIDTH, WIDTH, 2), 2 * 4 * 2 * WIDTH * WIDTH),
+    "bidirectional": (
+        lambda: torch.nn.LSTM(WIDTH, WIDTH // 2, 2, bidirectional=True),
+        2 * 2 * 4 * (WIDTH * WIDTH // 2 + WIDTH // 2 * WIDTH // 2),
+    ),
+    "projection": (
+        lambda: torch.nn.LSTM(WIDTH, 2 * WIDTH, proj_size=WIDTH),
+        4 * 2 * WIDTH * (WIDTH + WIDTH) + 2 * WIDTH * WIDTH,
+    ),
+    "gru": (lambda: torch.nn.GRU(WIDTH, WIDTH), 3 * 2 * WIDTH * WIDTH),
+    "rnn": (lambda: torch.nn.RNN(WIDTH, WIDTH, bias=False), 2 * WIDTH * WIDTH),
+    "bidirectional gru": (
+        lambda: torch.nn.GRU(WIDTH, WIDTH // 2, bidirectional=True),
+        2 * 3 * (WIDTH * WIDTH // 2 + WIDTH // 2 * WIDTH // 2),
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "macs"),
-    [
-        (lambda: torch.nn.LSTM(WIDTH, WIDTH), 4 * 2 * WIDTH * WIDTH),
-        (lambda: torch.nn.LSTM(WIDTH, WIDTH, 2), 2 * 4 * 2 * WIDTH * WIDTH),
-        (
-            lambda: torch.nn.LSTM(WIDTH, WIDTH // 2, 2, bidirectional=True),
-            2 * 2 * 4 * (WIDTH * WIDTH // 2 + WIDTH // 2 * WIDTH // 2),
-        ),
-        (
-            lambda: torch.nn.LSTM(WIDTH, 2 * WIDTH, proj_size=WIDTH),
-            4 * 2 * WIDTH * (WIDTH + WIDTH) + 2 * WIDTH * WIDTH,
-        ),
-        (lambda: torch.nn.GRU(WIDTH, WIDTH), 3 * 2 * WIDTH * WIDTH),
-        (lambda: torch.nn.RNN(WIDTH, WIDTH, bias=False), 2 * WIDTH * WIDTH),
-        (
-            lambda: torch.nn.GRU(WIDTH, WIDTH // 2, bidirectional=True),
-            2 * 3 * (WIDTH * WIDTH // 2 + WIDTH // 2 * WIDTH // 2),
-        ),
-    ],
-    ids=["lstm", "two layers", "bidirectional", "projection", "gru", "rnn", "bidirectional gru"],
+    ("name", "gate"),
+    [*((name, True) for name in RECURRENT), *((name, False) for name in ("two layers", "projection", "gru", "rnn"))],
 )
-@pytest.mark.parametrize("gate", [True, False], ids=["mkldnn", "decomposed"])
-def test_recurrent_layers_are_counted(
-    tmp_path: Path, make: Callable[[], torch.nn.Module], macs: int, gate: bool
-) -> None:
+def test_recurrent_layers_are_counted(tmp_path: Path, name: str, gate: bool) -> None:
+    """By mkldnn, and decomposed."""
+    make, macs = RECURRENT[name]
+
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""A healthy training of 22 steps, and then code that ends it: script.py MODE FOLDER CODE.
+"""A healthy training of 12 steps, and then code that ends it: script.py MODE FOLDER CODE.
 
 ``session``: started, not stopped. ``with``: in a block. ``watch``: no session. ``plain`` and ``watched plain``: CODE
 does all. ``resume``: a run from the state in the folder, in a block.
@@ -20,10 +20,11 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession
+from te_precision_callbacks.base import blocked  # noqa: F401
 from te_precision_callbacks.session.session import running_session
 from te_precision_callbacks.watch import ScriptWatch
 
-STEPS = 22
+STEPS = 12
 
 mode, folder, code = sys.argv[1:]
 os.environ["TE_PRECISION_QUIET"] = "0"

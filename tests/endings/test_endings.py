@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.views.show.last_steps import LastStepsView
+from te_precision_callbacks.views.show.view import NothingToShowError
 from tests.endings.results import TABLE, row
 from tests.endings.ways import WAYS, Way
 
@@ -15,3 +18,6 @@ ROWS = {line.split(" | ")[0].removeprefix("| "): line for line in TABLE.read_tex
 @pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
 def test_the_row_of_an_ending(tmp_path: Path, way: Way) -> None:
     assert row(way, tmp_path) == ROWS[way.name]
+    if way.name == "SIGKILL":
+        with pytest.raises(NothingToShowError, match="killed"):
+            LastStepsView(open_run(tmp_path), 8)

@@ -462,14 +462,14 @@ def vectors(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("codes", "histogram"),
-    [((), True), ((0, 1, 2, 3), False), ((1, 3), False), ((2,), True)],
-    ids=["histogram", "codes", "two with codes", "one with codes, histogram"],
+    [((0, 1, 2, 3), False), ((1, 3), False), ((2,), True)],
+    ids=["codes", "two with codes", "one with codes, histogram"],
 )
 def test_tensors_together_have_the_bits_that_they_have_alone(
     kernel: ModuleType, codes: Sequence[int], histogram: bool
 ) -> None:
     """Small and large ones, with places that are not in their order; codes shorter than tensors without codes."""
-    shapes = [(16,), (32, 520), (3, 16, 48), (128, 96)]
+    shapes = [(16,), (16, 520), (3, 16, 48), (64, 96)]
     pending = [
         pending_of(
             normal(*shape, seed=at).to(torch.bfloat16), 300 * (at * 3 % 4), codes=at in codes, histogram=histogram
@@ -705,16 +705,16 @@ def in_order(kernel: ModuleType, pending: Sequence[Pending], order: Sequence[int
 
 def test_any_program_may_be_the_last(kernel: ModuleType) -> None:
     """Each program at each place. Their sums are rounded, so that another order of additions gives other bits."""
-    one = pending_of(normal(16, 3000), 0)
+    one = pending_of(normal(16, 1000), 0)
     expected = in_order(kernel, [one], None)
-    for first, step in itertools.product(range(4), (1, -1)):
-        order = [(first + step * place) % 4 for place in range(4)]
+    for first in range(4):
+        order = [(first - place) % 4 for place in range(4)]
         found = in_order(kernel, [one], order)
         assert all(map(torch.equal, found, expected)), order
 
 
 def test_any_program_of_any_tensor_may_be_the_last(kernel: ModuleType) -> None:
-    shapes = [(16, 700), (16, 600), (16, 500)]
+    shapes = [(16, 350), (16, 300), (16, 250)]
     pending = [
         pending_of(normal(*shape, seed=at), 300 * at, codes=True, histogram=True) for at, shape in enumerate(shapes)
     ]

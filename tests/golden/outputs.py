@@ -6,6 +6,7 @@ Folders, times, names of runs, versions and the machine are masked.
 import io
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import chdir, redirect_stderr
@@ -28,6 +29,7 @@ from te_precision_callbacks.fabric import PrecisionDebugFabricCallback
 from te_precision_callbacks.lightning import PrecisionDebugCallback
 from te_precision_callbacks.transformers import PrecisionDebugTrainerCallback
 from tests.diagnosis.planted import blocks, train
+from tests.forked import executable
 from tests.lightning.models import log_of, trainer
 from tests.transformers.models import arguments
 from tests.transformers.models import trainer as hf_trainer
@@ -91,7 +93,9 @@ def golden() -> dict[str, str]:
 
 
 def outputs(folder: Path) -> Mapping[str, str]:
-    with mock.patch.dict(os.environ, ENVIRONMENT), chdir(folder):
+    # Where doctor looks for a compiled build, importing takes most of the time.
+    python = mock.patch.object(sys, "executable", executable())
+    with mock.patch.dict(os.environ, ENVIRONMENT), python, chdir(folder):
         made = {f"closing_{name}": closing_lines(run) for name, run in INTEGRATIONS.items()}
         train(Path("healthy"), steps=STEPS, defect=False, quiet=True)
         Path("config.yaml").write_text(CONFIG)

@@ -268,7 +268,7 @@ def test_sampled_weights_take_few_calls_each(tmp_path: Path) -> None:
         net, counts = Stack(count), []
         optimizer = torch.optim.Adam(net.parameters())
         with session_of(net, tmp_path / str(count)) as session:
-            for _ in range(12):
+            for _ in range(11):
                 train(net)
                 with called_functions() as result:
                     optimizer.step()

@@ -20,7 +20,7 @@ from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.dumps import DumpError, load
 from te_precision_callbacks.replay import replay, replay_file, replay_folder, shown
 from te_precision_callbacks.session import InspectSession
-from tests.combinations import half
+from tests.combinations import diagonal, half
 from tests.docs.pages import blocks
 from tests.dumps.gemms import RECIPES, train
 from tests.reference import processes
@@ -64,7 +64,7 @@ def test_an_inf_or_nan_is_neither_the_quantizers_fault_nor_the_kernels(
     assert not [item for item in diagnose(tmp_path) if item.rule.startswith("gemm")]
 
 
-@pytest.mark.parametrize(("name", "fault"), half(RECIPES, faults.KERNEL))
+@pytest.mark.parametrize(("name", "fault"), diagonal(RECIPES, faults.KERNEL))
 def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
     damage, stated = faults.KERNEL[fault]
     with faults.kernel(damage):
@@ -76,8 +76,7 @@ def test_faults_of_a_kernel(tmp_path: Path, name: str, fault: str) -> None:
         assert stated in replayed.verdict
 
 
-@pytest.mark.parametrize("fault", faults.QUANTIZER)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "fault"), half(RECIPES, faults.QUANTIZER))
 def test_faults_of_a_quantizer(tmp_path: Path, name: str, fault: str) -> None:
     with faults.quantizer(faults.QUANTIZER[fault]):
         (file,) = train(tmp_path, name, gemms="fprop")

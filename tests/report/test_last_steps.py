@@ -27,7 +27,7 @@ def trained(folder: Path, steps: int, broken: int | None = None) -> Path:
     if broken is None:
         train(Blocks("current"), steps, folder)
     else:
-        train(Blocks("current"), steps, folder, nan_at("between", broken, 1))
+        train(Blocks("current"), steps, folder, nan_at("between", broken, 0))
     return write_report(open_run(folder), folder / "report.html")
 
 

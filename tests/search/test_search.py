@@ -49,7 +49,7 @@ def find(model: Net, data: Any, **options: Any) -> SearchResult:
 # ---------------------------------------------------------------------- planted layers
 
 
-@pytest.mark.parametrize(("recipe", "place"), [("current", 2), ("block", 1), ("nvfp4", 0)])
+@pytest.mark.parametrize(("recipe", "place"), [("current", 2), ("nvfp4", 0)])
 def test_a_planted_layer_and_its_gemm_come_first(recipe: str, place: int) -> None:
     with on_gpu_of(recipe):
         model, _, data = trained(recipe, steps=0)
@@ -100,13 +100,6 @@ def test_a_layer_planted_in_a_transformer_comes_first(place: int, name: str) -> 
     assert result.effect.error < 0.2 * result.all_low.error
 
 
-def test_a_healthy_layer_has_no_large_effect() -> None:
-    model, _, data = trained(steps=0)
-    result = find(model, data)
-    layers = [entry.effect.error for entry in result.measured if entry.level == "layer"]
-    assert max(layers) < 6 * min(layers)
-
-
 # ---------------------------------------------------------------------- no trace
 
 
@@ -145,7 +138,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_a_search_in_a_training_changes_no_bit(recipe: str, tmp_path: Path) -> None:
     with on_gpu_of(recipe):
         losses = []
@@ -167,7 +160,7 @@ def test_a_search_in_a_training_changes_no_bit(recipe: str, tmp_path: Path) -> N
 
 
 def test_the_cosine_of_the_update_is_that_of_steps_by_hand() -> None:
-    """Adam, with its state of two steps; a search without an optimizer has none."""
+    """Adam, with its state of two steps."""
     model, optimizer, data = trained(blocks=2, dtype=torch.float32)
     model.dropout.p = 0.0
     batch = next(data)
@@ -189,7 +182,6 @@ def test_the_cosine_of_the_update_is_that_of_steps_by_hand() -> None:
     found = find(model, [batch], optimizer=optimizer, seeds=0).all_low
     assert found.update == pytest.approx(expected, abs=2e-5)
     assert found.update != pytest.approx(found.cosine, abs=1e-3)
-    assert find(model, [batch]).all_low.update is None
 
 
 def high_output(model: Net, inputs: torch.Tensor) -> torch.Tensor:
@@ -267,8 +259,13 @@ def test_layers_that_belong_together_are_chosen_together() -> None:
 
 
 def test_the_number_of_passes_keeps_its_bound() -> None:
+    """Of a healthy model, and without an optimizer."""
     model, _, data = trained(blocks=2)
     result = find(model, data, sweep_batches=2)
+    assert result.all_low.update is None
+    assert result.confirmation is None
+    errors = [entry.effect.error for entry in result.measured if entry.level == "layer"]
+    assert max(errors) < 6 * min(errors)
     blocks, layers, points = 2, 8, len(result.frontier)
     assert result.passes <= 2 * (3 + blocks + layers + 50 + points.bit_length() + 1)
 
@@ -326,16 +323,15 @@ def test_one_seed_cannot_decide(tmp_path: Path) -> None:
     result = find(model, data, optimizer=optimizer, seeds=1, steps=4, folder=tmp_path)
     assert result.confirmation is not None
     assert result.confirmation.choice.decision == "undecided"
-    assert not find(model, batches(), folder=None).confirmation
 
 
 def test_the_choice_closes_the_gap_of_the_loss() -> None:
-    """A planted layer costs loss in all-low, which the choice gets back; two seeds each."""
+    """Planted layers cost loss in all-low, which the choice gets back."""
     with on_gpu_of("nvfp4"):
         model, optimizer, data = trained("nvfp4", steps=0)
         plant(model.blocks[0])
         plant(model.blocks[2])
-        result = find(model, data, optimizer=optimizer, seeds=2, steps=20, low_share=0.8, cosine=None)
+        result = find(model, data, optimizer=optimizer, seeds=1, steps=20, low_share=0.8, cosine=None)
         assert result.confirmation is not None
         gap = result.confirmation.low.difference
         assert gap > 0.01

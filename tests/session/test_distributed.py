@@ -322,7 +322,7 @@ def test_all_ranks_write_if_they_are_told_to(runs: Path) -> None:
 
 # --- a rank runs out of memory inside step() or attach(): the training's own collectives are as without a session ---
 
-EVERY = int(os.environ.get("INJECT_EVERY", "397"))  # something fails at each of these places
+EVERY = int(os.environ.get("INJECT_EVERY", "797"))  # something fails at each of these places
 LONGEST = 45.0  # seconds: less than the timeout of a message in a step, so no rank has waited; on a busy machine too
 LONGEST_RUN = 4 * 3600.0 if "INJECT_EVERY" in os.environ else TIMEOUT  # seconds
 

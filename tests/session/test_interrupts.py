@@ -171,6 +171,8 @@ if how == "in a step":
     sys.settrace(lambda frame, event, argument: (lines.append(0), len(lines) == 100 and os.kill(os.getpid(), 15))[0])
     session.step()
 if how == "in a collective":
+    from te_precision_callbacks.base import blocked
+    blocked.BLOCKED_SECONDS = 0.5
     threading.Timer(0.2, os.kill, [os.getpid(), 15]).start()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=100))
