@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class OperationsTap:
 
     @property
     def layers(self) -> list[str]:
-        return [layer for operation in self._operations.values() for layer in operation.names]
+        return list(itertools.chain.from_iterable(operation.names for operation in self._operations.values()))
 
     def watch(self, operations: Iterable[NamedOperation]) -> None:
         self._operations = {id(operation.module): operation for operation in operations}
@@ -94,7 +95,7 @@ class OperationsTap:
             forward = getattr(contexts[0], "te_precision_forward", None) or unobserved_forward()
             layers = self._layers_in(operation)
             if len(layers) > 1 and forward.has_events:  # only the backward is fused
-                named = tuple(name for layer in layers for name in layer)
+                named = tuple(itertools.chain(*layers))
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
             result = self._running.call(forward, True, upstream, operation, contexts, *arguments, **keywords)
@@ -112,7 +113,7 @@ class OperationsTap:
         layers = self._layers_in(operation)
         if not layers:
             return unobserved_forward()
-        named = tuple(name for layer in layers for name in layer)
+        named = tuple(itertools.chain(*layers))
         kind = self._running.thread_state.kind
         forward = Forward(named, kind, recipe_text(current_recipe()), halves=False, has_events=len(layers) == 1)
         if kind is ForwardKind.OBSERVED and forward.has_events:
@@ -141,7 +142,7 @@ class AttentionTap:
         try:
             entered = Forward((layer,), self._classify(module), "", halves=False)
             if self._listener is not None:
-                self._listener.enter_attention(layer, entered.kind)
+                self._listener.enter_attention(layer)
         except Exception as error:
             self._report("observing the forward of", layer, error)
             return unobserved_forward()

@@ -187,8 +187,15 @@ class NamedModule:
         return tuple(layer.name for layer in self.layers)
 
 
+def modules_by_layer(modules: Iterable[NamedModule]) -> dict[str, torch.nn.Module]:
+    by_layer: dict[str, torch.nn.Module] = {}
+    for named in modules:
+        by_layer.update(dict.fromkeys(named.names, named.module))
+    return by_layer
+
+
 def spellings(classes: Iterable[str]) -> tuple[str, ...]:
-    return tuple(spelling for kind in classes for spelling in (kind, snake_case(kind)))
+    return tuple(itertools.chain.from_iterable((kind, snake_case(kind)) for kind in classes))
 
 
 def snake_case(class_name: str) -> str:
