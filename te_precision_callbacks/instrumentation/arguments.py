@@ -20,8 +20,14 @@ from te_precision_callbacks.te.modules import MODULES, ModuleRow
 
 ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
 
-GemmsOfCall = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
-"""Arguments and result of a GEMM function -> A, B and result of each GEMM."""
+PlainTensors = dict[tuple[int, str], Any]
+"""(Layer index, tensor name) -> tensor before quantization."""
+
+GemmTensors = tuple[Any, Any, Any]
+"""A, B and the result of a GEMM."""
+
+GemmsOfCall = Callable[[Mapping[str, Any], Any], Iterable[GemmTensors]]
+"""Arguments and result of a GEMM function -> the tensors of each GEMM."""
 
 GEMM = ("A", "B", "out_dtype", "quantization_params", "gelu", "gelu_in", "alpha", "beta", "accumulate", "layout", "out")
 GROUPED_GEMM = ("A", "B", "out", "quantization_params", "out_dtype", "layout", "m_splits", "gelu", "grad", "accumulate")
@@ -42,7 +48,7 @@ class Sources(NamedTuple):
     """
 
     parameters: tuple[str, ...]
-    find: Callable[[Mapping[str, Any]], dict[tuple[int, str], Any]]
+    find: Callable[[Mapping[str, Any]], PlainTensors]
 
 
 def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer:
@@ -78,11 +84,11 @@ def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> Argume
     return named
 
 
-def single_gemm(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def single_gemm(arguments: Mapping[str, Any], result: Any) -> Iterable[GemmTensors]:
     return [(arguments["A"], arguments["B"], result[0])]
 
 
-def gemms_of_experts(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_experts(arguments: Mapping[str, Any], result: Any) -> Iterable[GemmTensors]:
     outs = arguments["out"]
     if arguments.get("single_output"):
         outs = [None] * len(arguments["A"])
@@ -92,7 +98,7 @@ def gemms_of_experts(arguments: Mapping[str, Any], result: Any) -> Iterable[tupl
     return zip(arguments["A"], arguments["B"], outs, strict=True)
 
 
-def gemms_of_grouped_tensors(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_grouped_tensors(arguments: Mapping[str, Any], result: Any) -> Iterable[GemmTensors]:
     return zip(*(_matrices(arguments[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 
@@ -124,7 +130,7 @@ def forward_arguments(module: Any) -> dict[str, Any]:
     return dict(frame.f_locals)
 
 
-def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
+def _sources_of_experts(given: Mapping[str, Any]) -> PlainTensors:
     activation = given["inp"]
     splits = _rows(given["m_splits"])
     weights = given["weights_and_biases"]
@@ -139,7 +145,7 @@ def _rows(splits: Any) -> list[int]:
     return list(map(int, splits))
 
 
-def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any]:
+def gradients(ctx: Any, gradient: Any, layers: int) -> PlainTensors:
     if not isinstance(gradient, torch.Tensor):
         return {}
     matrix = gradient.reshape(-1, gradient.shape[-1])
@@ -149,7 +155,7 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
     return plain_tensors({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 
-def plain_tensors(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+def plain_tensors(tensors: PlainTensors) -> PlainTensors:
     return {key: tensor for key, tensor in tensors.items() if type(tensor) in PLAIN or _is_plain_subclass(tensor)}
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, some_of
 from te_precision_callbacks.base.errors import QuantizationError
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.layouts import PLAIN, has_scale, is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe
 from te_precision_callbacks.config.checking import ReadOptions
@@ -190,7 +191,7 @@ class FusedObservation:
         due: layer -> the features that observe its tensors.
     """
 
-    def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, engine: StatisticsEngine, report: Report) -> None:
         self._engine = engine
         self._report = report
         self._api: Any = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,6 +27,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
 from te_precision_callbacks.base.numerics.nvfp4 import rotate
@@ -139,7 +140,7 @@ class GemmErrors:
         not_measured: (layer, GEMM) -> why the GEMM, or its format error, was not measured in any call.
     """
 
-    def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, engine: StatisticsEngine, report: Report) -> None:
         self._engine = engine
         self._report = report
         self.operands = engine.gemm_operands = GemmOperands()
@@ -439,7 +440,7 @@ class GemmRecords:
         watch: sets the layers with their options.
     """
 
-    def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, operands: GemmOperands, report: Report) -> None:
         self._operands = operands
         self._report = report
         self._notices = Notices()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.replaced import AnyFunction
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.arguments import forward_arguments
@@ -67,7 +69,7 @@ class OperationsTap:
     def _recipes_now(self) -> dict[int, Any]:
         return {key: recipe_of_module(operation.module) for key, operation in self._operations.items()}
 
-    def wrap_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_call(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
             self._running.thread_state.kind = self._classify(fuser._basic_ops[0])
@@ -75,7 +77,7 @@ class OperationsTap:
 
         return call
 
-    def wrap_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = self._make_forward(operation)
@@ -89,7 +91,7 @@ class OperationsTap:
 
         return fuser_forward
 
-    def wrap_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_backward(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = getattr(contexts[0], "te_precision_forward", None) or unobserved_forward()
@@ -127,7 +129,7 @@ class AttentionTap:
     def __init__(
         self,
         classify: Classify,
-        report: Callable[[str, str, Exception], None],
+        report: Report,
         running: Running,
         listener: ModelProducts | None,
     ) -> None:
@@ -156,7 +158,7 @@ class AttentionTap:
         except Exception as error:
             self._report("observing the forward of", entered.layers[0], error)
 
-    def wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, upstream: AnyFunction) -> AnyFunction:
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
@@ -207,11 +209,11 @@ class UnfusedTensors:
     The same TE function runs again without a quantizer; training uses the first result.
     """
 
-    def __init__(self, running: Running, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, running: Running, report: Report) -> None:
         self._running = running
         self._report = report
 
-    def wrap_norm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_norm(self, upstream: AnyFunction) -> AnyFunction:
         """Wrap ``apply_normalization``, which returns the activation of a module's first layer."""
 
         @functools.wraps(upstream)
@@ -229,7 +231,7 @@ class UnfusedTensors:
 
         return apply_normalization
 
-    def wrap_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_act_func(self, upstream: AnyFunction) -> AnyFunction:
         """Wrap the functions of LayerNormMLP's ``_act_func``, which return fc2's activation and fc1's gradient."""
         wrap = functools.lru_cache(maxsize=64)(self._wrap)
 
@@ -244,7 +246,7 @@ class UnfusedTensors:
 
         return act_func
 
-    def _wrap(self, function: Any, unfused: Any, index: int, tensor: str) -> Callable[..., Any]:
+    def _wrap(self, function: Any, unfused: Any, index: int, tensor: str) -> AnyFunction:
         """Wrap a function with the quantizer as last argument.
 
         Args:
