@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import nvdlfw_inspect.api as debug_api
@@ -195,12 +195,13 @@ class TransformerEngineAPI(UpstreamAPI):
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
         watchers: tuple[Watcher, ...] | None = self._api_cache.get((layer, tensor))
         if watchers is None:
-            watchers = ()
+            found: list[Watcher] = []
             for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
                 feature = self.namespace_features.get(name)
                 if isinstance(feature, ScheduledFeature):
                     matching = self._matching(name, written, tensor, None)
-                    watchers += tuple(Watcher(name, feature, options) for options in matching)
+                    found += [Watcher(name, feature, options) for options in matching]
+            watchers = tuple(found)
             self._api_cache[layer, tensor] = watchers
         return watchers
 
@@ -216,7 +217,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 continue
             try:
                 matching = self._matching(name, options, tensor, gemm)
-                taken = self._accepted(method, frozenset(passed))
+                taken = self._accepted(method, passed)
             except Exception as error:
                 # Raise when this feature is called, without affecting the layer's other features. Only the text is
                 # kept, since a traceback would keep tensors.
@@ -380,10 +381,10 @@ class TransformerEngineAPI(UpstreamAPI):
                 self._is_planned = True
             iteration = TEDebugState.get_iteration() - 1  # already incremented at this call
             logged = self._plain.log(iteration, group)
-        by_name: dict[tuple[str, str, str, int], torch.Tensor] = dict(type(STATS_BUFFERS).log_stats(STATS_BUFFERS))
-        for all_of, of in logged:
-            by_name |= {(m.layer, m.tensor, m.statistic, of): torch.tensor(m.value) for m in all_of}
-        return by_name
+        values: dict[tuple[str, str, str, int], torch.Tensor] = {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS)}
+        for measured, iteration in logged:
+            values.update({(m.layer, m.tensor, m.statistic, iteration): torch.tensor(m.value) for m in measured})
+        return values
 
     def log_local_buffers(self) -> None:
         """Log statistics that features put into Transformer Engine's buffers on this rank, without a collective."""
@@ -402,10 +403,11 @@ class TransformerEngineAPI(UpstreamAPI):
         vars(STATS_BUFFERS).pop("log_stats", None)
 
     def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
+        schemas = itertools.chain.from_iterable(map(self._statistics, sections))
         schedules = set()
-        for schema in chain(*map(self._statistics, sections)):
-            held = [target.options for target in schema.targets]
-            schedules |= {options.schedule for options in held if isinstance(options, (LoggedTensor, GemmSampling))}
+        for target in itertools.chain.from_iterable(schema.targets for schema in schemas):
+            if isinstance(target.options, (LoggedTensor, GemmSampling)):
+                schedules.add(target.options.schedule)
         self.observation.plan(frozenset(schedules))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:

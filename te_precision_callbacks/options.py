@@ -53,14 +53,10 @@ Records = bool | int | str
 
 def record_limit(records: object) -> int:
     """Parse ``records=``: the maximum bytes that a rank records; 0 without records. Raises OptionError."""
-    if isinstance(records, bool):
-        if records:
-            return DEFAULT_LIMIT
-        return 0
-    word = records.strip().lower() if isinstance(records, str) else ""
-    if word in ("on", "off"):
-        if word == "on":
-            return DEFAULT_LIMIT
+    word = records.strip().lower() if isinstance(records, str) else records
+    if word is True or word == "on":
+        return DEFAULT_LIMIT
+    if word is False or word == "off":
         return 0
     try:
         limit = size_in_bytes(records)
@@ -93,16 +89,18 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
     words = [word.strip() for word in text.split(",")] if isinstance(text, str) else [text]
     ranks = [cast(StatisticsLogRanks, word) for word in words if word in get_args(StatisticsLogRanks)]
     sizes = [word for word in words if word not in ranks]
+    limit = LOG_LIMIT
     try:
         if len(ranks) > 1 or len(sizes) > 1 or (ranks == ["off"] and sizes):
             raise ValueError
-        limits = [0 if size == "unlimited" else size_in_bytes(size) for size in sizes]
+        for size in sizes:
+            limit = 0 if size == "unlimited" else size_in_bytes(size)
     except ValueError:
         raise OptionError(
             f"statistics_log= must be one of {', '.join(map(repr, get_args(StatisticsLogRanks)))}, a maximum log size"
             f" per rank, such as '4GiB' or 'unlimited', or both, such as 'rank0, 4GiB', not {statistics_log!r}."
         ) from None
-    return LogChoice(ranks[0] if ranks else "rank0", limits[0] if limits else LOG_LIMIT)
+    return LogChoice(ranks[0] if ranks else "rank0", limit)
 
 
 class ProfileChoice(NamedTuple):
@@ -324,7 +322,8 @@ class SessionOptions:
         check_scope(keywords.get("scope", ""))
         on_finding = keywords.get("on_finding", "warn")
         if isinstance(on_finding, Mapping) and [*on_finding] == ["stop"]:  # as YAML reads "stop: error"
-            on_finding = keywords["on_finding"] = f"stop: {on_finding['stop']}"
+            on_finding = f"stop: {on_finding['stop']}"
+            keywords["on_finding"] = on_finding
         reads_stop(on_finding)
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
@@ -370,15 +369,15 @@ def spelled_out(constructor: FunctionT) -> FunctionT:
     own = inspect.signature(constructor)
     hints = get_type_hints(constructor)
     defaults = {entry.name: entry.default for entry in fields(SessionOptions)}
-    parameters = [
-        entry.replace(annotation=_yaml_type(hints[name])) if name in hints else entry
-        for name, entry in own.parameters.items()
-        if entry.kind is not entry.VAR_KEYWORD
-    ]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_yaml_type(hint))
-        for name, hint in _hints().items()
-    ]
+    parameters = []
+    for name, entry in own.parameters.items():
+        if entry.kind is not entry.VAR_KEYWORD:
+            annotation = _yaml_type(hints[name]) if name in hints else entry.annotation
+            parameters.append(entry.replace(annotation=annotation))
+    option = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    for name, hint in _hints().items():
+        annotation = _yaml_type(hint)
+        parameters.append(option(name, default=defaults[name], annotation=annotation))
     constructor.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return constructor
 

@@ -39,6 +39,7 @@ from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.exits import raise_exit
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.layers.naming import NamedTorchModule
 
 if TYPE_CHECKING:
     from te_precision_callbacks.options import SessionOptions
@@ -188,7 +189,8 @@ class ScriptWatch:
 
     def _replace(self, owner: Any, name: str, before: Any = None, *, after: Any = None) -> None:
         original = getattr(owner, name)
-        before, after = (None if hook is None else self._guard(hook) for hook in (before, after))
+        before = before and self._guard(before)
+        after = after and self._guard(after)
 
         @functools.wraps(original)
         def call(*args: Any, **keywords: Any) -> Any:
@@ -320,13 +322,14 @@ class ScriptWatch:
 
     def _before_megatron(self, *_: Any, model: Any = None, forward_only: bool = False, **__: Any) -> None:
         if not forward_only:
-            self._consider_stages([("", stage) for stage in (model if isinstance(model, list) else [model])])
+            stages = model if isinstance(model, list) else [model]
+            self._consider_stages([("", stage) for stage in stages])
 
     def _before_pipeline(self, schedule: Any, *_: Any, **__: Any) -> None:
         stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
         self._consider_stages([(name_of_stage(stage), stage.submod) for stage in stages])
 
-    def _consider_stages(self, stages: Sequence[tuple[str, torch.nn.Module]]) -> None:
+    def _consider_stages(self, stages: Sequence[NamedTorchModule]) -> None:
         if self._search and torch.is_grad_enabled():
             for name, stage in stages:
                 if stage.training:
@@ -354,7 +357,8 @@ class ScriptWatch:
                 self._waiting[other] = count < BEHIND and not set(held_ids(other)).issubset(held_ids(optimizer))
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
-            self._backwards, self._limit = 0, max(self._limit, 2 * self._backwards)
+            self._limit = max(self._limit, 2 * self._backwards)
+            self._backwards = 0
             self._iterations += 1
             if self._iterations >= self._search_until:
                 self._search.restore()
@@ -443,10 +447,10 @@ def name_of_stage(stage: Any) -> str:
 
     Layers of the same name on different ranks would be merged.
     """
-    names = [name.split(".") for name, _ in stage.submod.named_modules()]
-    numbers = [next((int(part) for part in parts if part.isdigit()), -1) for parts in names]
-    first = min((number for number in numbers if number >= 0), default=0)
-    if stage.stage_index and not first:
+    numbers: list[int] = []
+    for name, _ in stage.submod.named_modules():
+        numbers += [int(part) for part in name.split(".") if part.isdigit()][:1]
+    if stage.stage_index and not min(numbers, default=0):
         return f"stage{stage.stage_index}"
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import weakref
@@ -22,7 +23,7 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.layers.naming import Model
+from te_precision_callbacks.layers.naming import Model, parameters_of
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, step_number
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
@@ -360,7 +361,7 @@ class PrecisionDebugger:
         if self._next_iteration is not None:
             self._session.iteration = self._next_iteration
             return
-        own = {id(parameter) for _, root in roots_of(self._model) for parameter in root.parameters()}
+        own = set(map(id, parameters_of(self._model)))
         # The accelerator also keeps optimizers of earlier models.
         optimizers = [other for other in self._accelerator._optimizers if not own.isdisjoint(held_ids(other))]
         if self._options.start_step is None and any(map(_has_stepped, optimizers)):
@@ -396,8 +397,8 @@ def scales_loss(accelerator: Accelerator) -> bool:
 
 def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Refuse an unprepared model, since Accelerate would replace its layers later, or never."""
-    prepared = {id(module) for known in accelerator._models for module in known.modules()}
-    if prepared.isdisjoint(map(id, model.modules())):
+    prepared = itertools.chain.from_iterable(known.modules() for known in accelerator._models)
+    if set(map(id, prepared)).isdisjoint(map(id, model.modules())):
         other = "" if not accelerator._models else ", but another one"
         raise SessionError(
             f"accelerator.prepare() was not given this {type(model).__name__}{other}. Create the debugger after"

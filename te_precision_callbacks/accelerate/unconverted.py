@@ -16,7 +16,14 @@ from accelerate.utils import DistributedType, transformer_engine
 from torch.nn.modules.conv import _ConvNd
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.layers.naming import Model, is_adapted, is_wrapper_part, named_roots
+from te_precision_callbacks.layers.naming import (
+    Model,
+    NamedTorchModule,
+    is_adapted,
+    is_wrapper_part,
+    modules_of,
+    named_roots,
+)
 from te_precision_callbacks.te.modules import te_classes
 
 logger = logging.getLogger(__name__)
@@ -143,15 +150,16 @@ def _find(model: Model) -> dict[str, _Unconverted]:
         for name, shape in _multiplied_parameters(module):
             size = " x ".join(map(str, shape[-2:]))
             what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
-            parts = [part for part in (path, "" if name == "weight" else name) if part]
-            layers[".".join(parts) or type(module).__name__] = _Unconverted(
-                f"{size} of {what}: Accelerate converts only Linear", math.prod(shape)
-            )
+            own = "" if name == "weight" else name
+            label = ".".join(filter(None, (path, own))) or type(module).__name__
+            layers[label] = _Unconverted(f"{size} of {what}: Accelerate converts only Linear", math.prod(shape))
         of_children = why
         for name, child in module.named_children():
             if is_wrapper_part(module, name):
                 return visit(child, path, why)
-            below = path if is_adapted(module, name) else f"{path}.{name}" if path else name
+            below = path
+            if not is_adapted(module, name):
+                below = f"{path}.{name}" if path else name
             of_children = visit(child, below, of_children)
         return why
 
@@ -174,9 +182,8 @@ def _multiplied_parameters(module: torch.nn.Module) -> Iterator[tuple[str, tuple
 
 
 def _converted_elements(model: Model) -> int:
-    modules = {id(module): module for _, root in roots_of(model) for module in root.modules()}
     count = 0
-    for module in modules.values():
+    for module in modules_of(model):
         if te_classes(type(module)):
             matrices = (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
             count += sum(math.prod(matrix.shape) for matrix in matrices)
@@ -193,7 +200,7 @@ def expects_low_precision(accelerator: Accelerator) -> str:
     return ""
 
 
-def roots_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
+def roots_of(model: Any) -> list[NamedTorchModule]:
     """Return each model, with the prefix of its names, from a model, a list or a mapping.
 
     Raises:

@@ -13,6 +13,9 @@ from te_precision_callbacks.base.ranks.group import INTERFACE
 
 logger = logging.getLogger(__name__)
 
+Report = Callable[[str, str, Exception], None]
+"""Gets what failed, of which subject, and the exception."""
+
 MAX_REPORTS = 20
 """Maximum number of kinds of failures reported; further kinds are only counted."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,12 +16,12 @@ def optimizers_of_process() -> list[Optimizer]:
 
 def held_ids(optimizer: Any) -> Iterator[int]:
     """Yield the ids of the tensors that an optimizer steps: parameters of a model, or their master weights."""
-    return (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+    return map(id, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def held_ids_of_process() -> set[int]:
     """Return the ids of the tensors that any optimizer of this process steps."""
-    return {held for optimizer in optimizers_of_process() for held in held_ids(optimizer)}
+    return set(itertools.chain.from_iterable(map(held_ids, optimizers_of_process())))
 
 
 def after_closure(

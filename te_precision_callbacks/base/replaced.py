@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+AnyFunction = Callable[..., Any]
+
 _MISSING = object()
 
 

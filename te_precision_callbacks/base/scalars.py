@@ -54,11 +54,13 @@ def is_on_host(value: object) -> bool:
 
 def to_floats(values: Sequence[Any]) -> list[float]:
     """Convert numbers and one-element tensors to float64, with one copy per device."""
-    tensors = [(index, value) for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    floats = [math.nan if isinstance(value, torch.Tensor) else float(value) for value in values]
+    floats = [math.nan] * len(values)
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for index, tensor in tensors:
-        by_device.setdefault(tensor.device, []).append((index, tensor))
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            by_device.setdefault(value.device, []).append((index, value))
+        else:
+            floats[index] = float(value)
     for entries in by_device.values():
         stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for _, tensor in entries])
         for (index, _), number in zip(entries, stacked.tolist(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex, TypeVar
@@ -59,11 +60,16 @@ class Iterations:
 
     def require(self, what: str, iteration: int) -> None:
         if iteration not in self:
-            ran = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in self._ran)
-            raise IterationError(
-                f"{what}(at={iteration!r}): this session did not observe that iteration."
-                f" {f'Observed: {ran}.' if ran else 'No iteration has run yet.'}"
-            )
+            observed = "No iteration has run yet."
+            if self._ran:
+                observed = f"Observed: {', '.join(itertools.starmap(_format_span, self._ran))}."
+            raise IterationError(f"{what}(at={iteration!r}): this session did not observe that iteration. {observed}")
+
+
+def _format_span(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first} to {last}"
 
 
 class AnyIteration(tuple[FactT, ...]):

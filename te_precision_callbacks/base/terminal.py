@@ -104,11 +104,11 @@ def _narrow(made: Table, width: int, optional: Iterable[str]) -> list[str]:
 def _show_rows(made: Table) -> None:
     """Print each row of a table as a paragraph: on a narrow terminal, columns would break words."""
     for row in zip(*(column.cells for column in made.columns), strict=True):
-        cells = [
-            f"{column.header}: {', '.join(str(value).splitlines())}".removeprefix(": ")
-            for column, value in zip(made.columns, row, strict=True)
-            if str(value)
-        ]
+        cells = []
+        for column, value in zip(made.columns, map(str, row), strict=True):
+            if value:
+                lines = ", ".join(value.splitlines())
+                cells.append(f"{column.header}: {lines}".removeprefix(": "))
         show_text("; ".join(cells), hanging=4)
 
 
@@ -174,20 +174,24 @@ def visible(text: str) -> str:
     """Escape characters that cannot be printed, such as terminal controls."""
     if text.isprintable():
         return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+    if len(text) == 1:
+        return text.encode("unicode_escape").decode()
+    return "".join(map(visible, text))
 
 
 def shell_command(*words: str) -> str:
     """Return a command to paste into a shell, with quoted words; characters that cannot be printed as in ``$'\\n'``."""
-    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+    return " ".join(map(_quoted, words))
 
 
-def _escaped(word: str) -> str:
-    plain_bytes = (set(range(32, 127)) - set(b"'\\")).__contains__
-    codes = (chr(byte) if plain_bytes(byte) else f"\\x{byte:02x}" for byte in os.fsencode(word))
-    return f"$'{''.join(codes)}'"
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    plain_bytes = set(range(32, 127)) - set(b"'\\")
+    text = ""
+    for byte in os.fsencode(word):
+        text += chr(byte) if byte in plain_bytes else f"\\x{byte:02x}"
+    return f"$'{text}'"
 
 
 def cell(what: object) -> Text:

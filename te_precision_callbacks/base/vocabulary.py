@@ -219,7 +219,7 @@ ENDS_BY_A_GRADIENT: frozenset[ParameterProblem] = frozenset({"no_gradient", "che
 
 
 _RECIPE_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
-_FORMATS = {name: row.format for row in _ROWS for name in (row.quantizer, row.storage)}
+_FORMATS = {row.quantizer: row.format for row in _ROWS} | {row.storage: row.format for row in _ROWS}
 
 IDENTITY_QUANTIZER = "IdentityQuantizer"
 """Transformer Engine's quantizer that leaves a tensor unchanged."""
@@ -252,8 +252,7 @@ def recipe_of(quantizer: Any) -> str | None:
 
 @functools.cache
 def _recipe_of_class(quantizer: type) -> str | None:
-    names = _names_of_class(quantizer)
-    return next((_RECIPE_OF_QUANTIZER[name] for name in names if name in _RECIPE_OF_QUANTIZER), None)
+    return next(filter(None, map(_RECIPE_OF_QUANTIZER.get, _names_of_class(quantizer))), None)
 
 
 def name_of_format(obj: Any) -> str | None:
@@ -264,7 +263,7 @@ def name_of_format(obj: Any) -> str | None:
 
 @functools.cache
 def format_of_class(kind: type) -> str | None:
-    return next((_FORMATS[name] for name in _names_of_class(kind) if name in _FORMATS), None)
+    return next(filter(None, map(_FORMATS.get, _names_of_class(kind))), None)
 
 
 _NAMES_OF_RECIPES: dict[type, str | None] = {}
@@ -281,4 +280,4 @@ def name_of_recipe(recipe: Any) -> str | None:
 def recipe_of_quantizer(quantizer: Any) -> str:
     """Return the name in :data:`RECIPES` of the recipe with a quantizer's class; else the class's name."""
     name = type(quantizer).__name__
-    return next((row.name for row in _ROWS if row.quantizer == name), name)
+    return _RECIPE_OF_QUANTIZER.get(name, name)

@@ -69,7 +69,11 @@ def _describe_lost_effects(
     thawed = [
         name for name, before in frozen.items() if name in now and now[name].requires_grad and now[name] is not before()
     ]
-    untied = [names for names in names_of_parameters if len({id(now[name]) for name in names if name in now}) > 1]
+    untied = []
+    for names in names_of_parameters:
+        parameters = {id(now[name]) for name in names if name in now}
+        if len(parameters) > 1:
+            untied.append(names)
     if thawed:
         yield (
             f"Accelerate's conversion unfroze these parameters: {', '.join(fold_names(thawed, most=_MOST_NAMES))}. They"

@@ -246,7 +246,8 @@ class _Check:
             ran = dry_run(self._model, self._modules, self._batch, self._recipe)
             tokens_of = ran.tokens
             recipes |= ran.recipes
-        spans = spans_of(effect for section in self._sections.values() for effect in section.effects.values())
+        effects = itertools.chain.from_iterable(section.effects.values() for section in self._sections.values())
+        spans = spans_of(effects)
         by_span = {steps: self._products(acting, first, ran) for steps, first in spans.items()}
         products = by_span.pop(next(iter(spans)))
         self._findings += find_recipe_problems(self._recipe, acting)
@@ -308,11 +309,15 @@ class _Check:
         for name, section in self._sections.items():
             effects = {feature: effect.at(iteration) for feature, effect in section.effects.items()}
             sections[name] = replace(section, effects=effects)
+        acting_now: dict[str, list[Section]] = {}
+        for layer, of_layer in acting.items():
+            for section in of_layer:
+                acting_now.setdefault(layer, []).append(sections[section.name])
         return plan_products(
             self._model,
             self._modules,
             self._operations,
-            {layer: [sections[section.name] for section in of_layer] for layer, of_layer in acting.items()},
+            acting_now,
             self._recipe,
             tokens=self._tokens or 1,
             ran=ran,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -74,7 +75,8 @@ def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: A
 
     if not isinstance(model, torch.nn.Module):
         raise BatchError("A batch needs a single model. Plan several models one by one, or by tokens.")
-    if operations := [layer for operation in named_operations(model) for layer in operation.names]:
+    operations = list(itertools.chain.from_iterable(operation.names for operation in named_operations(model)))
+    if operations:
         raise BatchError(
             f"A batch cannot size operations of te.ops ({join_names(operations)}), because they do not run in a plan."
             " Give --tokens (tokens= in Python) instead."

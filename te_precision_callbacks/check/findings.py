@@ -113,11 +113,11 @@ def find_shape_problems(
         counts: Sequence[int | None] = [tokens]
         if tokens_of is not None:
             counts = tokens_of.get(layer, ())
-        texts = tuple(
-            dict.fromkeys(text for count in counts for text in _list_refusals(name, capability, facts, count, gemms))
-        )
-        if texts:
-            refused.append((texts, layer))
+        of_layer: dict[str, None] = {}
+        for count in counts:
+            of_layer.update(dict.fromkeys(_list_refusals(name, capability, facts, count, gemms)))
+        if of_layer:
+            refused.append((tuple(of_layer), layer))
         if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
             by_hadamard.append(layer)
     for texts, names in group_by_key(refused).items():

@@ -47,12 +47,13 @@ class PlannedLayers:
     @property
     def why(self) -> str:
         """The reasons for high precision, except features; with the GEMMs, unless a reason holds for all."""
-        by_reason: dict[str, list[str]] = {}
-        for gemm, product in self.gemms.items():
-            if product.reason not in (None, Reason.SECTION):
-                by_reason.setdefault(product.reason_ref or product.why, []).append(gemm)
+        explained = [gemm for gemm, product in self.gemms.items() if product.reason not in (None, Reason.SECTION)]
+        by_reason = group_by_key((self.gemms[gemm].reason_ref or self.gemms[gemm].why, gemm) for gemm in explained)
         running = [gemm for gemm, product in self.gemms.items() if product.operands]
-        texts = (why if gemms == running else f"{', '.join(gemms)}: {why}" for why, gemms in by_reason.items())
+        texts = []
+        for why, gemms in by_reason.items():
+            of_gemms = "" if gemms == running else f"{', '.join(gemms)}: "
+            texts.append(f"{of_gemms}{why}")
         return "; ".join(texts)
 
 
@@ -186,6 +187,16 @@ def _shares(coverage: Coverage) -> dict[str, float]:
     return {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)}
 
 
+def _row_as_json(row: PlannedLayers) -> dict[str, object]:
+    return {
+        "layers": row.layers,
+        "family": row.family,
+        "macs": row.macs,
+        "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
+        "features": [feature._asdict() for feature in row.features],
+    }
+
+
 def _gemm_as_json(product: Product) -> dict[str, object]:
     return {
         "operands": product.operands,
@@ -212,16 +223,7 @@ def as_json(
         "macs": coverage.macs(),
         "share": _shares(coverage),
         "spans": {steps: _shares(of_span) for steps, of_span in checked.spans.items()},
-        "plan": [
-            {
-                "layers": row.layers,
-                "family": row.family,
-                "macs": row.macs,
-                "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
-                "features": [feature._asdict() for feature in row.features],
-            }
-            for row in rows(checked)
-        ],
+        "plan": list(map(_row_as_json, rows(checked))),
         "not_counted": checked.not_counted,
         "attention": checked.attention,
         "not_reached": checked.not_reached,

@@ -72,7 +72,8 @@ class ContractKeeper:
         self._first: int | None = None
         self._changes = 0
         self._changed_at = 0
-        self._checked = self._checked_until = -1
+        self._checked = -1
+        self._checked_until = -1
         self._message = ""
         self.unchecked = ""
         self._incomplete: dict[int, None] = {}
@@ -260,11 +261,8 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
 
 def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for pattern, precision in contract.layers.items():
-        others = [
-            product
-            for product in coverage
-            if product.macs and product.precision not in PRECISIONS[precision] and re.search(pattern, product.layer)
-        ]
+        required = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
+        others = [product for product in required if product.precision not in PRECISIONS[precision]]
         if others:
             first = max(others, key=lambda product: product.macs)
             text = (

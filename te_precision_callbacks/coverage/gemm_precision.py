@@ -285,9 +285,9 @@ def _join_facts(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
             for text, recipe in formats:
                 texts[tensor].append(text)
                 recipes[tensor].append(recipe or HIGH_PRECISION)
-    joined = {tensor: _join_with_arrows(alike) for tensor, alike in texts.items()}
-    return joined, _join_with_arrows(itertools.chain.from_iterable(recipes.values()))
+    joined = {tensor: join_with_arrows(alike) for tensor, alike in texts.items()}
+    return joined, join_with_arrows(itertools.chain.from_iterable(recipes.values()))
 
 
-def _join_with_arrows(texts: Iterable[str]) -> str:
+def join_with_arrows(texts: Iterable[str]) -> str:
     return " -> ".join(dict.fromkeys(texts))

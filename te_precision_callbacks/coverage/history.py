@@ -154,7 +154,9 @@ class CoverageHistory:
         self._kinds_changes = step.kinds.changes
 
     def put_other_ranks(self, products: Iterable[Product]) -> None:
-        own = {product.layer for counted in self._counted for product in counted.products}
+        own: set[str] = set()
+        for counted in self._counted:
+            own.update(product.layer for product in counted.products)
         self.other_ranks_products = tuple(product for product in products if product.layer not in own)
 
     def put_unobserved(self, layers: Mapping[str, str]) -> None:

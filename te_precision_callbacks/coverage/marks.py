@@ -10,6 +10,7 @@ Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_precision_callbacks.layers.forwards import running_functions
+from te_precision_callbacks.layers.naming import NamedTorchModule
 
 made_in_thread: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of autograd nodes of this thread. Not a Python function, since it is called around each layer."""
@@ -78,14 +80,15 @@ class NodesOfProducts:
                     node.metadata[_PRODUCTS] = here.waiting.pop(number)
             if not here.waiting:
                 break
-            nodes = [following for node in nodes for following, _ in node.next_functions]
+            edges = itertools.chain.from_iterable(node.next_functions for node in nodes)
+            nodes = [following for following, _ in edges]
         here.results = []
 
 
 def products_of_node(node: Any) -> list[Any]:
-    products: list[Any] = []
-    if node is not None:
-        products = node.metadata.get(_PRODUCTS, products)
+    if node is None:
+        return []
+    products: list[Any] = node.metadata.get(_PRODUCTS, [])
     return products
 
 
@@ -163,7 +166,7 @@ class WeightMarks:
         self._by_storage: dict[int, list[Weight]] = {}
         self._copies = Marks[Weight]()
 
-    def read(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    def read(self, modules: Iterable[NamedTorchModule]) -> None:
         by_place: dict[tuple[int, int], list[Weight]] = {}
         by_storage: dict[int, list[Weight]] = {}
         for path, module in modules:
@@ -177,7 +180,7 @@ class WeightMarks:
         self._by_place, self._by_storage = by_place, by_storage  # in one assignment: another thread may be searching
 
     def find(
-        self, tensor: torch.Tensor, inside: tuple[str, torch.nn.Module] | None = None, *, embedding: bool = False
+        self, tensor: torch.Tensor, inside: NamedTorchModule | None = None, *, embedding: bool = False
     ) -> Weight | None:
         """Find the parameter behind a tensor, which may be the parameter, a view of it, or a cast copy.
 

@@ -173,8 +173,9 @@ def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduc
 
 def _convolution_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     gradient, activation, weight = arguments[:3]
-    transposed, groups, (has_dgrad, has_wgrad, _) = arguments[7], arguments[9], arguments[10]
-    moved = activation if transposed else gradient
+    groups = arguments[9]
+    has_dgrad, has_wgrad, _ = arguments[10]
+    moved = activation if arguments[7] else gradient
     if has_dgrad:
         yield _convolution_product(gradient, weight, weight, moved, groups)._replace(role="dgrad")
     if has_wgrad:

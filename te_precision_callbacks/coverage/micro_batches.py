@@ -356,4 +356,7 @@ def leaves(value: Any, depth: int = 0) -> list[Any]:
         parts = getattr(value, "__dict__", {}).values()
     if depth > _DEEPEST:
         return []
-    return [leaf for part in parts for leaf in leaves(part, depth + 1)]
+    found: list[Any] = []
+    for part in parts:
+        found += leaves(part, depth + 1)
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.matrix_products import Role, attention_mask_share
@@ -33,7 +34,7 @@ class ModelProducts(ModelWatch):
 
     def __init__(
         self,
-        report: Callable[[str, str, Exception], None],
+        report: Report,
         is_paused: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
@@ -177,7 +178,7 @@ class ModelProducts(ModelWatch):
             if seen.family == "attention" and not seen.backward:
                 seen.mask_share = share
 
-    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
+    def enter_attention(self, layer: str) -> None:
         self.operators.with_product.discard(layer)
 
     def note_attention(self, event: AttentionEvent) -> None:

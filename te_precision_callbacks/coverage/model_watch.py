@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
 )
 
-from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
@@ -36,7 +37,7 @@ from te_precision_callbacks.layers.forwards import (
     is_in_backward,
     outside_of_dynamo,
 )
-from te_precision_callbacks.layers.naming import SURROUNDS, Model, roots_of
+from te_precision_callbacks.layers.naming import SURROUNDS, Model, NamedTorchModule, roots_of
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import has_state
 
@@ -96,7 +97,7 @@ class ModelWatch:
 
     def __init__(
         self,
-        report: Callable[[str, str, Exception], None],
+        report: Report,
         is_paused: Callable[[], bool],
         count: Callable[[], None] = lambda: None,
     ) -> None:
@@ -109,14 +110,14 @@ class ModelWatch:
         self.ran: dict[int, set[TrainingForward]] = {}
         self.unobserved = UnobservedForwards()
         self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
-        self._modules: Mapping[int, tuple[str, torch.nn.Module]] = {}
+        self._modules: Mapping[int, NamedTorchModule] = {}
         self._report = report
         self._is_paused = is_paused
         self._count = count
         self._is_muted = False
         self._replaced = Replacements(keeps_later=True)
 
-    def watch(self, model: Model, modules: Mapping[int, tuple[str, torch.nn.Module]]) -> None:
+    def watch(self, model: Model, modules: Mapping[int, NamedTorchModule]) -> None:
         """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
         self._modules = modules
         self.calls = ModelCalls()
@@ -203,9 +204,9 @@ class ModelWatch:
         setattr(part, SURROUNDS, own)
         self._replaced.replace(module, "_compiled_call_impl", part)
 
-    def _own_call(self, module: Any) -> Callable[..., Any]:
+    def _own_call(self, module: Any) -> AnyFunction:
         """The original call of a module; for Transformer Engine's modules it also notes forwards in training mode."""
-        upstream: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+        upstream: AnyFunction = module._compiled_call_impl or module._call_impl
         if not has_state(module):
             return upstream
 
@@ -236,7 +237,7 @@ class ModelWatch:
             step = self._wrap_call(root, root.training_step, is_forward=False)
             self._replaced.replace(root, "training_step", TrainingStepOfOneModule(step, root))
 
-    def _wrap_call(self, root: Any, upstream: Callable[..., Any], *, is_forward: bool) -> Callable[..., Any]:
+    def _wrap_call(self, root: Any, upstream: AnyFunction, *, is_forward: bool) -> AnyFunction:
 
         @functools.wraps(upstream)
         def around(*arguments: Any, **keywords: Any) -> Any:
@@ -259,7 +260,7 @@ class ModelWatch:
                     calls.leave()
             return result
 
-        not_compiled: Callable[..., Any] = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]
+        not_compiled: AnyFunction = torch.compiler.disable(around, recursive=False)  # type: ignore[no-untyped-call]
         return not_compiled
 
     def _end_call(self, call: ModelCall | None, result: Any) -> None:
@@ -268,7 +269,7 @@ class ModelWatch:
                 self.operators.nodes.bind(leaves(result))
             self.calls.end(call, result)
 
-    def _wrap_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, upstream: AnyFunction) -> AnyFunction:
 
         @functools.wraps(upstream)
         def around(roots: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -346,7 +347,7 @@ class ModelWatch:
 class CallOfOneModule:
     """The ``_compiled_call_impl`` of one module, which copies of the module do not get."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: AnyFunction) -> None:
         functools.update_wrapper(self, call)
         self._call = call
 
@@ -360,7 +361,7 @@ class CallOfOneModule:
 class TrainingStepOfOneModule(CallOfOneModule):
     """The ``training_step`` of one module; a copy of the module gets its class's own method."""
 
-    def __init__(self, call: Callable[..., Any], module: Any) -> None:
+    def __init__(self, call: AnyFunction, module: Any) -> None:
         super().__init__(call)
         self._module = module
         # Lightning unwraps once, and passes batch_idx to a function that takes it, or any arguments.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.modules.conv
 
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
 from te_precision_callbacks.coverage.coverage import Family, StateRow
 from te_precision_callbacks.coverage.marks import (
@@ -38,7 +39,7 @@ from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
 from te_precision_callbacks.coverage.precision_audit import dtype_name, format_of
 from te_precision_callbacks.coverage.products import UNFUSED, SeenProduct, kind_of
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
-from te_precision_callbacks.layers.naming import Model, parameters_of
+from te_precision_callbacks.layers.naming import Model, NamedTorchModule, parameters_of
 from te_precision_callbacks.te import modules as te_modules
 
 _SOFTMAX = frozenset({"aten::_softmax", "aten::_safe_softmax"})
@@ -58,7 +59,7 @@ class OperatorProducts:
         with_product: the layers that have run a product in their current forward.
     """
 
-    def __init__(self, modules: Mapping[int, tuple[str, torch.nn.Module]], state: KeptState, calls: ModelCalls) -> None:
+    def __init__(self, modules: Mapping[int, NamedTorchModule], state: KeptState, calls: ModelCalls) -> None:
         self.seen: list[SeenProduct] = []
         self.with_product: set[str] = set()
         self.nodes = NodesOfProducts()
@@ -191,9 +192,7 @@ class OperatorProducts:
             elif not seen_product.role:
                 self._scores.put(result, seen_product)
 
-    def _seen_in(
-        self, operator: str, product: MatrixProduct, inside: tuple[str, torch.nn.Module] | None
-    ) -> SeenProduct | None:
+    def _seen_in(self, operator: str, product: MatrixProduct, inside: NamedTorchModule | None) -> SeenProduct | None:
         looks_up = product.role == "lookup"
         weight = self.weights.find(product.b, inside, embedding=looks_up) or self.weights.find(product.a, inside)
         if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
@@ -226,7 +225,7 @@ class OperatorProducts:
             inside[0], family, role, formats, sizes, kind, sequences=product.sequences, mask_share=product.mask_share
         )
 
-    def _kind(self, inside: tuple[str, torch.nn.Module] | None, weight: Weight) -> str:
+    def _kind(self, inside: NamedTorchModule | None, weight: Weight) -> str:
         if inside is not None:
             return kind_of(inside[1])
         for path, module in self._modules.values():
@@ -302,7 +301,7 @@ class OperatorProducts:
                 return seen
         return first
 
-    def _innermost_module(self) -> tuple[str, torch.nn.Module] | None:
+    def _innermost_module(self) -> NamedTorchModule | None:
         """The innermost running module of the model with its path; None while a constant is created."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name not in _OF_CONSTANTS:
@@ -334,9 +333,7 @@ _MASTER = "master_param"
 class KeptState:
     """Collects the dtypes of a model and its optimizers after the optimizers' step."""
 
-    def __init__(
-        self, report: Callable[[str, str, Exception], None], current_call: Callable[[], ModelCall | None] = lambda: None
-    ) -> None:
+    def __init__(self, report: Report, current_call: Callable[[], ModelCall | None] = lambda: None) -> None:
         self._report = report
         self._call_now = current_call
         self.close()

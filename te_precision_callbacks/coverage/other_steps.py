@@ -87,11 +87,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     firsts = sorted(changed)[-_MOST_CHANGES:]
 
     def state_in(step: int) -> frozenset[int]:
-        return frozenset(
-            number
-            for its_spans, number in alike.items()
-            if any(since <= step and (until is None or step <= until) for since, until in its_spans)
-        )
+        return frozenset(number for its_spans, number in alike.items() if _has_step(its_spans, step))
 
     states: dict[frozenset[int], list[tuple[int, int]]] = {}
     for first, following in itertools.pairwise(firsts):
@@ -118,6 +114,10 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     return others
 
 
+def _has_step(spans: Iterable[_Span], step: int) -> bool:
+    return any(since <= step and (until is None or step <= until) for since, until in spans)
+
+
 def format_other_steps(others: Sequence[OtherSteps]) -> list[str]:
     return first_of(map(str, others), _MOST_LINES, "and {} more: session.coverage(at=...)")
 
@@ -139,12 +139,10 @@ def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Map
 def other_steps_of_run(run: RecordedRun) -> list[str]:
     if run.gemms["until"].null_count == run.gemms.num_rows:
         return []  # the usual case, without a loop over thousands of products
-    products = recorded_products(run.gemms, run.operands)
-    return format_other_steps(
-        other_steps(
-            ProductSpan(product, row["order"] or 0, None, row["since"] or 0, row["until"]) for row, product in products
-        )
-    )
+    spans = []
+    for row, product in recorded_products(run.gemms, run.operands):
+        spans.append(ProductSpan(product, row["order"] or 0, None, row["since"] or 0, row["until"]))
+    return format_other_steps(other_steps(spans))
 
 
 def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> Product:

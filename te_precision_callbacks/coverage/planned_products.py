@@ -167,7 +167,10 @@ class _ProductPlanner:
         return PlannedProducts(Coverage(products), not_counted=tuple(left), attention=_attention(names, below))
 
     def _products_of(self, ran: Ran) -> list[Product]:
-        seen = [replace(product, runs="planned") if product.runs == "seen" else product for product in ran.products]
+        seen = list(ran.products)
+        for place, product in enumerate(seen):
+            if product.runs == "seen":
+                seen[place] = replace(product, runs="planned")
         products = list(apply_precision(seen, self._facts, self._precision, self._unconverted))
         have = {(product.layer, product.gemm) for product in products}
         for planned in self._products:

@@ -10,6 +10,7 @@ appears by its name.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,7 +208,7 @@ class PrecisionAudit:
         fact = self.history.last_facts(layer)[0]
         if fact is None or not fact.operands:
             return None
-        return any(form.recipe for _, formats in fact.operands for form in formats)
+        return any(form.recipe for form in itertools.chain(*dict(fact.operands).values()))
 
     def select_running(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
         running = {}
@@ -250,13 +251,11 @@ class PrecisionAudit:
 
 
 def seen_operands(event: GemmEvent) -> tuple[SeenOperand, ...]:
-    return tuple(
-        (
-            LayerOperand(event.layer, event.gemm, operand.tensor),
-            Format(format_of_data(operand.data) + MODIFIED * _is_modified(operand), event.recipe),
-        )
-        for operand in event.operands
-    )
+    seen = []
+    for operand in event.operands:
+        text = format_of_data(operand.data) + MODIFIED * _is_modified(operand)
+        seen.append((LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe)))
+    return tuple(seen)
 
 
 def _is_in_autocast() -> bool:
@@ -350,10 +349,8 @@ def gemms_left_out(
     """Map each GEMM that the backward skips, after a forward with gradients, to the reason."""
     row = te_modules.of(module)
     if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-        return {LayerGemm(layer, gemm): NO_GRADIENT for layer in layers for gemm in GEMMS[1:]}
-    left_out = {
-        LayerGemm(layer, "wgrad"): FROZEN for layer, frozen in zip(layers, row.frozen(module), strict=False) if frozen
-    }
+        return dict.fromkeys(itertools.starmap(LayerGemm, itertools.product(layers, GEMMS[1:])), NO_GRADIENT)
+    left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in itertools.compress(layers, row.frozen(module))}
     if not input_needs_gradient and not row.has_norm:
         left_out |= {LayerGemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
     return left_out

@@ -14,7 +14,7 @@ import torch
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import ESTIMATED, Family, Product, ProductName, Reason, StateRow
-from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT, join_with_arrows
 from te_precision_callbacks.coverage.marks import Weight
 from te_precision_callbacks.coverage.matrix_products import PackedSequence, Role, Sizes
 from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, OUTSIDE, Kind, ModelCall, Parts
@@ -133,7 +133,7 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
         names = OPERAND_NAMES[gemm]
         if backward and gemm not in OPERANDS:
             names = _OF_BACKWARD
-        formats = [" -> ".join(dict.fromkeys(call.formats[side] for call, _ in calls)) for side in (0, 1)]
+        formats = map(join_with_arrows, zip(*(call.formats for call, _ in calls), strict=True))
         yield Product(
             layer,
             first.family,
@@ -236,7 +236,7 @@ class CountedKinds:
         self._put(kind, seen, 1, 1, False)
 
     def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:
-        seen = [part for product in products for part in product.detached()]
+        seen = list(itertools.chain.from_iterable(product.detached() for product in products))
         self._counted[kind] = _CountedCalls(seen, calls, backwards, lacks)
         self.changes += 1
 

@@ -7,6 +7,7 @@ The layer is read from the frames of the traceback, so healthy runs have no cost
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -160,10 +161,11 @@ def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) ->
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _FailedLayer | None:
     by_module = {id(named.module): named for named in modules}
     # Parameters and quantizers belong to a single module, so they identify it in a backward.
-    by_part = {id(part): named for named in modules for part in named.module.parameters(recurse=False)}
+    by_part: dict[int, NamedModule] = {}
     for named in modules:
         quantizers: Any = named.module.quantizers
-        by_part |= {id(part): named for parts in quantizers.values() for part in parts or ()}
+        parts = itertools.chain(named.module.parameters(recurse=False), *filter(None, quantizers.values()))
+        by_part.update(dict.fromkeys(map(id, parts), named))
     place: _FailedLayer | None = None
     while trace is not None:
         frame = trace.tb_frame

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import QuantizationError
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
 from te_precision_callbacks.base.numerics.layouts import PLAIN, fp8_format, per_tensor_codes
@@ -73,13 +74,12 @@ from te_precision_callbacks.statistics.table import (
     SCALE_SOURCES,
     STATISTICS,
     StatisticSource,
+    Values,
 )
 
 logger = logging.getLogger(__name__)
 
 _WEIGHT = "weight"
-
-OnFailure = Callable[[str, str, Exception], None]
 
 
 class Placement(NamedTuple):
@@ -149,7 +149,7 @@ class StatisticsEngine:
         gemm_operands: receives operands of GEMMs in high precision; None without a session.
     """
 
-    def __init__(self, series: SeriesTable | None = None, on_failure: OnFailure | None = None) -> None:
+    def __init__(self, series: SeriesTable | None = None, on_failure: Report | None = None) -> None:
         self._placements: Mapping[str, Placement] = {}
         self.on_failure = _log_failure_once() if on_failure is None else on_failure
         self.has_news = False
@@ -340,7 +340,9 @@ class StatisticsEngine:
                 left.setdefault(passes[0].device, []).append((measuring, *passes))
         for device, together in left.items():
             vectors = self._slots.devices[device].current()
-            pending = [single for _, _, of_tensor in together for single in of_tensor]
+            pending: list[Pending] = []
+            for _, _, of_tensor in together:
+                pending += of_tensor
             kernels.add(pending, vectors.sums, vectors.maxima)
             for measuring, ready, _ in together:
                 measuring.end(ready)
@@ -367,26 +369,20 @@ class StatisticsEngine:
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
         with _without_autograd():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
-        readings = [(self._reading(table.rows), table) for table in tables]
-        measured = [
-            numbers
-            for reading, table in readings
-            for numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken))
-        ]
-        return Measured(
-            self.series,
-            np.concatenate([np.empty(0, np.int32), *(series for series, _ in measured)]),
-            np.concatenate([np.empty(0), *(values for _, values in measured)]),
-            dict(histogram for reading, table in readings for histogram in reading.histograms(table)),
-            local=self._reduction.local,
-        )
-
-    def _reading(self, rows: Rows) -> _TableReader:
-        reading = self._readings.get(rows)
-        if reading is None:
-            reading = _TableReader(rows, self.series)
-            self._readings[rows] = reading
-        return reading
+        series = [np.empty(0, np.int32)]
+        values = [np.empty(0)]
+        histograms: dict[int, tuple[float, ...]] = {}
+        for table in tables:
+            reading = self._readings.get(table.rows)
+            if reading is None:
+                reading = _TableReader(table.rows, self.series)
+                self._readings[table.rows] = reading
+            for numbers, of_numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken)):
+                series.append(numbers)
+                values.append(of_numbers)
+            histograms.update(reading.histograms(table))
+        local = self._reduction.local
+        return Measured(self.series, np.concatenate(series), np.concatenate(values), histograms, local=local)
 
     def forget(self) -> None:
         with _without_autograd():
@@ -416,7 +412,7 @@ def _without_autograd() -> AbstractContextManager[None]:
     return _NO_CONTEXT
 
 
-def _log_failure_once() -> OnFailure:
+def _log_failure_once() -> Report:
     notices = Notices()
 
     def log(operation: str, subject: str, error: Exception) -> None:
@@ -428,12 +424,12 @@ def _log_failure_once() -> OnFailure:
     return log
 
 
-class _SelectedRows(Mapping[str, npt.NDArray[np.float64]]):
-    def __init__(self, columns: Mapping[str, npt.NDArray[np.float64]], rows: npt.NDArray[np.intp]) -> None:
+class _SelectedRows(Mapping[str, Values]):
+    def __init__(self, columns: Mapping[str, Values], rows: npt.NDArray[np.intp]) -> None:
         self._columns = columns
         self._rows = rows
 
-    def __getitem__(self, name: str) -> npt.NDArray[np.float64]:
+    def __getitem__(self, name: str) -> Values:
         return self._columns[name][self._rows]
 
     def __iter__(self) -> Iterator[str]:
@@ -443,7 +439,7 @@ class _SelectedRows(Mapping[str, npt.NDArray[np.float64]]):
         return len(self._columns)
 
 
-_SeriesValues = tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
+_SeriesValues = tuple[npt.NDArray[np.int32], Values]
 
 _NONFINITE = "nonfinite_num"
 
@@ -453,16 +449,15 @@ class _TableReader:
 
     def __init__(self, rows: Rows, table: SeriesTable) -> None:
         self._table = table
-        self._uncounted = [  # row, layer and tensor of tensors with moments, but without a request for nonfinite_num
-            (row, key.layer, key.tensor)
-            for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True))
-            if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in labels
-        ]
-        self._uncounted_rows = np.array([row for row, _, _ in self._uncounted], dtype=np.intp)
+        self._uncounted: list[tuple[str, str]] = []  # tensors with moments, but without a request for nonfinite_num
+        uncounted_rows: list[int] = []
         numbers: list[int] = []
         places: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
         histograms: dict[StatisticSource, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
         for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
+            if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in labels:
+                self._uncounted.append((key.layer, key.tensor))
+                uncounted_rows.append(row)
             for label in labels:
                 number = table.intern(key.layer, key.tensor, label)
                 request = table[number].family.request
@@ -473,6 +468,7 @@ class _TableReader:
                 else:
                     places.setdefault(request.statistic.name, []).append((row, len(numbers)))
                     numbers.append(number)
+        self._uncounted_rows = np.array(uncounted_rows, dtype=np.intp)
         self._series = np.array(numbers, dtype=np.int32)
         self._formulas = [
             (STATISTICS[name], *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
@@ -489,9 +485,9 @@ class _TableReader:
     def nonfinite_counts(self, table: Table, broken: set[tuple[str, str]]) -> _SeriesValues:
         """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
-        broken.update(self._uncounted[place][1:] for place in np.flatnonzero(counts).tolist())
-        places = [place for place, key in enumerate(self._uncounted) if key[1:] in broken] if broken else []
-        series = [self._table.intern(*self._uncounted[place][1:], _NONFINITE) for place in places]
+        broken.update(self._uncounted[place] for place in np.flatnonzero(counts).tolist())
+        places = [place for place, key in enumerate(self._uncounted) if key in broken] if broken else []
+        series = [self._table.intern(*self._uncounted[place], _NONFINITE) for place in places]
         return np.array(series, dtype=np.int32), counts[places]
 
     def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:
@@ -537,14 +533,10 @@ class _SegmentKind(NamedTuple):
         form = None if request.recipe is None else _QuantizedForm(request.recipe, request.columnwise, request.e5m2)
         return cls(request.statistic.source, form, request.blocks)
 
-    @property
-    def name(self) -> str:
-        """Equal on every rank."""
-        return _name_of(self)
-
 
 @functools.cache
 def _name_of(kind: _SegmentKind) -> str:
+    """Equal on every rank."""
     parts = [kind.source.name]
     if kind.form is not None:
         parts += [kind.form.recipe or "OWN", "columnwise" if kind.form.columnwise else "rowwise"]
@@ -637,6 +629,9 @@ def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | Non
 
 _OF_CODES = frozenset({StatisticSource.QUANTIZED, StatisticSource.SCALES})
 
+_Held = PerTensor | BlockScaledTensor | None
+"""The quantized data that a GEMM reads; None if the form must be simulated."""
+
 
 class _Measurement:
     def __init__(self, engine: StatisticsEngine, watched: Watched) -> None:
@@ -699,7 +694,7 @@ class _Measurement:
                 self._wanted[kind] = requests
         if not self._wanted:
             return None
-        held: dict[_QuantizedForm, PerTensor | BlockScaledTensor | None] = {}
+        held: dict[_QuantizedForm, _Held] = {}
         for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
                 held[form] = self._read_quantized(form)
@@ -711,7 +706,11 @@ class _Measurement:
             return None
         if not rest and len(self._wanted) == len(plan.wanted):
             plan.ready[key] = ready
-        return ready, [self._pending(pass_, None if pass_.form is None else held[pass_.form]) for pass_ in ready.passes]
+        pending: list[Pending] = []
+        for pass_ in ready.passes:
+            data = None if pass_.form is None else held[pass_.form]
+            pending.append(self._pending(pass_, data))
+        return ready, pending
 
     def end(self, ready: _CachedPasses) -> None:
         self._engine._slots.asked.append(ready.asked)
@@ -733,21 +732,19 @@ class _Measurement:
             pending.append(self._pending(pass_, held))
         return pending
 
-    def _can_reuse(self, pass_: _Pass, held: PerTensor | BlockScaledTensor | None) -> bool:
+    def _can_reuse(self, pass_: _Pass, held: _Held) -> bool:
         if pass_.of_blocks is None:
             return isinstance(held, PerTensor)
         return isinstance(held, BlockScaledTensor) and held.fits(self._values)
 
-    def _pending(self, pass_: _Pass, held: PerTensor | BlockScaledTensor | None) -> Pending:
+    def _pending(self, pass_: _Pass, held: _Held) -> Pending:
         if isinstance(held, PerTensor):
             return Pending(self._values, held.codes, held.scale_inv, held.e5m2, pass_.places)
         if held is not None and pass_.of_blocks is not None:
             return Pending(self._values, None, None, False, pass_.places, held, pass_.of_blocks)
         return Pending(self._values, None, None, False, pass_.places)
 
-    def _plan_passes(
-        self, held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
-    ) -> tuple[_CachedPasses | None, Sequence[_SegmentKind]]:
+    def _plan_passes(self, held: Mapping[_QuantizedForm, _Held]) -> tuple[_CachedPasses | None, Sequence[_SegmentKind]]:
         """Return the passes (one, or one per form), and the kinds that they do not cover."""
         fused = [kind for kind in self._wanted if self._is_fusable(kind, held)]
         rest = [kind for kind in self._wanted if kind not in fused]
@@ -763,17 +760,15 @@ class _Measurement:
             if segment.device != device:
                 raise QuantizationError("the layer moved to another device within a step")
             segments[first if kind.form is None else kind.form][kind.source] = segment
-        passes = [
-            _pass(form, by_source, in_blocks=form is not None and isinstance(held[form], BlockScaledTensor))
-            for form, by_source in segments.items()
-        ]
+        passes = []
+        for form, by_source in segments.items():
+            in_blocks = form is not None and isinstance(held[form], BlockScaledTensor)
+            passes.append(_pass(form, by_source, in_blocks=in_blocks))
         asked = [(self._segment(kind), slots.labels(self._segment(kind), self._wanted[kind]), True) for kind in fused]
         once = [segment.key for segment, *_ in asked if segment.key.tensor == _WEIGHT]
         return _CachedPasses(slots.moves, device, passes, asked, frozenset(once)), rest
 
-    def _is_fusable(
-        self, kind: _SegmentKind, held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
-    ) -> bool:
+    def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, _Held]) -> bool:
         if kind.form is None:
             return kind.blocks is None
         data = held.get(kind.form)
@@ -783,9 +778,7 @@ class _Measurement:
             return kind.source in _OF_CODES
         return data.fits(self._values)
 
-    def _measure_separately(
-        self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, PerTensor | BlockScaledTensor | None]
-    ) -> None:
+    def _measure_separately(self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, _Held]) -> None:
         """Measure kinds that no pass covers: ranges of blocks, simulated recipes, scales without the tensor."""
         for kind in kinds:
             if kind.blocks is not None:
@@ -795,8 +788,7 @@ class _Measurement:
             if wanted:
                 self._compare(form, data, wanted)
 
-    def _read_quantized(self, form: _QuantizedForm) -> PerTensor | BlockScaledTensor | None:
-        """Return the quantized data that a GEMM reads; None if the form must be simulated."""
+    def _read_quantized(self, form: _QuantizedForm) -> _Held:
         quantized = self._watched.quantized(columnwise=form.columnwise)
         if quantized is None and form.recipe == OWN_RECIPE and self._unknown_quantizer is not None:
             raise QuantizationError(
@@ -827,9 +819,7 @@ class _Measurement:
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(
-        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[StatisticSource]
-    ) -> None:
+    def _compare(self, form: _QuantizedForm, held: _Held, wanted: Set[StatisticSource]) -> None:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
@@ -849,7 +839,7 @@ class _Measurement:
                 self._report_failure(form, QuantizationError(reason), kinds)
 
     def _columns(
-        self, form: _QuantizedForm, held: PerTensor | BlockScaledTensor | None, wanted: Set[StatisticSource]
+        self, form: _QuantizedForm, held: _Held, wanted: Set[StatisticSource]
     ) -> Mapping[StatisticSource, SumsAndMaxima]:
         if isinstance(held, PerTensor):
             return {StatisticSource.SCALES: scale_columns(held.scale_inv)}
@@ -883,7 +873,7 @@ class _Measurement:
         segment = self._segments.get(kind)
         device = self._values.device
         if segment is None or segment.device != device:
-            key = SegmentKey(self._watched.layer, self._watched.tensor, kind.name, self._shard)
+            key = SegmentKey(self._watched.layer, self._watched.tensor, _name_of(kind), self._shard)
             segment = self._engine._slots.segment(key, *_COLUMNS[kind.source], device, contributes=self._contributes)
             self._segments[kind] = segment
         return segment
@@ -901,12 +891,11 @@ class _Measurement:
         self._engine.on_failure(self._labels(form, sources), f"of {self._watched.layer} {self._watched.tensor}", error)
 
     def _labels(self, form: _QuantizedForm, sources: Collection[StatisticSource] = frozenset(StatisticSource)) -> str:
-        return ", ".join(
-            request.label
-            for kind, requests in self._wanted.items()
-            if kind.form == form and kind.source in sources
-            for request in requests
-        )
+        labels: list[str] = []
+        for kind, requests in self._wanted.items():
+            if kind.form == form and kind.source in sources:
+                labels += [request.label for request in requests]
+        return ", ".join(labels)
 
 
 def _pass(form: _QuantizedForm | None, segments: Mapping[StatisticSource, SlotRange], *, in_blocks: bool) -> _Pass:

@@ -33,6 +33,7 @@ from te_precision_callbacks.base.numerics.layouts import (
 )
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
+from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.engine.kernels import compiled, eager
 from te_precision_callbacks.engine.kernels.columns import BlockScaledTensor
 from te_precision_callbacks.engine.kernels.eager_blocks import (
@@ -76,16 +77,14 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
         if codes is None:
             raise QuantizationError("the quantized tensor has neither its data nor their transpose")
         return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
-    direction = "rowwise"
-    if columnwise:
-        direction = "columnwise"
     try:
         part = read_stored(quantized, columnwise=columnwise)
     except LayoutError as error:
         raise QuantizationError(str(error)) from error
     if part is None:
-        raise QuantizationError(f"the quantized tensor has no {direction} data")
+        raise QuantizationError(f"the quantized tensor has no {direction_name(columnwise)} data")
     if part.hadamard:
+        direction = direction_name(columnwise)
         raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
     block = part.block
     if part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False):
@@ -172,7 +171,8 @@ def simulate(
     columns = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
     compared = join_comparisons([compared for compared, _, _ in columns], by_block)
     kept = columns[:1] if block is None else columns
-    factors, stored_scales = (torch.cat([piece[index].reshape(-1) for piece in kept]) for index in (1, 2))
+    factors = torch.cat([factors.reshape(-1) for _, factors, _ in kept])
+    stored_scales = torch.cat([scales.reshape(-1) for _, _, scales in kept])
     # A per-tensor scale always counts, as in a real quantized tensor.
     occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None
     return columns_of(wanted, compared, Scales(factors, stored_scales, *simulated.limits), occupied, blocks)

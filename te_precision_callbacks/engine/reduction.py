@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.errors import ReductionError
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
@@ -36,6 +37,8 @@ from te_precision_callbacks.engine.slots import Asked, SegmentKey, Segments, Slo
 from te_precision_callbacks.statistics.table import Columns, Values
 
 logger = logging.getLogger(__name__)
+
+_Places = npt.NDArray[np.intp]
 
 
 class RanksDifferError(ReductionError):
@@ -98,9 +101,6 @@ class Table(NamedTuple):
     columns: Columns
 
 
-OnFailure = Callable[[str, str, Exception], None]
-
-
 class Reduction:
     """Collects :class:`Segments` over ranks.
 
@@ -112,7 +112,7 @@ class Reduction:
         optimizers_differ: whether the ranks had different numbers of optimizer steps in an iteration.
     """
 
-    def __init__(self, messages: Messages | None, on_failure: OnFailure) -> None:
+    def __init__(self, messages: Messages | None, on_failure: Report) -> None:
         self.messages = messages
         self.local = False
         self.optimizers_differ = False
@@ -166,11 +166,10 @@ class Reduction:
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
         why = f"to reduce the statistics of iteration {stamp.iteration}. A rank may have ended or skipped a step()"
         while True:
-            news = (
-                () if self._layout_version == slots.version and self._layout is not None else self._new_segments(slots)
-            )
+            is_current = self._layout is not None and self._layout_version == slots.version
+            news = [] if is_current else self._new_segments(slots)
             if self._layout is not None:
-                if self._layout_version != slots.version and not news:
+                if not is_current and not news:
                     self._update_layout(slots)  # the segments are new on this rank only
                 layout = self._layout
                 layout.pack(slots, stamp, changed=bool(news), requests=messages.requests)
@@ -328,12 +327,12 @@ class _Layout:
         self._note_asked([])
         self.merged = np.empty(largest + _TRAILER)
         self._host = torch.from_numpy(self.merged)
-        self._moves = [
-            (on, of, _indices(sources, widths).to(on), _indices(targets, widths).to(self._device))
-            for (on, of), ranges in moves.items()
-            for sources, targets, widths in [np.array(ranges).T]
-            if widths.any()
-        ]
+        self._moves: list[tuple[torch.device, str, torch.Tensor, torch.Tensor]] = []
+        for (on, of), ranges in moves.items():
+            sources, targets, widths = np.array(ranges).T
+            if widths.any():
+                to_read = _indices(sources, widths).to(on)
+                self._moves.append((on, of, to_read, _indices(targets, widths).to(self._device)))
 
     def has_changed(self) -> bool:
         return bool(self.merged[_CHANGED] > 0)
@@ -354,7 +353,7 @@ class _Layout:
     def has_one_optimizer_count(self) -> bool:
         return not self.optimizer_step_difference() and bool(self._stamps()[0, -1] > 0)
 
-    def _stamps(self) -> npt.NDArray[np.float64]:
+    def _stamps(self) -> Values:
         return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, requests: Requests) -> None:
@@ -424,7 +423,7 @@ class _Block:
         self.pieces.append((piece, self.rows.setdefault(piece.entry.key._replace(shard=None), len(self.rows))))
 
     @functools.cached_property
-    def _cells(self) -> npt.NDArray[np.intp]:
+    def _cells(self) -> _Places:
         entry = self.pieces[0][0].entry  # all have the same columns
         sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
         return np.concatenate(
@@ -432,7 +431,7 @@ class _Block:
         )
 
     @functools.cached_property
-    def _due_at(self) -> npt.NDArray[np.intp]:
+    def _due_at(self) -> _Places:
         return np.concatenate(
             [np.arange(piece.due_at, piece.due_at + len(piece.entry.outputs)) for piece, _ in self.pieces]
         )
@@ -492,10 +491,10 @@ class _Selection(NamedTuple):
     """
 
     rows: Rows
-    cells: npt.NDArray[np.intp]
-    begins: npt.NDArray[np.intp]
+    cells: _Places
+    begins: _Places
 
 
-def _indices(starts: npt.NDArray[np.intp], widths: npt.NDArray[np.intp]) -> torch.Tensor:
+def _indices(starts: _Places, widths: _Places) -> torch.Tensor:
     before = np.cumsum(widths) - widths
     return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))

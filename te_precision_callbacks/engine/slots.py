@@ -10,6 +10,7 @@ end of the step waits for all streams and merges their vectors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -190,7 +191,8 @@ class Segments:
         return segment
 
     def _is_measured(self, segment: SlotRange) -> bool:
-        return any(other is segment and is_measured for asked in self.asked for other, _, is_measured in asked)
+        asked = itertools.chain.from_iterable(self.asked)
+        return any(other is segment and is_measured for other, _, is_measured in asked)
 
     def labels(self, segment: SlotRange, requests: Sequence[Request]) -> Set[str]:
         labels = dict.fromkeys(request.label for request in requests)

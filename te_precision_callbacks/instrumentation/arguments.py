@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,14 @@ from te_precision_callbacks.te.modules import MODULES, ModuleRow
 
 ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
 
-GemmsOfCall = Callable[[Mapping[str, Any], Any], Iterable[tuple[Any, Any, Any]]]
-"""Arguments and result of a GEMM function -> A, B and result of each GEMM."""
+PlainTensors = dict[tuple[int, str], Any]
+"""(Layer index, tensor name) -> tensor before quantization."""
+
+GemmTensors = tuple[Any, Any, Any]
+"""A, B and the result of a GEMM."""
+
+GemmsOfCall = Callable[[Mapping[str, Any], Any], Iterable[GemmTensors]]
+"""Arguments and result of a GEMM function -> the tensors of each GEMM."""
 
 GEMM = ("A", "B", "out_dtype", "quantization_params", "gelu", "gelu_in", "alpha", "beta", "accumulate", "layout", "out")
 GROUPED_GEMM = ("A", "B", "out", "quantization_params", "out_dtype", "layout", "m_splits", "gelu", "grad", "accumulate")
@@ -42,7 +48,7 @@ class Sources(NamedTuple):
     """
 
     parameters: tuple[str, ...]
-    find: Callable[[Mapping[str, Any]], dict[tuple[int, str], Any]]
+    find: Callable[[Mapping[str, Any]], PlainTensors]
 
 
 def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer:
@@ -54,14 +60,15 @@ def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> Argume
     Raises:
         TypeError: a parameter is missing, as in another TE version.
     """
-    parameters = list(inspect.signature(function).parameters.values())
-    fixed = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    rest = next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL), None)
-    missing = ", ".join(sorted(_READ.intersection(known) - {parameter.name for parameter in parameters}))
+    parameters = inspect.signature(function).parameters
+    fixed: list[str] = []
+    rest: str | None = None
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            fixed.append(name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            rest = name
+    missing = ", ".join(sorted(_READ.intersection(known).difference(parameters)))
     if missing and rest is not None:
         return lambda arguments: dict(zip(known, arguments, strict=False))
     if missing:
@@ -77,21 +84,21 @@ def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> Argume
     return named
 
 
-def single_gemm(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def single_gemm(arguments: Mapping[str, Any], result: Any) -> Iterable[GemmTensors]:
     return [(arguments["A"], arguments["B"], result[0])]
 
 
-def gemms_of_experts(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_experts(arguments: Mapping[str, Any], result: Any) -> Iterable[GemmTensors]:
     outs = arguments["out"]
     if arguments.get("single_output"):
-        whole = outs[0]
-        rows = arguments["m_splits"]
-        plain = isinstance(whole, torch.Tensor) and type(whole) in (torch.Tensor, torch.nn.Parameter)
-        outs = torch.split(whole, list(rows)) if plain else [None] * len(arguments["A"])
+        outs = [None] * len(arguments["A"])
+        whole = arguments["out"][0]
+        if type(whole) in PLAIN:
+            outs = torch.split(whole, list(arguments["m_splits"]))
     return zip(arguments["A"], arguments["B"], outs, strict=True)
 
 
-def gemms_of_grouped_tensors(arguments: Mapping[str, Any], result: Any) -> Iterable[tuple[Any, Any, Any]]:
+def gemms_of_grouped_tensors(arguments: Mapping[str, Any], result: Any) -> Iterable[GemmTensors]:
     return zip(*(_matrices(arguments[name]) for name in GROUPED_TENSOR_GEMM), strict=True)
 
 
@@ -123,7 +130,7 @@ def forward_arguments(module: Any) -> dict[str, Any]:
     return dict(frame.f_locals)
 
 
-def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
+def _sources_of_experts(given: Mapping[str, Any]) -> PlainTensors:
     activation = given["inp"]
     splits = _rows(given["m_splits"])
     weights = given["weights_and_biases"]
@@ -133,10 +140,12 @@ def _sources_of_experts(given: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
 
 
 def _rows(splits: Any) -> list[int]:
-    return [int(rows) for rows in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+    if isinstance(splits, torch.Tensor):
+        splits = splits.tolist()
+    return list(map(int, splits))
 
 
-def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any]:
+def gradients(ctx: Any, gradient: Any, layers: int) -> PlainTensors:
     if not isinstance(gradient, torch.Tensor):
         return {}
     matrix = gradient.reshape(-1, gradient.shape[-1])
@@ -146,12 +155,12 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> dict[tuple[int, str], Any
     return plain_tensors({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 
-def plain_tensors(tensors: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-    return {
-        key: tensor
-        for key, tensor in tensors.items()
-        if type(tensor) in PLAIN or (isinstance(tensor, torch.Tensor) and not is_quantized(tensor))
-    }
+def plain_tensors(tensors: PlainTensors) -> PlainTensors:
+    return {key: tensor for key, tensor in tensors.items() if type(tensor) in PLAIN or _is_plain_subclass(tensor)}
+
+
+def _is_plain_subclass(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
 
 
 def operation_methods(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
@@ -159,13 +168,18 @@ def operation_methods(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
     from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
     from transformer_engine.pytorch.ops.op import FusedOperation
 
-    def subclasses(parent: Any) -> list[Any]:
-        return [kind for child in parent.__subclasses__() for kind in (child, *subclasses(child))]
-
     basic = [BasicLinear, GroupedLinear]
-    derived = [kind for parent in (*basic, FusedOperation) for kind in subclasses(parent)]
-    own = [(kind, name) for kind in derived for name in names if name in vars(kind)]
-    return [(kind, name, getattr(kind, name)) for kind, name in [*itertools.product(basic, names), *own]]
+    owners = list(itertools.product(basic, names))
+    for parent in (*basic, FusedOperation):
+        for kind in _subclasses(parent):
+            owners += [(kind, name) for name in names if name in vars(kind)]
+    return [(kind, name, getattr(kind, name)) for kind, name in owners]
+
+
+def _subclasses(parent: Any) -> Iterator[Any]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _subclasses(child)
 
 
 class Callers:
@@ -183,15 +197,16 @@ class Callers:
         """
         if len(sys.modules) != self._module_count:
             self._module_count = len(sys.modules)
-            originals = {name: getattr(origin, name) for origin, names in functions.items() for name in names}
-            self._callers = [
-                (module, name)
-                for module in list(sys.modules.values())
+            originals: dict[str, Any] = {}
+            for origin, names in functions.items():
+                originals.update({name: getattr(origin, name) for name in names})
+            self._callers = []
+            for module in list(sys.modules.values()):
                 # Of two sets of keys the smaller is looked up; of a dict, all keys would be.
-                if not originals.keys().isdisjoint(getattr(module, "__dict__", {}).keys())
-                for name, original in originals.items()
-                if _is_caller(module, vars(module).get(name), original)
-            ]
+                if not originals.keys().isdisjoint(getattr(module, "__dict__", {}).keys()):
+                    for name, original in originals.items():
+                        if _is_caller(module, vars(module).get(name), original):
+                            self._callers.append((module, name))
         return self._callers
 
 

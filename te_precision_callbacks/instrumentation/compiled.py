@@ -18,7 +18,7 @@ from te_precision_callbacks.instrumentation.arguments import gradients, plain_te
 from te_precision_callbacks.instrumentation.current_call import Forward, unobserved_forward
 from te_precision_callbacks.te import modules as te_modules
 
-_FRAMES = 6  # wgrad is called by a function of the backward
+_FRAMES = 7  # wgrad is called by a function of the backward
 
 
 class CompiledLinears:
@@ -85,10 +85,7 @@ class CompiledLinears:
 def _address(weight: Any) -> int:
     """Return the address of a weight's data, which views and the concatenation of adjacent parameters share."""
     if is_quantized(weight):
-        parts = [part for part in weight.get_metadata().values() if hasattr(part, "data_ptr")]
-        if parts:
-            return int(parts[0].data_ptr())
-        return 0
+        weight = next((part for part in weight.get_metadata().values() if hasattr(part, "data_ptr")), None)
     if hasattr(weight, "data_ptr"):
         return int(weight.data_ptr())
     return 0
@@ -100,9 +97,9 @@ def _arguments_of_operator() -> Any:
     codes = linear._linear_forward_impl.__code__, linear._linear_backward_impl.__code__
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
-        if frame is None or frame.f_code in codes:
+        if frame is None:
             break
+        if frame.f_code in codes:
+            return frame.f_locals["args"]
         frame = frame.f_back
-    if frame is not None and frame.f_code in codes:
-        return frame.f_locals["args"]
     return None

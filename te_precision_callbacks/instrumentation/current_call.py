@@ -12,6 +12,7 @@ from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.vocabulary import OperandName
 from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
+from te_precision_callbacks.instrumentation.arguments import PlainTensors
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmOperand, Kept
 from te_precision_callbacks.speed.trace.range_names import layer_range, module_of
@@ -65,7 +66,7 @@ class Forward:
         self.kind = kind
         self.recipe = recipe
         self.wanted: Collection[tuple[int, str]] = ()
-        self.high: dict[tuple[int, str], Any] | None = None
+        self.high: PlainTensors | None = None
         self.recomputed: set[tuple[int, str]] = set()
         self.kept: Kept = {}
         self.halves = halves

@@ -13,6 +13,7 @@ the scale is 1, so most of a small gradient underflows, unless the run was resum
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -112,13 +113,17 @@ class DelayedScalingLayers:
             return frozenset()
         device = next(iter(new.values())).device
         empty = (torch.cat([sums.to(device) for sums in new.values()], 1) == 0).all(0).tolist()
-        ours = {layer.name: id(module.module) for module in modules for layer in module.layers}
-        keys = [key for key, sums in new.items() for _ in range(sums.shape[1])]
-        without = {key for key, is_empty in zip(keys, empty, strict=True) if is_empty}
-        unscaled = frozenset(name for name, key in ours.items() if key in without)
+        keys = itertools.chain.from_iterable([key] * sums.shape[1] for key, sums in new.items())
+        without = set(itertools.compress(keys, empty))
+        ours: set[str] = set()
+        unscaled: set[str] = set()
+        for named in modules:
+            ours.update(named.names)
+            if id(named.module) in without:
+                unscaled.update(named.names)
         if unscaled:
-            return unscaled.union(layer for layer in layers if layer not in ours)
-        return unscaled
+            unscaled |= set(layers) - ours
+        return frozenset(unscaled)
 
 
 def _sums_of_states(states: Sequence[Any]) -> torch.Tensor:
@@ -319,16 +324,10 @@ class DebugPathDecisions:
                     self.note_plan(module, quantizers, kind, idle=idle)
                     if not idle:
                         self.check_scales(module, TEDebugState.get_iteration())
-                    if (
-                        not idle
-                        and forward.has_quantized_input
-                        and any(
-                            quantizer.any_feature_enabled()
-                            for quantizer in quantizers
-                            if quantizer.tensor_name == "activation"
-                        )
-                    ):
-                        self.report_quantized_input(module)
+                        if forward.has_quantized_input:
+                            inputs = [quantizer for quantizer in quantizers if quantizer.tensor_name == "activation"]
+                            if any_feature_enabled(inputs):
+                                self.report_quantized_input(module)
                 return idle
             # Evaluation must not change training's schedule.
             idle = not any_feature_enabled(quantizers)
@@ -379,7 +378,7 @@ class DebugPathDecisions:
         if known is not None and known.state == state:
             return known
         left_out = {} if fprop_only else gemms_left_out(module, layers, input_needs_gradient=needs)
-        gemms = [LayerGemm(layer, gemm) for layer in layers for gemm in (GEMMS[:1] if fprop_only else GEMMS)]
+        gemms = itertools.starmap(LayerGemm, itertools.product(layers, GEMMS[:1] if fprop_only else GEMMS))
         formats = {} if left is None else formats_of_fused_path(module, layers, fp8=module.fp8)
         formats = select_fprop(formats) if fprop_only else formats
         run = [gemm for gemm in gemms if gemm not in left_out]

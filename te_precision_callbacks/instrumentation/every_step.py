@@ -14,11 +14,12 @@ an inf in FP8 is a large number, and so is a nan in a gradient in NVFP4, which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.formats import E5M2 as E5M2_FORMAT
 from te_precision_callbacks.base.numerics.layouts import (
     NVFP4,
@@ -43,6 +44,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     of_amax,
 )
 from te_precision_callbacks.flight.ring import Ring
+from te_precision_callbacks.instrumentation.arguments import GemmTensors
 from te_precision_callbacks.instrumentation.current_call import Forward
 
 
@@ -54,7 +56,7 @@ class EveryStep:
         cast_hides_nan: whether a GEMM in NVFP4 has run, so that modules' inputs are added before the cast.
     """
 
-    def __init__(self, ring: Ring, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, ring: Ring, report: Report) -> None:
         self.ring = ring
         self.is_on = False
         self.cast_hides_nan = False
@@ -66,9 +68,7 @@ class EveryStep:
     def end_step(self) -> None:
         self._weights.clear()
 
-    def note(
-        self, forward: Forward, layout: str, gemms: Iterable[tuple[Any, Any, Any]], *, accumulates: bool | None
-    ) -> None:
+    def note(self, forward: Forward, layout: str, gemms: Iterable[GemmTensors], *, accumulates: bool | None) -> None:
         """Add the tensors of a forward's last GEMM, or of the GEMMs of its experts.
 
         Args:
@@ -156,7 +156,7 @@ class EveryStep:
         self._report("watching the GEMMs of", layer, error)
 
     def _to_add(
-        self, known: set[tuple[int, str]], layer: str, index: int, gemm: str, tensors: tuple[Any, Any, Any]
+        self, known: set[tuple[int, str]], layer: str, index: int, gemm: str, tensors: GemmTensors
     ) -> list[tuple[str, Any]]:
         """Return the tensors of a GEMM that it is the first to read, with their names; ``known``: of the forward."""
         a, b, out = tensors

@@ -15,10 +15,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from te_precision_callbacks.base.counts import group_by_key, some_of
 from te_precision_callbacks.base.errors import QuantizationError
-from te_precision_callbacks.base.numerics.layouts import has_scale, is_quantized
+from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.numerics.layouts import PLAIN, has_scale, is_quantized
 from te_precision_callbacks.base.vocabulary import RESULT, TENSORS, Observe
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
@@ -30,7 +30,7 @@ from te_precision_callbacks.config.schemas import LogGemmError
 from te_precision_callbacks.engine.engine import Prepared, StatisticsEngine
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
-from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 from te_precision_callbacks.statistics.table import SCALE_SOURCES
@@ -103,21 +103,20 @@ def _why_feature_not_fused(
         if isinstance(item, Dumped) and item.high_precision_tensor:
             return f"{name}: {_format_unavailable(tensor, module)}"
         if isinstance(item, LoggedTensor):
-            needing = [
-                request.label
-                for request in item.requests
-                if request.recipe != OWN_RECIPE or request.statistic.source not in SCALE_SOURCES
-            ]
-            if needing:
-                return f"{name}: {_format_unavailable(tensor, module)}, which {needing[0]!r} needs"
+            for request in item.requests:
+                if request.recipe != OWN_RECIPE or request.statistic.source not in SCALE_SOURCES:
+                    return f"{name}: {_format_unavailable(tensor, module)}, which {request.label!r} needs"
     return ""
 
 
 def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
-    entries = (planned[layer.name] for layer in named.layers if layer.name in planned)
-    options = (feature_options for entry in entries for feature_options in entry.features.get(NAMESPACE, {}).values())
-    schemas = (feature_options.schema for feature_options in options if isinstance(feature_options, ReadOptions))
-    return tuple(dict.fromkeys(schedule for schema in schemas for schedule in schema.effect().schedules.values()))
+    changed: dict[Schedule, None] = {}
+    for layer in named.names:
+        if layer in planned:
+            for options in planned[layer].features.get(NAMESPACE, {}).values():
+                if isinstance(options, ReadOptions):
+                    changed.update(dict.fromkeys(options.schema.effect().schedules.values()))
+    return tuple(changed)
 
 
 def _format_unavailable(tensor: str, module: Any) -> str:
@@ -146,11 +145,10 @@ def choose(
     why = [(named, why_not_fused(named, planned, only_observes)) for named in watched]
     refused = {named.name: reason for named, reason in why if reason is not None}
     if observe == "fused" and refused:
-        name, reason = next(iter(refused.items()))
-        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        reason = next(iter(refused.values()))
         raise ConfigError(
-            f'observe="fused": {name}{more} cannot be observed on the fused path: {reason}. observe="auto" uses'
-            " Transformer Engine's debug path for such layers."
+            f'observe="fused": {some_of(refused, 1)} cannot be observed on the fused path: {reason}. observe="auto"'
+            " uses Transformer Engine's debug path for such layers."
         )
     return {id(named.module): _changed_steps(named, planned) for named, reason in why if reason is None}, refused
 
@@ -159,14 +157,9 @@ def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:
     text = f"{fused} of {fused + len(not_fused)} modules with features keep their fused path."
     if not not_fused:
         return text
-    by_reason: dict[str, list[str]] = {}
-    for name, why in not_fused.items():
-        by_reason.setdefault(why.reason, []).append(name)
-    reasons = (
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
-        for reason, names in by_reason.items()
-    )
-    return f"{text} Transformer Engine's debug path runs {'; '.join(reasons)}"
+    by_reason = group_by_key((why.reason, name) for name, why in not_fused.items())
+    reasons = "; ".join(f"{some_of(names, 1)}: {reason}" for reason, names in by_reason.items())
+    return f"{text} Transformer Engine's debug path runs {reasons}"
 
 
 class _Due(NamedTuple):
@@ -198,7 +191,7 @@ class FusedObservation:
         due: layer -> the features that observe its tensors.
     """
 
-    def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, engine: StatisticsEngine, report: Report) -> None:
         self._engine = engine
         self._report = report
         self._api: Any = None
@@ -212,7 +205,7 @@ class FusedObservation:
         self._needed: dict[tuple[int, ...], frozenset[tuple[int, str]]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self._modules = {layer: named.module for named in modules for layer in named.names}
+        self._modules = modules_by_layer(modules)
         for cache in (self._watchers, self._shared, self._due_of_watchers, self.due, self._numbers, self._needed):
             cache.clear()
 
@@ -239,8 +232,10 @@ class FusedObservation:
                 upcoming.append(due.upcoming)
         needed = self._needed.get(tuple(numbers))
         if needed is None:
-            watched = [(index, tensor) for index, layer in enumerate(layers) for tensor in self.due[layer].watchers]
-            needed = frozenset(watched)
+            tensors: set[tuple[int, str]] = set()
+            for index, layer in enumerate(layers):
+                tensors.update((index, tensor) for tensor in self.due[layer].watchers)
+            needed = frozenset(tensors)
             self._needed[tuple(numbers)] = needed
         return needed, upcoming
 
@@ -257,18 +252,17 @@ class FusedObservation:
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 return _NOTHING_DUE
-            key = tuple(
-                (tensor, *((watcher.name, id(watcher.options)) for watcher in watchers))
-                for tensor, watchers in of_tensors
-            )
-            watchers = self._shared.setdefault(key, of_tensors)
+            key: list[object] = []
+            for tensor, of_tensor in of_tensors:
+                key += [tensor, *((watcher.name, id(watcher.options)) for watcher in of_tensor)]
+            watchers = self._shared.setdefault(tuple(key), of_tensors)
             self._watchers[layer] = watchers
         answer = self._due_of_watchers.get(id(watchers))
         if answer is None:
             answer = _query_watchers(watchers, iteration)
             same: list[object] = []
-            for tensor, watching in answer.watchers.items():
-                same += [tensor, *map(id, watching)]
+            for name, watching in answer.watchers.items():
+                same += [name, *map(id, watching)]
             number = self._numbers.setdefault(tuple(same), len(self._numbers))
             answer = answer._replace(number=number)
             self._due_of_watchers[id(watchers)] = answer
@@ -348,7 +342,7 @@ def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:
     """Yield a GEMM's tensors by name, in high precision and as passed: operands in their first GEMM, and the result."""
     for operand in event.operands:
         if operand.first:
-            plain = type(operand.given) in (torch.Tensor, torch.nn.Parameter)
-            yield operand.tensor, operand.given if plain and operand.high is None else operand.high, operand.given
+            plain = operand.high is None and type(operand.given) in PLAIN
+            yield operand.tensor, operand.given if plain else operand.high, operand.given
     if event.out is not None:
         yield RESULT[event.gemm], event.out, None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,6 +27,7 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
 from te_precision_callbacks.base.numerics.nvfp4 import rotate
@@ -57,7 +58,7 @@ from te_precision_callbacks.gemm_error.kernel_check import (
 )
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Kept, Watched
-from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.statistics.table import StatisticSource
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class SelectedGemms(Generic[_OptionsT]):
         self._options: dict[str, dict[str, _OptionsT]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self._layers = frozenset(layer for named in modules for layer in named.names)
+        self._layers = frozenset(modules_by_layer(modules))
         self._options.clear()
 
     def due(self, layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
@@ -123,9 +124,12 @@ class SelectedGemms(Generic[_OptionsT]):
     def _read(self, layer: str) -> dict[str, _OptionsT]:
         import nvdlfw_inspect.api as debug_api
 
-        api = debug_api.transformer_engine
-        all_options = (watcher.options for tensor in ROWWISE for watcher in api.watchers(layer, tensor))
-        return {options.gemm: options for options in all_options if isinstance(options, self._kind) and options.gemm}
+        selected: dict[str, _OptionsT] = {}
+        for tensor in ROWWISE:
+            for watcher in debug_api.transformer_engine.watchers(layer, tensor):
+                if isinstance(watcher.options, self._kind) and watcher.options.gemm:
+                    selected[watcher.options.gemm] = watcher.options
+        return selected
 
 
 class GemmErrors:
@@ -136,7 +140,7 @@ class GemmErrors:
         not_measured: (layer, GEMM) -> why the GEMM, or its format error, was not measured in any call.
     """
 
-    def __init__(self, engine: StatisticsEngine, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, engine: StatisticsEngine, report: Report) -> None:
         self._engine = engine
         self._report = report
         self.operands = engine.gemm_operands = GemmOperands()
@@ -155,7 +159,7 @@ class GemmErrors:
         self.selected.watch(modules)
         self._weights.clear()
         self.operands.forget()
-        self.operands.modules = {layer: id(named.module) for named in modules for layer in named.names}
+        self.operands.modules = {layer: id(module) for layer, module in modules_by_layer(modules).items()}
 
     def begin_iteration(self) -> None:
         self._weights.clear()
@@ -257,24 +261,32 @@ class GemmErrors:
         for name, extent in extents.items():
             yield probes(extent, item.probes, seed_of(iteration, layer, gemm, name), device)
 
-    def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
+    def _factors(self, event: GemmEvent, item: LogGemmErrorItem) -> tuple[Factor, Factor] | None:
+        """Return operands B and A; None for a GEMM that is not measured, with its reason in :attr:`not_measured`."""
         reason = why_not_seen(event, event.before)
         if reason:
             self.skip(event.layer, event.gemm, reason)
-            return
+            return None
         left = factor_of(event.b.data, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
         right = factor_of(event.a.data, columnwise=event.a.columnwise, piece_bytes=item.max_memory)
         if not left.is_quantized and not right.is_quantized:
             self.skip(event.layer, event.gemm, "it runs in high precision")
-            return
-        (n, k), m = left.shape, right.shape[0]
-        if 0 in (n, m, k):
-            return
-        needed = max(left.needs, right.needs, min(n, 128) * m * torch.float32.itemsize)
+            return None
+        if 0 in (*left.shape, right.shape[0]):
+            return None
+        needed = max(left.needs, right.needs, min(left.shape[0], 128) * right.shape[0] * torch.float32.itemsize)
         if needed > item.max_memory:
             reason = f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}"
             self.skip(event.layer, event.gemm, reason, remedy="Raise max_memory")
+            return None
+        return left, right
+
+    def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
+        factors = self._factors(event, item)
+        if factors is None:
             return
+        left, right = factors
+        (n, k), m = left.shape, right.shape[0]
         with without_autograd(left.device):
             x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
             alpha = float(event.arguments.get("alpha", 1.0))
@@ -428,7 +440,7 @@ class GemmRecords:
         watch: sets the layers with their options.
     """
 
-    def __init__(self, operands: GemmOperands, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, operands: GemmOperands, report: Report) -> None:
         self._operands = operands
         self._report = report
         self._notices = Notices()

@@ -91,9 +91,9 @@ class _Bypass:
         if not self._captured.matches_current_recipe:
             self._report()
             return self.graphed(*arguments, **keywords)
-        return self.original(
-            *arguments, **{name: value for name, value in keywords.items() if name not in _STREAM_KEYWORDS}
-        )
+        for name in _STREAM_KEYWORDS:
+            keywords.pop(name, None)
+        return self.original(*arguments, **keywords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied module gets the forward that it would have without a session."""
@@ -209,7 +209,7 @@ class CudaGraphs:
 
     @property
     def bypassable(self) -> set[int]:
-        return {key for graph in self._graphs.values() if not graph.why_not for key in graph.layers}
+        return set[int]().union(*(graph.layers for graph in self._graphs.values() if not graph.why_not))
 
     def refused(self) -> Iterator[tuple[torch.nn.Module, str]]:
         for graph in self._graphs.values():

@@ -77,7 +77,7 @@ class GemmPlans:
         """Return the plans of a module; None if its GEMMs have none, since a feature selects GEMMs of its layers."""
         if id(module) not in self._of_modules:
             try:
-                selects = any(selected.of_layer(layer) for selected in self._selected for layer in layers)
+                selects = any(any(map(selected.of_layer, layers)) for selected in self._selected)
             except Exception:  # a listener fails likewise, and reports it
                 return None
             self._of_modules[id(module)] = None if selects else {}

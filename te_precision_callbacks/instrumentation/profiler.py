@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
+from te_precision_callbacks.layers.naming import NamedTorchModule
 from te_precision_callbacks.speed.trace.range_names import layer_range
 
 _INCOMPLETE = ".incomplete.json.gz"
@@ -132,7 +133,7 @@ class ModuleRanges:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
-    def put(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    def put(self, modules: Iterable[NamedTorchModule]) -> None:
         self.remove()
         for name, module in modules:
             self._handles += [

@@ -16,7 +16,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.base.numerics.layouts import is_quantized
+from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.instrumentation.current_call import CurrentForward
 from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.te.state import backward_override
@@ -189,8 +189,7 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
             parent.set_usage(**usage)  # GroupedLinear does not set it again for gradients
 
     def _as_operand(self, tensor: Any) -> Any:
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if plain and self._high_precision is not None:
+        if type(tensor) in PLAIN and self._high_precision is not None:
             return tensor.to(self._high_precision)
         return tensor
 

@@ -25,8 +25,6 @@ from te_precision_callbacks.te.state import FORWARD, delayed_state, metas_in_use
 
 Row = dict[str, Any]
 
-"""A module or operation with GEMMs, and the names of its layers."""
-
 _QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
@@ -102,19 +100,20 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
     """Return ignored arguments, deduplicated, as rows with ``recipe``, ``argument``, ``value``, ``why`` and
     ``instead``.
     """
-    rows = [
-        {
-            "recipe": ignored.recipe,
-            "argument": ignored.argument,
-            "value": str(getattr(recipe, ignored.argument)),
-            "why": ignored.why,
-            "instead": ignored.instead,
-        }
-        for recipe in recipes
-        for ignored in IGNORED
-        if ignored.recipe in class_names(recipe) and ignored.applies_to(recipe)
-    ]
-    return list({tuple(row.values()): row for row in rows}.values())
+    rows: list[Row] = []
+    for recipe in recipes:
+        for ignored in IGNORED:
+            if ignored.recipe in class_names(recipe) and ignored.applies_to(recipe):
+                row = {
+                    "recipe": ignored.recipe,
+                    "argument": ignored.argument,
+                    "value": str(getattr(recipe, ignored.argument)),
+                    "why": ignored.why,
+                    "instead": ignored.instead,
+                }
+                if row not in rows:
+                    rows.append(row)
+    return rows
 
 
 def margins(recipes: Iterable[Any]) -> list[float]:
@@ -127,16 +126,21 @@ def margins(recipes: Iterable[Any]) -> list[float]:
 
 
 def recipes_of(modules: Iterable[Named]) -> list[Any]:
-    recipes = (meta.get("recipe") for named in modules for meta in metas_in_use(named.module))
-    return list({id(recipe): recipe for recipe in recipes if recipe is not None}.values())
+    recipes: dict[int, Any] = {}
+    for named in modules:
+        for meta in metas_in_use(named.module):
+            recipe = meta.get("recipe")
+            if recipe is not None:
+                recipes[id(recipe)] = recipe
+    return list(recipes.values())
 
 
 def computes_in_float16(modules: Iterable[Named]) -> bool:
-    return any(
-        getattr(named.module, "activation_dtype", None) is torch.float16
-        or any(parameter.dtype is torch.float16 for parameter in named.module.parameters(recurse=False))
-        for named in modules
-    )
+    dtypes: set[Any] = set()
+    for named in modules:
+        dtypes.add(getattr(named.module, "activation_dtype", None))
+        dtypes.update(parameter.dtype for parameter in named.module.parameters(recurse=False))
+    return torch.float16 in dtypes
 
 
 def amax_reductions(modules: Iterable[Named]) -> list[Row]:

@@ -6,13 +6,15 @@ unobserved and without features. Each row of :data:`REFUSALS` names its place in
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.counts import first_of, group_by_key
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
@@ -20,7 +22,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.instrumentation.graphs import why_not_bypassed
-from te_precision_callbacks.layers.naming import Model, NamedModule, named_roots
+from te_precision_callbacks.layers.naming import Model, NamedModule, modules_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +86,10 @@ def _has_quantized_weights(module: torch.nn.Module) -> bool:
 
 
 def _changes_quantized_weights(module: torch.nn.Module, effects: Collection[Effect]) -> bool:
-    gemms = {gemm for effect in effects for gemm in effect.high_precision}
-    gemms |= {gemm for effect in effects for gemm, tensor in effect.modifies if tensor == "weight"}
+    gemms: set[str] = set()
+    for effect in effects:
+        gemms.update(effect.high_precision)
+        gemms.update(gemm for gemm, tensor in effect.modifies if tensor == "weight")
     return not gemms.isdisjoint(("fprop", "dgrad")) and _has_quantized_weights(module)
 
 
@@ -107,16 +111,12 @@ def _mixes_quantized_input(forward: DebugForward) -> bool:
         return False
     from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
 
-    plans = {
-        gemm: plan
-        for quantizer in forward.quantizers
-        if quantizer.tensor_name in ("weight", "gradient")
-        for gemm, plan in (
-            (quantizer.rowwise_gemm_name, quantizer.rowwise_tensor_plan),
-            (quantizer.columnwise_gemm_name, quantizer.columnwise_tensor_plan),
-        )
-    }
-    return any(plans[gemm] != STANDARD_QUANTIZE for gemm in ("fprop", "wgrad"))
+    plans: dict[str, str] = {}
+    for quantizer in forward.quantizers:
+        if quantizer.tensor_name in ("weight", "gradient"):
+            plans[quantizer.rowwise_gemm_name] = quantizer.rowwise_tensor_plan
+            plans[quantizer.columnwise_gemm_name] = quantizer.columnwise_tensor_plan
+    return {plans["fprop"], plans["wgrad"]} != {STANDARD_QUANTIZE}
 
 
 def has_quantized_input(module: Any, tensor: Any) -> bool:
@@ -260,41 +260,33 @@ class RefusedLayers:
             ObservationError: with ``strict=True``, if a layer is refused.
         """
         planned = {entry.layer.name: entry for entry in plan.layers}
-        graphed = dict(_modules_in_graphs(model))
+        graphed = _modules_in_graphs(model)
         refusals_by_module: dict[int, DebugRefusal] = {}
         before: dict[str, DebugRefusal] = {}
+        acting: dict[int, list[str]] = {id(named.module): [] for named in modules}
         for named in modules:
             module = named.module
             refusal = graphed.get(id(module))
             if id(module) not in fused:
-                refusal = next(
-                    (row for row in REFUSALS if row.applies_to_module and row.applies_to_module(module)), refusal
-                )
+                refusal = _refusal_of_module(module) or refusal
             if refusal is not None:
                 refusals_by_module[id(module)] = refusal
                 self._note_graph(module, refusal)
-            for layer in named.layers:
-                if layer.name in planned:
-                    acting = [effect for section in planned[layer.name].sections for effect in effects[section]]
-                    of_layer = (
-                        row for row in REFUSALS if row.applies_to_effects and row.applies_to_effects(module, acting)
-                    )
-                    layer_refusal = refusal or next(of_layer, None)
-                    if layer_refusal is not None:
-                        before[layer.name] = layer_refusal
+            for layer in named.names:
+                if layer not in planned:
+                    continue
+                of_layer = itertools.chain.from_iterable(effects[section] for section in planned[layer].sections)
+                layer_refusal = refusal or _refusal_of_effects(module, list(of_layer))
+                if layer_refusal is not None:
+                    before[layer] = layer_refusal
+                elif planned[layer].features:
+                    acting[id(module)].append(layer)
         if self.strict and before:
             raise _error(before)
         self.modules = refusals_by_module
-        for layer_name, refusal in before.items():
-            self._refused.setdefault(layer_name, {})[refusal] = None
-        self.acting = {
-            id(named.module): [
-                layer.name
-                for layer in named.layers
-                if layer.name in planned and layer.name not in before and planned[layer.name].features
-            ]
-            for named in modules
-        }
+        self.acting = acting
+        for layer, refusal in before.items():
+            self._refused.setdefault(layer, {})[refusal] = None
         return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
@@ -313,12 +305,14 @@ class RefusedLayers:
         return "; ".join(map(str, self._refused.get(layer, ())))
 
     def warn(self, log: Callable[[str], None]) -> bool:
-        items = ((layer, refusal) for layer, refusals in self._refused.items() for refusal in refusals)
-        new_items = [item for item in items if self._notices.first(item)]
-        for name, refusal in new_items:
-            log(f"Layer {name} stays on its fused path. {refusal}")
-        in_graphs = [item for item in new_items if item[1].what == CUDA_GRAPH.what]
-        others = [item for item in new_items if item not in in_graphs]
+        in_graphs: list[tuple[str, DebugRefusal]] = []
+        others: list[tuple[str, DebugRefusal]] = []
+        for layer, refusals in self._refused.items():
+            for refusal in refusals:
+                if self._notices.first((layer, refusal)):
+                    log(f"Layer {layer} stays on its fused path. {refusal}")
+                    items = in_graphs if refusal.what == CUDA_GRAPH.what else others
+                    items.append((layer, refusal))
         if in_graphs:
             logger.warning(
                 "These layers run in a CUDA graph that cannot be bypassed, so they are not observed and no feature"
@@ -331,7 +325,7 @@ class RefusedLayers:
                 " feature acts on them: %s.",
                 _format(others),
             )
-        return bool(new_items)
+        return bool(in_graphs or others)
 
 
 def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
@@ -342,41 +336,35 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
     )
 
 
+def _refusal_of_module(module: torch.nn.Module) -> DebugRefusal | None:
+    return next((row for row in REFUSALS if row.applies_to_module and row.applies_to_module(module)), None)
+
+
+def _refusal_of_effects(module: torch.nn.Module, effects: Collection[Effect]) -> DebugRefusal | None:
+    return next((row for row in REFUSALS if row.applies_to_effects and row.applies_to_effects(module, effects)), None)
+
+
 def refusal_of_high_precision(module: torch.nn.Module) -> DebugRefusal | None:
     """Return why no feature can run a module in high precision, if it is known before a forward."""
-    effects = [Effect(high_precision=GEMMS)]
-    for row in REFUSALS:
-        if row.applies_to_module and row.applies_to_module(module):
-            return row
-        if row.applies_to_effects and row.applies_to_effects(module, effects):
-            return row
-    return None
+    return _refusal_of_module(module) or _refusal_of_effects(module, [Effect(high_precision=GEMMS)])
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:
-    return next(
-        (row for row in REFUSALS if row.applies_to_forward is not None and row.applies_to_forward(forward)), None
-    )
+    return next((row for row in REFUSALS if row.applies_to_forward and row.applies_to_forward(forward)), None)
 
 
 def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:
-    by_reason: dict[DebugRefusal, list[str]] = {}
-    for name, refusal in refused:
-        by_reason.setdefault(refusal, []).append(name)
-    parts = []
-    for refusal, names in by_reason.items():
-        more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        parts.append(f"{', '.join(names[:MAX_NAMED])}{more} ({refusal})")
-    return "; ".join(parts)
+    by_reason = group_by_key((refusal, name) for name, refusal in refused)
+    return "; ".join(f"{', '.join(first_of(names, MAX_NAMED))} ({refusal})" for refusal, names in by_reason.items())
 
 
 def graph_refusal(why_not: str) -> DebugRefusal:
     return replace(CUDA_GRAPH, why=f"{CUDA_GRAPH.why}; {why_not}")
 
 
-def _modules_in_graphs(model: Model) -> Iterator[tuple[int, DebugRefusal]]:
-    for _, root in named_roots(model) or ():
-        for module in root.modules():
-            if why_not := why_not_bypassed(module):
-                refusal = graph_refusal(why_not)
-                yield from ((id(part), refusal) for part in module.modules())
+def _modules_in_graphs(model: Model) -> dict[int, DebugRefusal]:
+    refusals: dict[int, DebugRefusal] = {}
+    for module in modules_of(model):
+        if why_not := why_not_bypassed(module):
+            refusals.update(dict.fromkeys(map(id, module.modules()), graph_refusal(why_not)))
+    return refusals

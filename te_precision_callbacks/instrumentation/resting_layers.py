@@ -105,14 +105,13 @@ class RestingLayers:
                 self._check_state(module, excluded=excluded)
 
     def _changed_modules(self, checked: Iterable[torch.nn.Module], armed: Collection[int]) -> list[torch.nn.Module]:
-        states = self._last_state
-        return [
-            module
-            for module in checked
-            if id(module) not in armed
-            and (state := last_forward(module)) is not None
-            and state != states.get(id(module))
-        ]
+        changed = []
+        for module in checked:
+            if id(module) not in armed:
+                state = last_forward(module)
+                if state is not None and state != self._last_state.get(id(module)):
+                    changed.append(module)
+        return changed
 
     def _record_first_rest(self, module: Any) -> None:
         """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""

@@ -32,8 +32,9 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.layouts import is_quantized
-from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
@@ -45,6 +46,8 @@ from te_precision_callbacks.instrumentation.arguments import (
     ArgumentNamer,
     Callers,
     GemmsOfCall,
+    GemmTensors,
+    PlainTensors,
     Sources,
     argument_namer,
     autograd_functions,
@@ -102,7 +105,7 @@ class GemmTap:
     def __init__(
         self,
         classify: Classify,
-        report: Callable[[str, str, Exception], None],
+        report: Report,
         running: Running | None = None,
         *,
         enter: Callable[[torch.nn.Module, ForwardKind, Any, Any], Collection[tuple[int, str]] | None] | None = None,
@@ -236,7 +239,7 @@ class GemmTap:
 
     # ------------------------------------------------------------------ forwards and backwards
 
-    def _wrap_prepare(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_prepare(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
             result = upstream(module, *arguments, **keywords)
@@ -319,16 +322,14 @@ class GemmTap:
             return None
         return self._begin_compiled(module, operator)
 
-    def _find_tensors(
-        self, forward: Forward, find: Callable[..., dict[tuple[int, str], Any]], *given: Any
-    ) -> dict[tuple[int, str], Any]:
+    def _find_tensors(self, forward: Forward, find: Callable[..., PlainTensors], *given: Any) -> PlainTensors:
         try:
             return find(*given)
         except Exception as error:
             self._report("finding the tensors of", forward.layers[0], error)
             return {}
 
-    def _wrap_end(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_end(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def end_forward(module: Any) -> Any:
             entered = self._running.thread_state.entered
@@ -339,7 +340,7 @@ class GemmTap:
 
         return absent_from_graphs(end_forward, upstream)
 
-    def _argument_namer(self, function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer | None:
+    def _argument_namer(self, function: AnyFunction, known: Sequence[str]) -> ArgumentNamer | None:
         """Return a function that names arguments; report a missing parameter, and return None."""
         try:
             return argument_namer(function, known)
@@ -347,7 +348,7 @@ class GemmTap:
             self._report("reading the arguments of", function.__qualname__, error)
             return None
 
-    def _wrap_forward(self, upstream: Callable[..., Any], sources: Sources) -> Callable[..., Any]:
+    def _wrap_forward(self, upstream: AnyFunction, sources: Sources) -> AnyFunction:
         name_arguments = self._argument_namer(upstream, sources.parameters)
 
         @functools.wraps(upstream)
@@ -373,7 +374,7 @@ class GemmTap:
 
         return forward
 
-    def _wrap_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def backward(ctx: Any, *arguments: Any) -> Any:
             entered = getattr(ctx, "te_precision_forward", None) or unobserved_forward()
@@ -388,7 +389,7 @@ class GemmTap:
 
         return backward
 
-    def _wrap_gather(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_gather(self, upstream: AnyFunction) -> AnyFunction:
         """Wrap the gathering of distributed weights, since the forward gets only shards."""
 
         @functools.wraps(upstream)
@@ -403,9 +404,9 @@ class GemmTap:
 
         return materialize_weight_for_forward
 
-    def _wrap_put(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_put(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
-        def put(store: Any, tensors: Any, function: Callable[..., Any]) -> Any:
+        def put(store: Any, tensors: Any, function: AnyFunction) -> Any:
             running = self._running.thread_state.running
             if running is None:
                 return upstream(store, tensors, function)
@@ -437,8 +438,8 @@ class GemmTap:
     # ------------------------------------------------------------------ GEMMs
 
     def _wrap_gemm(
-        self, upstream: Callable[..., Any], known: Sequence[str], gemms: GemmsOfCall, *, grouped: bool = False
-    ) -> Callable[..., Any]:
+        self, upstream: AnyFunction, known: Sequence[str], gemms: GemmsOfCall, *, grouped: bool = False
+    ) -> AnyFunction:
         """Wrap a GEMM function to report to the listeners.
 
         Args:
@@ -450,6 +451,9 @@ class GemmTap:
         if name_arguments is None:
             return upstream
 
+        def named(operands: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+            return {"layout": "TN", **name_arguments(operands), **keywords}
+
         def watch(forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
             note = self._every_step.note
             if not grouped and len(operands) == 2:
@@ -458,7 +462,7 @@ class GemmTap:
             elif any(map(is_grouped_tensor, (*operands, *keywords.values()))) and torch.cuda.is_available():
                 self._every_step.ring.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
             else:
-                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+                arguments = named(operands, keywords)
                 accumulates = arguments.get("accumulate")
                 note(forward, arguments["layout"], _lazily(gemms, arguments, result), accumulates=accumulates)
 
@@ -478,10 +482,10 @@ class GemmTap:
                 and bool(self._compiled.modules and (listeners or self._every_step.is_on))
             )
             if is_compiled:
-                layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
+                layout = named(operands, keywords)["layout"]
                 forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
             if self._running.has_ranges:
-                call = self._call_in_range(forward, call, name_arguments, grouped=grouped)
+                call = self._call_in_range(forward, call, named, grouped=grouped)
             has_no_events = forward is not None and not forward.has_events
             if has_no_events or not listeners:
                 if forward is None or forward.watched is None:
@@ -501,7 +505,7 @@ class GemmTap:
             plans = self._listening.plans if planned else None
             before: Sequence[Any] = ()  # no listener needs the sums of modules with plans
             if plans is None:
-                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+                arguments = named(operands, keywords)
                 before = self._before_sums(forward, arguments, grouped=grouped)
             current.in_gemm = True
             try:
@@ -519,7 +523,7 @@ class GemmTap:
                     if forward.watched is not None:
                         watch(forward, operands, keywords, result)
                     return result
-                arguments = {"layout": "TN", **name_arguments(operands), **keywords}
+                arguments = named(operands, keywords)
             self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
             if forward is not None:
                 watch(forward, operands, keywords, result)
@@ -556,10 +560,15 @@ class GemmTap:
             return ()
 
     def _call_in_range(
-        self, forward: Forward | None, upstream: Callable[..., Any], name_arguments: ArgumentNamer, *, grouped: bool
-    ) -> Callable[..., Any]:
+        self,
+        forward: Forward | None,
+        upstream: AnyFunction,
+        named: Callable[..., dict[str, Any]],
+        *,
+        grouped: bool,
+    ) -> AnyFunction:
         def call(*operands: Any, **keywords: Any) -> Any:
-            layout = {"layout": "TN", **name_arguments(operands), **keywords}["layout"]
+            layout = named(operands, keywords)["layout"]
             gemm = GEMM_OF_LAYOUT.get(layout, "")
             with self._running.range_of_gemm(forward, gemm, grouped=grouped):
                 if forward is not None and not forward.has_events and not grouped:
@@ -626,11 +635,11 @@ class GemmTap:
             self._report("observing the GEMMs of", layer, error)
 
 
-def _lazily(gemms: GemmsOfCall, arguments: Mapping[str, Any], result: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _lazily(gemms: GemmsOfCall, arguments: Mapping[str, Any], result: Any) -> Iterator[GemmTensors]:
     yield from gemms(arguments, result)
 
 
-def _with_own_wgrad(upstream: Callable[..., Any], *operands: Any, **keywords: Any) -> Any:
+def _with_own_wgrad(upstream: AnyFunction, *operands: Any, **keywords: Any) -> Any:
     """Call ``general_gemm``; before, compute the wgrad of the micro-batch for a quantizer that needs it."""
     if keywords.get("accumulate"):
         alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
+from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.replaced import AnyFunction
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.arguments import forward_arguments
@@ -47,7 +50,7 @@ class OperationsTap:
 
     @property
     def layers(self) -> list[str]:
-        return [layer for operation in self._operations.values() for layer in operation.names]
+        return list(itertools.chain.from_iterable(operation.names for operation in self._operations.values()))
 
     def watch(self, operations: Iterable[NamedOperation]) -> None:
         self._operations = {id(operation.module): operation for operation in operations}
@@ -66,7 +69,7 @@ class OperationsTap:
     def _recipes_now(self) -> dict[int, Any]:
         return {key: recipe_of_module(operation.module) for key, operation in self._operations.items()}
 
-    def wrap_call(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_call(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def call(fuser: Any, *arguments: Any, **keywords: Any) -> Any:
             self._running.thread_state.kind = self._classify(fuser._basic_ops[0])
@@ -74,7 +77,7 @@ class OperationsTap:
 
         return call
 
-    def wrap_forward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = self._make_forward(operation)
@@ -88,13 +91,13 @@ class OperationsTap:
 
         return fuser_forward
 
-    def wrap_backward(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_backward(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
             forward = getattr(contexts[0], "te_precision_forward", None) or unobserved_forward()
             layers = self._layers_in(operation)
             if len(layers) > 1 and forward.has_events:  # only the backward is fused
-                named = tuple(name for layer in layers for name in layer)
+                named = tuple(itertools.chain(*layers))
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
             result = self._running.call(forward, True, upstream, operation, contexts, *arguments, **keywords)
@@ -112,7 +115,7 @@ class OperationsTap:
         layers = self._layers_in(operation)
         if not layers:
             return unobserved_forward()
-        named = tuple(name for layer in layers for name in layer)
+        named = tuple(itertools.chain(*layers))
         kind = self._running.thread_state.kind
         forward = Forward(named, kind, recipe_text(current_recipe()), halves=False, has_events=len(layers) == 1)
         if kind is ForwardKind.OBSERVED and forward.has_events:
@@ -126,7 +129,7 @@ class AttentionTap:
     def __init__(
         self,
         classify: Classify,
-        report: Callable[[str, str, Exception], None],
+        report: Report,
         running: Running,
         listener: ModelProducts | None,
     ) -> None:
@@ -141,7 +144,7 @@ class AttentionTap:
         try:
             entered = Forward((layer,), self._classify(module), "", halves=False)
             if self._listener is not None:
-                self._listener.enter_attention(layer, entered.kind)
+                self._listener.enter_attention(layer)
         except Exception as error:
             self._report("observing the forward of", layer, error)
             return unobserved_forward()
@@ -155,7 +158,7 @@ class AttentionTap:
         except Exception as error:
             self._report("observing the forward of", entered.layers[0], error)
 
-    def wrap(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, upstream: AnyFunction) -> AnyFunction:
         signature = inspect.signature(upstream)
 
         @functools.wraps(upstream)
@@ -206,11 +209,11 @@ class UnfusedTensors:
     The same TE function runs again without a quantizer; training uses the first result.
     """
 
-    def __init__(self, running: Running, report: Callable[[str, str, Exception], None]) -> None:
+    def __init__(self, running: Running, report: Report) -> None:
         self._running = running
         self._report = report
 
-    def wrap_norm(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_norm(self, upstream: AnyFunction) -> AnyFunction:
         """Wrap ``apply_normalization``, which returns the activation of a module's first layer."""
 
         @functools.wraps(upstream)
@@ -228,7 +231,7 @@ class UnfusedTensors:
 
         return apply_normalization
 
-    def wrap_act_func(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_act_func(self, upstream: AnyFunction) -> AnyFunction:
         """Wrap the functions of LayerNormMLP's ``_act_func``, which return fc2's activation and fc1's gradient."""
         wrap = functools.lru_cache(maxsize=64)(self._wrap)
 
@@ -243,7 +246,7 @@ class UnfusedTensors:
 
         return act_func
 
-    def _wrap(self, function: Any, unfused: Any, index: int, tensor: str) -> Callable[..., Any]:
+    def _wrap(self, function: Any, unfused: Any, index: int, tensor: str) -> AnyFunction:
         """Wrap a function with the quantizer as last argument.
 
         Args:

@@ -115,12 +115,12 @@ class Snapshot:
         ):
             for name in names:
                 self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
-        self._loggers = [
-            (python_logger, list(python_logger.handlers), python_logger.level, python_logger.propagate)
-            for python_logger in map(logging.getLogger, _PYTHON_LOGGERS)
-        ]
-        for python_logger, *_ in self._loggers:  # handlers of an earlier upstream run write into its files
-            python_logger.handlers.clear()
+        self._loggers: list[tuple[logging.Logger, list[logging.Handler], int, bool]] = []
+        for name in _PYTHON_LOGGERS:
+            python_logger = logging.getLogger(name)
+            handlers = python_logger.handlers
+            self._loggers.append((python_logger, list(handlers), python_logger.level, python_logger.propagate))
+            handlers.clear()  # those of an earlier upstream run write into its files
         self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)
         self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
@@ -278,7 +278,7 @@ class Inspector:
         import te_precision_callbacks.features as own_features
         from te_precision_callbacks.features import registration
 
-        own, upstream = ([str(Path(module.__path__[0]))] for module in (own_features, te_features))
+        shipped = [str(Path(module.__path__[0])) for module in (own_features, te_features)]
         for feature in self._options.features:
             try:
                 registration.register(feature)
@@ -291,7 +291,7 @@ class Inspector:
             # Like debug_api.initialize(), but without a config: there is none yet, and upstream refuses an empty one.
             debug_api.DEBUG_MANAGER = DebugManager(
                 None,
-                feature_dirs=[*map(str, self._options.feature_dirs), *own, *upstream],
+                feature_dirs=[*map(str, self._options.feature_dirs), *shipped],
                 statistics_logger=_make_scalar_logger(scalars),
                 log_dir=str(self._log_dir),
             )

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from te_precision_callbacks.base.counts import first_of
+from te_precision_callbacks.base.counts import first_of, group_by_key
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?:0|[1-9]\d*)(?!\d)")
 """A number in a name, except with a leading zero, and except in fc1 and fc2, where it identifies the layer."""
@@ -49,7 +49,10 @@ def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: in
 def fold_for_sentence(*names: str, most: int | None = None) -> str:
     """Fold names for a sentence. Names without letters, such as the layers of a Sequential, are quoted."""
     texts = fold_names(names, most=most)
-    return " and ".join(text if any(map(str.isalpha, text)) else repr(text) for text in texts)
+    for place, text in enumerate(texts):
+        if not any(map(str.isalpha, text)):
+            texts[place] = repr(text)
+    return " and ".join(texts)
 
 
 def form_of(name: str) -> str:
@@ -70,16 +73,15 @@ def _parsed(name: str) -> tuple[str, _Numbers]:
 def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:
     if not width:
         return [[]]
-    sets = [sorted({entry[place] for entry in numbers}) for place in range(width)]
+    sets = [sorted(set(column)) for column in zip(*numbers, strict=True)]
     if math.prod(map(len, sets)) == len(numbers):
         return [sets]
-    rests: dict[int, list[_Numbers]] = {}
-    for first, *rest in numbers:
-        rests.setdefault(first, []).append(tuple(rest))
-    firsts: dict[tuple[_Numbers, ...], list[int]] = {}
-    for first, others in rests.items():
-        firsts.setdefault(tuple(sorted(others)), []).append(first)
-    return [[sorted(same), *box] for others, same in firsts.items() for box in _boxes(others, width - 1)]
+    rests = group_by_key((first, tuple(rest)) for first, *rest in numbers)
+    firsts = group_by_key((tuple(sorted(others)), first) for first, others in rests.items())
+    boxes: list[list[list[int]]] = []
+    for others, same in firsts.items():
+        boxes += [[sorted(same), *box] for box in _boxes(others, width - 1)]
+    return boxes
 
 
 def _filled(form: str, sets: Iterable[Sequence[int]], most_ranges: int | None) -> str:

@@ -35,6 +35,10 @@ _EXPERTS = ("ep", "expert", "experts", "expert_parallel")
 """Names of device mesh dimensions, including those of torchtitan, Lightning, Accelerate and NeMo."""
 
 
+NamedTorchModule = tuple[str, torch.nn.Module]
+"""A module after its path."""
+
+
 class DetectedScope(NamedTuple):
     """The pipeline stage and the expert group of a rank; empty if unknown, or equal on all ranks."""
 
@@ -187,8 +191,15 @@ class NamedModule:
         return tuple(layer.name for layer in self.layers)
 
 
+def modules_by_layer(modules: Iterable[NamedModule]) -> dict[str, torch.nn.Module]:
+    by_layer: dict[str, torch.nn.Module] = {}
+    for named in modules:
+        by_layer.update(dict.fromkeys(named.names, named.module))
+    return by_layer
+
+
 def spellings(classes: Iterable[str]) -> tuple[str, ...]:
-    return tuple(spelling for kind in classes for spelling in (kind, snake_case(kind)))
+    return tuple(itertools.chain.from_iterable((kind, snake_case(kind)) for kind in classes))
 
 
 def snake_case(class_name: str) -> str:
@@ -321,7 +332,8 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     """
     roots = roots_of(model)
     # The script has called the function for the model, or for the model inside its wrappers.
-    was_called = any(vars(module).get("name") == "model" for root in roots for _, module in _wrapped(root))
+    wrapped = itertools.chain.from_iterable(map(_wrapped, roots))
+    was_called = any(vars(module).get("name") == "model" for _, module in wrapped)
     names: dict[int, tuple[str, ...]] = {}
     # Visit children from last to first, so that the first path that reaches a module is its last one.
     stack = [(root, "model", "model") for root in roots]
@@ -354,7 +366,7 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module:
 
 def _wrapped(
     module: torch.nn.Module, is_part: Callable[[torch.nn.Module, str], bool] | None = None
-) -> Iterator[tuple[str, torch.nn.Module]]:
+) -> Iterator[NamedTorchModule]:
     """Yield a module and the modules that it wraps, outermost first, each with its attribute name in the wrapper.
 
     Args:
@@ -422,7 +434,7 @@ def compiled_call(module: torch.nn.Module) -> Any:
     return getattr(call, SURROUNDS, call)
 
 
-def named_roots(model: object) -> list[tuple[str, torch.nn.Module]] | None:
+def named_roots(model: object) -> list[NamedTorchModule] | None:
     """Return the models with the prefixes of their names: empty, ``chunk0`` and so on, or the keys.
 
     None if ``model`` is not a :data:`Model`.
@@ -470,7 +482,7 @@ def module_paths(
     prefix: str = "",
     *,
     opaque: Callable[[torch.nn.Module], bool] = lambda module: False,
-) -> Iterator[tuple[str, torch.nn.Module]]:
+) -> Iterator[NamedTorchModule]:
     """Yield path and module for each module below ``root`` once, parents first; paths have no wrapper parts.
 
     Args:
@@ -622,17 +634,11 @@ def _layer(entry: _Found, part: str) -> Layer:
     given = str(getattr(module, "name", None) or "")
     is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
     without_attribute = name.partition(".")[2] if entry.is_lightning else ""
-    candidates = [
-        alias + part
-        for alias in (_AUTOMATIC_NAME.sub("", given), without_attribute, _NUMBERED_EXPERTS.sub("experts", name))
-        if alias and alias != name
-    ]
+    others = _AUTOMATIC_NAME.sub("", given), without_attribute, _NUMBERED_EXPERTS.sub("experts", name)
+    candidates = [alias + part for alias in others if alias and alias != name]
     for old, new in _OLD_SPELLINGS:
-        candidates += [
-            alias.replace(old, new)
-            for alias in [name + part, *candidates]
-            if old in alias and re.search(rf"\b{old}\b", alias)
-        ]
+        known = name + part, *candidates
+        candidates += [alias.replace(old, new) for alias in known if old in alias and re.search(rf"\b{old}\b", alias)]
     whole = _joined(entry.scope, name) + part
     if entry.scope:
         candidates = [name + part, *candidates]  # a selector without a scope selects the layers of all scopes

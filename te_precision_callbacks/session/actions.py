@@ -129,7 +129,7 @@ class Actions:
         if action.kind == PROTECT:
             self._context.results.protects_checkpoints = True
             return "checkpoints are no longer saved or deleted"
-        busy = {layer for running in self._running if running.kind == action.kind for layer in running.layers}
+        busy = set[str]().union(*(running.layers for running in self._running if running.kind == action.kind))
         concerned = self._model.layers_of(action.layers if action.kind == HIGH_PRECISION else action.layers[:1])
         refused = self._model.refusals(concerned) if action.kind == HIGH_PRECISION else {}
         layers = [layer for layer in concerned if layer not in busy and layer not in refused]

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from te_precision_callbacks.base.counts import many, some_of
+from te_precision_callbacks.base.counts import group_by_key, many, some_of
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import OptionError, SessionError
@@ -133,12 +133,11 @@ class RuleChecks:
         by_length = sorted(findings, key=lambda finding: len(finding.remedy))
         # The longest of similar remedies.
         longest = {finding.remedy.partition(". ")[0]: finding.remedy for finding in by_length}.values()
-        several = len(longest) > 1
-        remedies = {
-            finding.remedy: f" {f'For {finding.rule}: ' if several else ''}{finding.remedy}."
-            for finding in findings
-            if finding.remedy in longest
-        }
+        remedies: dict[str, str] = {}
+        for finding in findings:
+            if finding.remedy in longest:
+                of_rule = f"For {finding.rule}: " if len(longest) > 1 else ""
+                remedies[finding.remedy] = f" {of_rule}{finding.remedy}."
         message = f"A finding stops the training (on_finding=): {text}.{''.join(remedies.values())}"
         raise PrecisionFindingError(message, findings)
 
@@ -285,8 +284,11 @@ class ParameterChecks:
         self._replicas = Replicas(model, context.ranks)
         self._watch = ParameterWatch(model, context.failures)
         self._checked: set[str] = set()
-        self.begin, self.remove, self.stepped = self._watch.begin, self._watch.remove, self._watch.stepped
-        self.before_clipping, self.around_backward = self._watch.before_clipping, self._watch.around_backward
+        self.begin = self._watch.begin
+        self.remove = self._watch.remove
+        self.stepped = self._watch.stepped
+        self.before_clipping = self._watch.before_clipping
+        self.around_backward = self._watch.around_backward
         self.after_optimizer_step = self._watch.after_step
         self.note_checkpoint = self._watch.note_checkpoint
 
@@ -331,25 +333,20 @@ class ParameterChecks:
         self._checked |= checked
         if any(problem.what.startswith("nonfinite") for problem in problems):
             self._every_step.read()  # it may know where they began
-        of_kind: dict[str, list[Problem]] = {}
-        for problem in {(problem.what, problem.name): problem for problem in problems}.values():
-            of_kind.setdefault(problem.what, []).append(problem)
-        rows: list[dict[str, Any]] = [
-            {
-                "what": what,
-                "names": [problem.name for problem in alike[:MOST_NAMES]],
-                "since": min(problem.since for problem in alike),
-                "number": alike[0].number,
-            }
-            for what, alike in of_kind.items()
-        ]
+        unique = {(problem.what, problem.name): problem for problem in problems}.values()
+        of_kind = group_by_key((problem.what, problem) for problem in unique)
+        rows: list[dict[str, Any]] = []
+        for what, alike in of_kind.items():
+            names = [problem.name for problem in alike[:MOST_NAMES]]
+            since = min(problem.since for problem in alike)
+            rows.append({"what": what, "names": names, "since": since, "number": alike[0].number})
         data = {"checked": sorted(checked), "problems": rows, "of_all": of_all}
-        text = (
-            f"{many(len(problems), 'problem')} in parameters: {', '.join({RULE_OF.get(w, w): 0 for w in of_kind})}"
-            if problems
-            else "Parameters were checked"
-        )
-        severity: Severity = "warning" if problems else "info"
+        text = "Parameters were checked"
+        severity: Severity = "info"
+        if problems:
+            rules = ", ".join(dict.fromkeys(RULE_OF.get(what, what) for what in of_kind))
+            text = f"{many(len(problems), 'problem')} in parameters: {rules}"
+            severity = "warning"
         self._events.append(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data))
 
 
@@ -487,7 +484,7 @@ class OverflowCheck:
             return
         former = self.detector
         if former is not None:
-            if _is_same(model, self._model):
+            if named_roots(model) == named_roots(self._model):
                 return  # the detector notices modules that were replaced in the model
             former.close(SessionError("Another model was attached."))
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
@@ -509,8 +506,3 @@ class OverflowCheck:
                 self.detector.close(error)
         finally:
             self.mark_dumps(recorder)
-
-
-def _is_same(a: Model, b: Model) -> bool:
-    first, second = ([(name, id(root)) for name, root in named_roots(model) or ()] for model in (a, b))
-    return first == second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from array import array
@@ -111,7 +112,7 @@ class StepCollector:
             own = [table.intern(*parse_log_name(name, self._layers.names)) for name in names]
             series = np.concatenate([*(part.series for part in measured), np.array(own, dtype=np.int32)])
             numbers = np.concatenate([*(part.values for part in measured), np.array(values)])
-            histograms = {number: counts for part in measured for number, counts in part.histograms.items()}
+            histograms = dict(itertools.chain.from_iterable(part.histograms.items() for part in measured))
         except Exception as error:
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
@@ -182,10 +183,11 @@ class TrainerScalars:
         for loss in self._context.ranks.pool(own, "losses", Loss):
             of_step = by_step.setdefault((loss.iteration, loss.logging_step), {})
             of_step.setdefault(loss.name, []).append(float(loss.value))
-        return [
-            Scalars(*step, {name: sum(values) / len(values) for name, values in of_step.items()})
-            for step, of_step in sorted(by_step.items())
-        ]
+        scalars = []
+        for step, of_step in sorted(by_step.items()):
+            means = {name: sum(values) / len(values) for name, values in of_step.items()}
+            scalars.append(Scalars(*step, means))
+        return scalars
 
     def take(self, *, at_once: bool = False) -> list[Scalars]:
         """Return the scalars since the last call.

@@ -67,7 +67,8 @@ class Sinks:
         self._takers = [other for other in self._takers if other is not sink]
 
     def write(self, records: StepRecords) -> None:
-        sinks = [sink for sink in self._sinks if not any(sink is other for other in self.skipped)]
+        skipped = set(map(id, self.skipped))
+        sinks = [sink for sink in self._sinks if id(sink) not in skipped]
         self._each("writing records to", sinks, lambda sink: sink.write(records))
 
     def close(self, error: BaseException | None) -> None:

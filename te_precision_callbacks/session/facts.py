@@ -266,12 +266,11 @@ class RunFacts:
         results = self._results
         for product, order, seen, since, until in results.coverage.by_span(precision, results.unconverted):
             number = len(gemms)
-            span = {"since": since, "until": until}
+            shared = {"layer": product.layer, "gemm": product.gemm, "since": since, "until": until}
             gemms.append(
                 {
+                    **shared,
                     "gemm_id": number,
-                    "layer": product.layer,
-                    "gemm": product.gemm,
                     "family": product.family,
                     "backward": product.backward,
                     "n": product.n,
@@ -288,22 +287,10 @@ class RunFacts:
                     "reason": None if product.reason is None else product.reason.name,
                     "reason_ref": product.reason_ref,
                     "recipe": seen.recipe if seen is not None else "",
-                    **span,
                 }
             )
-            source = "seen" if seen is None or seen.seen else "planned"
-            operands += [
-                {
-                    "gemm_id": number,
-                    "layer": product.layer,
-                    "gemm": product.gemm,
-                    "tensor": tensor,
-                    "format": text,
-                    "source": source,
-                    **span,
-                }
-                for tensor, text in product.operands.items()
-            ]
+            shared = {**shared, "gemm_id": number, "source": "seen" if seen is None or seen.seen else "planned"}
+            operands += [{**shared, "tensor": tensor, "format": text} for tensor, text in product.operands.items()]
         return gemms, operands
 
     def _states(self) -> list[Row]:
@@ -339,15 +326,16 @@ def _script() -> str:
 
 def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[str, str, int | None]:
     """Return section, file and line of a layer's feature, matched case-insensitively; no line for a mapping."""
-    spelled = (
-        (section, key)
-        for section in sections
-        for key in section.features.get(namespace, ())
-        if key.lower() == feature.lower()
-    )
-    section, key = next(spelled, (sections[0] if sections else None, feature))
-    if section is None:
-        return "", "", None
+    for section in sections:
+        for key in section.features.get(namespace, ()):
+            if key.lower() == feature.lower():
+                return _place_of_key(section, namespace, key)
+    if sections:
+        return _place_of_key(sections[0], namespace, feature)
+    return "", "", None
+
+
+def _place_of_key(section: Section, namespace: str, key: str) -> tuple[str, str, int | None]:
     marks = section.places.marks
     mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
     return section.name, section.places.name, None if mark is None else mark.line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.loading import describe_idle_sections
-from te_precision_callbacks.config.planning import NamespacedFeatures, Plan, Section, resolve_features
+from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, Section, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
@@ -30,6 +31,7 @@ from te_precision_callbacks.layers.naming import (
     Model,
     NamedModule,
     NamedOperation,
+    NamedTorchModule,
     compiled_call,
     find_ambiguous_names,
     group_by_given_name,
@@ -38,6 +40,7 @@ from te_precision_callbacks.layers.naming import (
     named_operations,
     named_roots,
     named_te_modules,
+    roots_of,
 )
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.hooks import watched_modules
@@ -118,7 +121,7 @@ class NamedLayers:
 
     @property
     def own(self) -> list[Layer]:
-        return [layer for module in self.modules for layer in module.layers]
+        return list(itertools.chain.from_iterable(module.layers for module in self.modules))
 
     @property
     def other_names(self) -> dict[int, str]:
@@ -264,8 +267,9 @@ class ObservedModel:
 
     def layers_of(self, names: Iterable[str]) -> list[str]:
         """Return the layers of all ranks with these names, or with parameters of these names."""
-        wanted = set(names)
-        wanted |= {name.rpartition(separator)[0] for name in wanted for separator in "._"}
+        wanted: set[str] = set()
+        for name in names:
+            wanted.update((name, name.rpartition(".")[0], name.rpartition("_")[0]))
         return [layer.name for layer in self.layers.of_all if layer.name in wanted]
 
     def refusals(self, layers: Collection[str]) -> dict[str, str]:
@@ -295,20 +299,22 @@ class ObservedModel:
         plan = planned.plan
         modules = self.layers.modules
         by_layer = {entry.layer.name: entry for entry in plan.layers}
-        self._results.layers = tuple(
-            LayerInfo(
+        infos = []
+        for layer in self.layers.own:
+            entry = by_layer.get(layer.name, LayerPlan(layer, (), {}))
+            info = LayerInfo(
                 name=layer.name,
                 module_class=layer.types[0],
-                sections=by_layer[layer.name].sections if layer.name in by_layer else (),
-                features=by_layer[layer.name].features if layer.name in by_layer else {},
+                sections=entry.sections,
+                features=entry.features,
                 scope=layer.scope,
                 given=self.layers.given.get(layer.name, ""),
                 refused=self._why_unobserved(layer.name),
                 exec_fwd=self.hooks.order.forward.get(layer.name),
                 exec_bwd=self.hooks.order.backward.get(layer.name),
             )
-            for layer in self.layers.own
-        )
+            infos.append(info)
+        self._results.layers = tuple(infos)
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
@@ -324,9 +330,9 @@ class ObservedModel:
 
     @property
     def roots(self) -> list[torch.nn.Module]:
-        return [root for _, root in named_roots(self.model) or ()]
+        return roots_of(self.model)
 
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+    def named_modules(self) -> Iterator[NamedTorchModule]:
         """Yield name and module for all modules that can run hooks, except the model itself."""
         names = self.layers.paths(self.model)
         roots = tuple(named_roots(self.model) or ())
@@ -336,11 +342,12 @@ class ObservedModel:
                 yield names[id(module)], module
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:
-        asked = {id(module) for module in modules}
-        return any(id(module) in asked for root in self.roots for module in root.modules())
+        asked = set(map(id, modules))
+        held = itertools.chain.from_iterable(root.modules() for root in self.roots)
+        return any(id(module) in asked for module in held)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        return (parameter for root in self.roots for parameter in root.parameters())
+        return itertools.chain.from_iterable(root.parameters() for root in self.roots)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
         """Yield name, parameter and module, once per parameter."""
@@ -367,16 +374,15 @@ class ObservedModel:
         self.note_products()
 
     def _warn_of_unwatched(self) -> None:
-        unwatched = [
-            module
-            for module in self.hooks.answers.unwatched
-            if not te_modules.is_unknown(type(module))
-            and any(parameter is not None and parameter.requires_grad for parameter in module._parameters.values())
-        ]
+        unwatched = []
+        for module in self.hooks.answers.unwatched:
+            trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            if trains and not te_modules.is_unknown(type(module)):
+                unwatched.append(module)
         if unwatched and self._notices.first("unwatched"):
             names = fold_for_sentence(*(str(module.name) for module in unwatched))
-            stepped = held_ids_of_process()
-            if any(id(parameter) in stepped for module in unwatched for parameter in module.parameters()):
+            parameters = itertools.chain.from_iterable(module.parameters() for module in unwatched)
+            if not held_ids_of_process().isdisjoint(map(id, parameters)):
                 reason = "trained, but not in the session's model"
                 remedy = (
                     "If they were added later, call session.attach(model) again. If they are in a plain list or dict,"

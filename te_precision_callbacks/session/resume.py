@@ -27,7 +27,7 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.scalars import is_scalar, to_floats
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
-from te_precision_callbacks.layers.naming import Layer, NamedModule
+from te_precision_callbacks.layers.naming import Layer, NamedModule, modules_by_layer
 from te_precision_callbacks.runs.fingerprints import (
     Fingerprint,
     FingerprintError,
@@ -212,7 +212,8 @@ class ResumeAudit:
         restored = self._restored
         if saved is None or restored is None:
             return
-        self._saved, self._restored = None, None  # torch runs the hooks now; they are removed at the end of the step
+        self._saved = None
+        self._restored = None  # torch runs the hooks now; they are removed at the end of the step
         try:
             now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
             report = compare(saved, now)
@@ -261,7 +262,7 @@ class ScaleRestoreCheck:
         self._steps = []
         iteration = self._context.iteration
         modules = self._model.layers.modules
-        layers = [layer for named in modules if any(delayed_states(named.module)) for layer in named.names]
+        layers = list(modules_by_layer(named for named in modules if any(delayed_states(named.module))))
         if layers and self._model.hooks.answers.delayed_scaling.unscaled(iteration, modules, ()).issuperset(layers):
             text = (
                 f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"

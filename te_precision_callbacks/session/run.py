@@ -132,7 +132,9 @@ class Run:
         self._ends = ends
         self.context.inspector.start(self.observation, self._scalars)
         self.hooks.install()
-        self.context.inspector.iteration = self.context.failures.iteration = self.context.options.start_step or 0
+        begin = self.context.options.start_step or 0
+        self.context.inspector.iteration = begin
+        self.context.failures.iteration = begin
 
     def count_from(self, iteration: int) -> None:
         self.context.inspector.iteration = iteration

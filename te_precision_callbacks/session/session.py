@@ -116,7 +116,9 @@ class InspectSession:
     # ------------------------------------------------------------------ state
 
     def __repr__(self) -> str:
-        state = "running" if self.running else "stopped" if self._results.started_at else "not started"
+        state = "not started"
+        if self._results.started_at:
+            state = "running" if self.running else "stopped"
         at = f"{self.iteration}, {len(self.layers)} layers, log_dir={str(self.log_dir)!r}"
         return f"<{type(self).__name__}: {state}, iteration {at}>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections import deque
@@ -48,7 +49,8 @@ def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
     """Return whether all modules are in evaluation mode, and one of them trains; a frozen base does not."""
     if any(named.module.training for named in modules):
         return False
-    return any(parameter.requires_grad for named in modules for parameter in named.module.parameters(recurse=False))
+    parameters = itertools.chain.from_iterable(named.module.parameters(recurse=False) for named in modules)
+    return any(parameter.requires_grad for parameter in parameters)
 
 
 def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -127,7 +129,8 @@ class LoopChecks:
         """Warn if each optimizer step has equal extra iterations, all of them empty or all with a backward."""
         has_gradient = self._has_new_gradient(search=not self._steps)
         if not self._steps:
-            self._between.append("backward" if has_gradient else "forward" if in_regions else "nothing")
+            ran = "forward" if in_regions else "nothing"
+            self._between.append("backward" if has_gradient else ran)
             return
         self._gaps.append(tuple(self._between))
         self._between.clear()

@@ -120,9 +120,11 @@ class ModuleRow(NamedTuple):
 
     def frozen(self, module: Any) -> list[bool]:
         """Return which layers have no wgrad. In a grouped module, the first weight decides for all."""
-        numbers = range(len(self.layers(module)))
-        weights = [self.weights(module, number if self.parameters else 0) for number in numbers]
-        return [not any(weight.requires_grad for weight in of_layer) for of_layer in weights]
+        frozen = []
+        for number in range(len(self.layers(module))):
+            weights = self.weights(module, number if self.parameters else 0)
+            frozen.append(not any(weight.requires_grad for weight in weights))
+        return frozen
 
 
 def _by_name(*rows: ModuleRow) -> Mapping[str, ModuleRow]:
@@ -154,7 +156,7 @@ OPERATIONS = _by_name(
 """The same of the operations of ``te.ops``."""
 
 _PACKAGE = "transformer_engine."
-_ROWS = {f"{_PACKAGE}pytorch.{row.file}.{row.name}": row for rows in (MODULES, OPERATIONS) for row in rows.values()}
+_ROWS = {f"{_PACKAGE}pytorch.{row.file}.{row.name}": row for row in (*MODULES.values(), *OPERATIONS.values())}
 
 
 def _cached(function: Callable[[type], ResultT]) -> Callable[[type], ResultT]:

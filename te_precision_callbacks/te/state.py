@@ -52,7 +52,8 @@ def delayed_state(meta: Mapping[str, Any], direction: str) -> Any:
 
 def delayed_states(module: torch.nn.Module) -> Iterator[Any]:
     """Yield the states of delayed scaling of a module or operation."""
-    return filter(None, (delayed_state(meta, key) for meta in metas_of(module) for key in (FORWARD, BACKWARD)))
+    for meta in metas_of(module):
+        yield from filter(None, (delayed_state(meta, FORWARD), delayed_state(meta, BACKWARD)))
 
 
 def is_in_checkpoints(module: torch.nn.Module) -> bool:
@@ -199,12 +200,13 @@ def quantizers_of_layers(module: Any, forward: list[Any], backward: list[Any]) -
     The order for each layer: input, weight, output; then gradients of output and input, as in ``FP8FwdTensorIdx`` and
     ``FP8BwdTensorIdx`` (``pytorch/constants.py``) and in GroupedLinear's offsets. Operations have no output's.
     """
-    row = of(module)
-    of_forward = [forward[start:] for start in range(0, len(forward), row.quantizers[0])]
-    return [
-        {"activation": first, "weight": second, "gradient": backward[row.quantizers[1] * number]}
-        for number, (first, second, *_) in enumerate(of_forward)
-    ]
+    in_forward, in_backward = of(module).quantizers
+    of_layers = []
+    for activation, weight, gradient in zip(
+        forward[::in_forward], forward[1::in_forward], backward[::in_backward], strict=False
+    ):
+        of_layers.append({"activation": activation, "weight": weight, "gradient": gradient})
+    return of_layers
 
 
 def make_quantizers(recipe: Any, mode: str, count: int, roles: Any = None) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from transformers.utils.generic import ExplicitEnum
 from te_precision_callbacks.base.debug_values import (
     ACTIVATION_OVERFLOW,
     CONFIG_HELP,
-    DEBUG_OPTIONS,
     TE_PRECISION,
     parse_debug,
     refuse_unread_config,
@@ -29,7 +28,10 @@ class PrecisionDebugOption(ExplicitEnum):
     TE_PRECISION = TE_PRECISION
 
 
-VALID = (*(option.value for option in DebugOption), *DEBUG_OPTIONS)
+_OPTIONS: dict[str, DebugOption | PrecisionDebugOption] = {
+    option.value: option for option in (*DebugOption, *PrecisionDebugOption)
+}
+VALID = tuple(_OPTIONS)
 """Every value that ``debug=`` takes."""
 
 
@@ -39,12 +41,7 @@ def parse_options(value: Any) -> list[DebugOption | PrecisionDebugOption]:
     Raises:
         UnknownDebugOptionError: a name is unknown, or the value does not consist of names.
     """
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        value = [part.value if isinstance(part, (DebugOption, PrecisionDebugOption)) else part for part in value]
-    return [
-        PrecisionDebugOption(name) if name in DEBUG_OPTIONS else DebugOption(name)
-        for name in parse_debug(value, valid=VALID)
-    ]
+    return [_OPTIONS[name] for name in parse_debug(value, valid=VALID)]  # options are texts, too
 
 
 @dataclass

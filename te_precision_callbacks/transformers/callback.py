@@ -179,17 +179,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             raise SessionError("on_train_begin: model= is missing. Pass it, like transformers' Trainer.")
         refuse_data_parallel(args)
         former = running_session()
-        former_state, reporting = (None, None) if former is None else _TRAININGS.get(former, (state, None))
-        if former is not None and former_state is not state:
-            logger.warning("Another training starts, so the session of a training that did not end normally is closed.")
-            if reporting is not None:
-                reporting.is_open = False  # its integrations may already log the new training
-            former.stop(SessionError("Another training started before this one ended."))
-        elif former is not None:
-            logger.warning(
-                "This callback has no effect, because the script or another callback already runs a session, and a"
-                " process can have only one. Use one callback with all options."
-            )
+        if former is not None and not _end_former_training(former, state):
             return
         training = find_training()
         self._reporting = None
@@ -324,6 +314,22 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             self._finalizer = None
         if self._session is not None:
             self._session.stop(error)
+
+
+def _end_former_training(former: InspectSession, state: TrainerState) -> bool:
+    """End the session of another training; return False for a session of the script, or of another callback."""
+    former_state, reporting = _TRAININGS.get(former, (state, None))
+    if former_state is state:
+        logger.warning(
+            "This callback has no effect, because the script or another callback already runs a session, and a"
+            " process can have only one. Use one callback with all options."
+        )
+        return False
+    logger.warning("Another training starts, so the session of a training that did not end normally is closed.")
+    if reporting is not None:
+        reporting.is_open = False  # its integrations may already log the new training
+    former.stop(SessionError("Another training started before this one ended."))
+    return True
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,11 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
     if accelerator.fp8_backend != "TE":
         return
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    stateless = {
-        f"{name}._extra_state": module
-        for name, module in plain.named_modules()
-        if type(module).set_extra_state is not torch.nn.Module.set_extra_state and not any(delayed_states(module))
-    }
+    stateless: dict[str, torch.nn.Module] = {}
+    for name, module in plain.named_modules():
+        keeps_state = type(module).set_extra_state is not torch.nn.Module.set_extra_state
+        if keeps_state and not any(delayed_states(module)):
+            stateless[f"{name}._extra_state"] = module
     try:
         saved = _read_tensors(checkpoint, stateless.keys())
     except Exception as error:

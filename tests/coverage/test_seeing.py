@@ -546,7 +546,7 @@ class Told:
         self.order: list[str] = []
         self.fail = False
 
-    def enter_attention(self, layer: str, kind: ForwardKind) -> None:
+    def enter_attention(self, layer: str) -> None:
         self.order.append(f"enter {layer}")
 
     def note_attention(self, event: AttentionEvent) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from te_precision_callbacks.base.compiling import CppFile
 from te_precision_callbacks.base.numerics import blocks
+from te_precision_callbacks.base.numerics.blocks import Block
 from te_precision_callbacks.base.numerics.formats import E2M1, FloatFormat, table
 from te_precision_callbacks.base.numerics.layouts import pack_fp4, unpack
 
@@ -44,7 +45,7 @@ FILE = CppFile(
 )
 
 
-def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: bool = False) -> torch.Tensor:
+def block_amaxes(matrix: torch.Tensor, block: Block, *, nan_spreads: bool = False) -> torch.Tensor:
     """Return the largest magnitude per block, also of partial blocks: float32, [rows of blocks, columns of blocks].
 
     Unless ``nan_spreads``, plain torch synchronizes with the device.
@@ -69,7 +70,7 @@ def block_amaxes(matrix: torch.Tensor, block: tuple[int, int], *, nan_spreads: b
 def encode_blocks(
     matrix: torch.Tensor,
     factors: torch.Tensor,
-    block: tuple[int, int],
+    block: Block,
     fmt: FloatFormat,
     random: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -93,13 +94,13 @@ def encode_blocks(
         columns = matrix.shape[1] * fmt.bits // 8
         out = torch.empty(matrix.shape[0], columns, dtype=torch.uint8, device=matrix.device)
         FILE.functions[_ENCODE](
-            *(
-                *_matrix_arguments(source),
-                *block,
-                block_factors.data_ptr(),
-                None if drawn is None else drawn.data_ptr(),
-            ),
-            *(fmt.mantissa_bits, out.data_ptr(), torch.get_num_threads()),
+            *_matrix_arguments(source),
+            *block,
+            block_factors.data_ptr(),
+            None if drawn is None else drawn.data_ptr(),
+            fmt.mantissa_bits,
+            out.data_ptr(),
+            torch.get_num_threads(),
         )
         return out
     values = blocks.multiply_by_blocks(matrix.float(), factors, block)
@@ -113,7 +114,7 @@ def decode_blocks(
     codes: torch.Tensor,
     fmt: FloatFormat,
     factors: torch.Tensor | None,
-    block: tuple[int, int],
+    block: Block,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Decode codes of :func:`encode_blocks`, and multiply them by the factors of their blocks: [rows, columns].
@@ -128,9 +129,15 @@ def decode_blocks(
         block_factors = None if factors is None else factors.contiguous()
         out = torch.empty(codes.shape[0], codes.shape[1] * 8 // fmt.bits, dtype=dtype, device=codes.device)
         FILE.functions[_DECODE](
-            *(source.data_ptr(), *out.shape, *block, fmt.bits, numbers.data_ptr()),
+            source.data_ptr(),
+            *out.shape,
+            *block,
+            fmt.bits,
+            numbers.data_ptr(),
             None if block_factors is None else block_factors.data_ptr(),
-            *(out.data_ptr(), dtype == torch.float32, torch.get_num_threads()),
+            out.data_ptr(),
+            dtype == torch.float32,
+            torch.get_num_threads(),
         )
         return out
     values = fmt.decode(unpack(codes, fmt))
@@ -151,7 +158,7 @@ def transform_groups(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Ten
         count = source.numel() // len(transform)
         numbers = transform.contiguous()
         FILE.functions[_TRANSFORM](
-            *(source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads())
+            source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads()
         )
         return result
     step = max(1, _ELEMENTS_AT_ONCE // matrix.shape[1])

@@ -161,14 +161,12 @@ def refusals(
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     if 0 in sizes.values():
         return []
+    shape_rules = rules(scaling, capability, result_bytes=result_bytes)
     refused: dict[tuple[GemmName, Dimension], Refusal] = {}
     for gemm in GEMMS:
         if gemm not in gemms:
             continue
-        asked = [
-            (_DIMENSIONS[gemm][rule.size], rule.multiple, rule.asked_by)
-            for rule in rules(scaling, capability, result_bytes=result_bytes)
-        ]
+        asked = [(_DIMENSIONS[gemm][rule.size], rule.multiple, rule.asked_by) for rule in shape_rules]
         if asserted and gemm == "fprop":
             asked += [(dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
         for dimension, multiple, asked_by in asked:
@@ -187,11 +185,8 @@ def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> li
     with all GEMMs in high precision.
     """
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
-    return [
-        Refusal("fprop", dimension, sizes[dimension], multiple, _MODULE)
-        for dimension, multiple in _ASSERTED.items()
-        if sizes[dimension] % multiple
-    ]
+    refused = [dimension for dimension, multiple in _ASSERTED.items() if sizes[dimension] % multiple]
+    return [Refusal("fprop", dimension, sizes[dimension], _ASSERTED[dimension], _MODULE) for dimension in refused]
 
 
 _DIMENSIONS: Mapping[GemmName, Mapping[Size, Dimension]] = {

@@ -39,6 +39,7 @@ import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics import blocks
+from te_precision_callbacks.base.numerics.blocks import Block
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.scaling import nvfp4_factors
 from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D as BLOCK_1D
@@ -46,6 +47,7 @@ from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_2D as BLOCK
 from te_precision_callbacks.base.numerics.scaling_modes import MXFP8 as MXFP8
 from te_precision_callbacks.base.numerics.scaling_modes import NVFP4 as NVFP4
 from te_precision_callbacks.base.numerics.scaling_modes import PER_TENSOR as PER_TENSOR
+from te_precision_callbacks.base.vocabulary import direction_name
 
 SWIZZLE_ROWS = 128
 SWIZZLE_COLUMNS = 4
@@ -104,7 +106,7 @@ class Stored:
     element_format: FloatFormat
     scale_memory: ScaleMemory
     scale_format: FloatFormat | None
-    block: tuple[int, int]
+    block: Block
     shape: tuple[int, ...]
     stored_scale_shape: tuple[int, ...]
     amax: torch.Tensor | None = None
@@ -235,9 +237,7 @@ def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
         raise LayoutError(f"{type(tensor).__name__}: not a quantized tensor of a known format.")
     if mode == PER_TENSOR:
         return _per_tensor(tensor, columnwise)
-    direction = "rowwise"
-    if columnwise:
-        direction = "columnwise"
+    direction = direction_name(columnwise)
     data = getattr(tensor, f"_{direction}_data")
     scales = getattr(tensor, f"_{direction}_scale_inv")
     if data is None:
@@ -418,7 +418,7 @@ def _scale_memory(
     tensor: Any,
     scales: torch.Tensor,
     shape: tuple[int, ...] | torch.Size,
-    block: tuple[int, int],
+    block: Block,
     *,
     swizzled: bool = False,
     transposed: bool = False,

@@ -182,8 +182,8 @@ def rotate(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
 
 @functools.cache
 def _matrix(sign_mask: int, device: torch.device) -> torch.Tensor:
-    rows = [
-        [(-1.0) ** (row & column).bit_count() * (-1.0) ** (sign_mask >> row & 1) / 4.0 for column in range(SIZE)]
-        for row in range(SIZE)
-    ]
+    rows = []
+    for row in range(SIZE):
+        factor = (-1.0) ** (sign_mask >> row & 1) / 4.0
+        rows.append([(-1.0) ** (row & column).bit_count() * factor for column in range(SIZE)])
     return torch.tensor(rows, dtype=torch.float64, device=device)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import as_matrix, join_blocks, split_into_blocks
+from te_precision_callbacks.base.numerics.blocks import Block, as_matrix, join_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.scaling import (
     FLOAT32_MAX,
@@ -89,7 +89,7 @@ class Recipe:
     hybrid: bool = False
     power_of_two: bool = False
 
-    def block(self, settings: QuantizerSettings) -> tuple[int, int] | None:
+    def block(self, settings: QuantizerSettings) -> Block | None:
         if self.side is None:
             return None
         return (self.side if settings.square else 1, self.side)

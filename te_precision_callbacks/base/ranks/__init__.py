@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from te_precision_callbacks.base.counts import first_of
+from te_precision_callbacks.base.counts import first_of, group_by_key
 
 
 def own_rank() -> int:
@@ -42,9 +42,7 @@ def has_other_ranks(group: dist.ProcessGroup | None) -> bool:
 
 def format_by_rank(values: Mapping[int, Any]) -> str:
     """Format values with their ranks, most frequent first: ``5 on ranks 0, 2-7; 4 on rank 1``."""
-    ranks_with: dict[Any, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        ranks_with.setdefault(value, []).append(rank)
+    ranks_with = group_by_key((value, rank) for rank, value in sorted(values.items()))
     most_first = sorted(ranks_with.items(), key=lambda entry: -len(entry[1]))
     texts = (f"{value} on {format_ranks(ranks)}" for value, ranks in most_first)
     return "; ".join(first_of(texts, _MOST_NAMED, "and {} others"))

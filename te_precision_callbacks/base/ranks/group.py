@@ -78,8 +78,7 @@ class Group:
         options._devices = list(devices)
         options._threads = 1
         options._timeout = timedelta(seconds=timeout)
-        self._size = size
-        self._is_root = rank == 0
+        self._gathers = size if rank == 0 else 0
         self._longest = timedelta(seconds=longest)
         self._running: list[Any] = []
         self._gloo: Any = gloo(store, rank, size, options)
@@ -104,10 +103,10 @@ class Group:
 
     def gather(self, array: AnyArray) -> list[AnyArray]:
         """Start a gather of arrays of equal size; the returned arrays are filled on rank 0."""
-        gathered = [np.empty_like(array) for _ in range(self._size if self._is_root else 0)]
+        gathered = [np.empty_like(array) for _ in range(self._gathers)]
         options: Any = dist.GatherOptions()
         options.rootRank = 0
-        tensors = [[torch.from_numpy(received) for received in gathered]] if gathered else []
+        tensors = [list(map(torch.from_numpy, gathered))] if gathered else []
         self._start(self._gloo.gather, tensors, [torch.from_numpy(array)], options)
         return gathered
 

@@ -37,7 +37,8 @@ _ANSWER = 10.0
 
 _LONGEST_PAUSE = 0.25
 
-_ARRIVED, _CONNECTED = _PHASES = ("arrived", "connected")
+_ARRIVED = "arrived"
+_CONNECTED = "connected"
 
 
 class MeetingFailed(Exception): ...
@@ -100,7 +101,7 @@ def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Gro
 
 def refuse(keys: Any, why: str) -> None:
     """Record why this rank does not meet the others, so that no rank waits for it."""
-    for phase in _PHASES:
+    for phase in (_ARRIVED, _CONNECTED):
         keys.add(f"{phase}/decisions", 1)
         if not keys.check([f"{phase}/decision"]):  # this rank may have failed while it decided
             keys.set(f"{phase}/decision", why)
@@ -132,7 +133,8 @@ def _decide(keys: Any, phase: str, decision: str) -> None:
 
 
 def _warning(at: RankPlace, why: str) -> Callable[[], None]:
-    begun, has_warned = time.monotonic(), at.rank > 1
+    begun = time.monotonic()
+    has_warned = at.rank > 1
 
     def warn() -> None:
         nonlocal has_warned

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -477,7 +478,7 @@ def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, 
     union = b""
     if gathered:
         texts = dict.fromkeys(array.tobytes() for array in gathered)
-        union = _to_json((entry for own in texts for entry in _from_json(own, of)), of)
+        union = _to_json(itertools.chain.from_iterable(_from_json(own, of) for own in texts), of)
     size = np.array([len(union)])
     group.broadcast(size)
     finish()
@@ -533,11 +534,14 @@ class _Wait:
     def _format_late_ranks(self) -> str:
         """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
         messages = self._messages
-        keys = self._keys
-        places = [(rank, f"{_WAITS}/{rank}") for rank in range(messages.size if messages.rank <= 1 else 0)]
-        late = [rank for rank, key in places if not (keys.check([key]) and keys.get(key).decode() == self._count)]
+        late = []
+        if messages.rank <= 1:
+            for rank, in_run in enumerate(messages._ranks):
+                key = f"{_WAITS}/{rank}"
+                if not (self._keys.check([key]) and self._keys.get(key).decode() == self._count):
+                    late.append(in_run)
         if late:
-            return format_ranks(sorted(messages._ranks[rank] for rank in late))
+            return format_ranks(sorted(late))
         return "other ranks"
 
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch.distributed
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.ranks import is_distributed
-from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
+from te_precision_callbacks.base.ranks.messages import Messages, Numbers, RanksLostError, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Ranks:
         group: torch.distributed.ProcessGroup | None,
         *,
         reduce: bool,
-        report: Callable[[str, str, Exception], None],
+        report: Report,
     ) -> None:
         self.messages: Messages | None = None
         self._group = group
@@ -165,14 +165,14 @@ class Ranks:
         def added(messages: Messages) -> list[float]:
             sums = np.array(numbers, np.float64)
             messages.merge(kind, f"to sum {kind}", sums, len(numbers))
-            return [float(number) for number in sums]
+            return list(sums.tolist())
 
         return self._exchange(f"exchanging {kind}", added, list(numbers))
 
-    def largest(self, numbers: npt.NDArray[np.float64], kind: str) -> npt.NDArray[np.float64] | None:
+    def largest(self, numbers: Numbers, kind: str) -> Numbers | None:
         """Return the maximum of each number over all ranks; None without other ranks, or if they disconnect."""
 
-        def merged(messages: Messages) -> npt.NDArray[np.float64] | None:
+        def merged(messages: Messages) -> Numbers | None:
             largest = numbers.copy()
             messages.merge(kind, f"to compare {kind}", largest, 0)
             return largest

@@ -73,7 +73,8 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         groups = triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None])
         for together in groups:
             triton_kernel.add_group(together, sums, maxima)
-            left = [tensor for tensor in left if not any(tensor is done for done in together)]
+            done = set(map(id, together))
+            left = [tensor for tensor in left if id(tensor) not in done]
         triton_kernel.remember(pending, groups)
         _repeat = triton_kernel.repeat
         while left:
@@ -84,7 +85,8 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
     except Exception as error:
         if is_lost(error):
             raise  # nothing can run on this GPU any more
-        _on_gpu, _repeat = eager.add, None
+        _on_gpu = eager.add
+        _repeat = None
         logger.warning(
             "Statistics on the GPU use plain torch operations, which are slower but give the same results: the"
             " Triton kernel failed (%s: %s).",

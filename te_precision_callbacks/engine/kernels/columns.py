@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import as_matrix
+from te_precision_callbacks.base.numerics.blocks import Block, as_matrix
 from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.base.numerics.recipes import FLOAT32_SCALES
 
@@ -101,13 +101,13 @@ class BlockScaledTensor:
     """
 
     part: Stored
-    block: tuple[int, int]
+    block: Block
 
     @property
     def stored_again(self) -> tuple[int, int]:
         """Rows and columns of stored scales per block."""
-        (height, width), (rows, columns) = self.block, self.part.block
-        return height // rows, width // columns
+        rows, columns = self.part.block
+        return self.block[0] // rows, self.block[1] // columns
 
     @property
     def limits(self) -> tuple[float, float]:

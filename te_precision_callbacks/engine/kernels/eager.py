@@ -194,7 +194,8 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
             of_piece["compared"] = comparison(row, quantized, limit)[:, 0]
         if places.exponents >= 0:
             of_piece["exponents"] = exponents(piece)
-        merged = {name: _merge(name, merged[name], part) if merged else part for name, part in of_piece.items()}
+        for name, part in of_piece.items():
+            merged[name] = _merge(name, merged[name], part) if name in merged else part
     if scale is not None:
         merged["scales"], merged["scale_maxima"] = scale_columns(scale)
     return merged

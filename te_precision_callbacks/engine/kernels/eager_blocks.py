@@ -87,7 +87,8 @@ def columns(
     Raises:
         ValueError: the tensors differ in size.
     """
-    part, (down, along) = tensor.part, tensor.stored_again
+    part = tensor.part
+    down, along = tensor.stored_again
     matrix = None if values is None else tensor.matrix(values)
     factors = part.factors()[::down, ::along]
     scales = part.block_scales()[::down, ::along]
@@ -104,30 +105,19 @@ def columns(
             blocks = split_into_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band
             occupied = ((blocks != 0) & blocks.isfinite()).any(1)
         its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
-        merged = _merge_columns(merged, columns_of(wanted, compared, its_scales, occupied, band))
+        for source, (sums, maxima) in columns_of(wanted, compared, its_scales, occupied, band).items():
+            before = merged.get(source, (None, None))
+            all_sums = _merge_optional(torch.add, before[0], sums)
+            merged[source] = all_sums, _merge_optional(torch.maximum, before[1], maxima)
     return merged
 
 
 def _bands(tensor: BlockScaledTensor) -> Iterator[tuple[slice, slice]]:
-    (rows, row), height = tensor.part.matrix_shape, tensor.block[0]
+    rows, row = tensor.part.matrix_shape
+    height = tensor.block[0]
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
         yield slice(first * height, (first + step) * height), slice(first, first + step)
-
-
-def _merge_columns(
-    merged: dict[StatisticSource, SumsAndMaxima], more: dict[StatisticSource, SumsAndMaxima]
-) -> dict[StatisticSource, SumsAndMaxima]:
-    return {
-        source: (
-            _merge_optional(torch.add, merged[source][0], sums),
-            _merge_optional(torch.maximum, merged[source][1], maxima),
-        )
-        if source in merged
-        else columns_of_kind
-        for source, columns_of_kind in more.items()
-        for sums, maxima in (columns_of_kind,)
-    }
 
 
 def _merge_optional(
@@ -239,8 +229,7 @@ def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
     Args:
         blocks: [blocks, elements], any float dtype; non-finite elements are ignored.
     """
-    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(blocks)]
-    largest, smallest = (torch.cat([piece[index] for piece in pieces]) for index in (0, 1))
+    largest, smallest = _extremes_of(blocks)
     counted = largest > 0
     ranges = torch.where(counted, _log2_of_ratio(largest, smallest), 0.0)
     maxima = torch.stack([torch.where(counted, ranges, NOTHING).amax(), torch.where(counted, -ranges, NOTHING).amax()])
@@ -273,18 +262,25 @@ def _largest_range(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     width = min(blocks.size, matrix.shape[1])
     # Padding zeros are ignored, like the tensor's own zeros.
     whole = pad_to_blocks(matrix, (height, width), 0.0)
-    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(whole.reshape(-1, width))]
     # Reduce rows first, without a transposed copy; then the rows of a tile.
+    largest_of_rows, smallest_of_rows = _extremes_of(whole.reshape(-1, width))
     tiles = (whole.shape[0] // height, height, whole.shape[1] // width)
-    largest = torch.cat([largest for largest, _ in pieces]).view(tiles).amax(1)
-    smallest = torch.cat([smallest for _, smallest in pieces]).view(tiles).amin(1)
+    largest = largest_of_rows.view(tiles).amax(1)
+    smallest = smallest_of_rows.view(tiles).amin(1)
     return torch.where(largest > 0, _log2_of_ratio(largest, smallest), NOTHING).amax()
 
 
 def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
     """log2(largest / smallest), float64: exact for powers of two, and never out of range."""
-    (upper, upper_exponent), (lower, lower_exponent) = torch.frexp(largest), torch.frexp(smallest)
+    upper, upper_exponent = torch.frexp(largest)
+    lower, lower_exponent = torch.frexp(smallest)
     return torch.log2(upper.to(torch.float64) / lower) + (upper_exponent - lower_exponent)
+
+
+def _extremes_of(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield both :func:`_extremes` of a matrix."""
+    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(rows)]
+    return map(torch.cat, zip(*pieces, strict=True))
 
 
 def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,6 +46,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     FORMATS,
     MEASURING,
     THREADS,
+    Jit,
     add_exponents,
     comparison,
     decode,
@@ -75,7 +76,8 @@ _COLUMNS = len((*MOMENT_SUMS, *COMPARISON_SUMS, *SCALE_SUMS, *LIMIT_SUMS, *LOSS_
 _EXTREMES = len((*MAXIMA, *SCALE_MAXIMA, *LOSS_MAXIMA, *RANGE_MAXIMA))
 """Columns of a program's row of results, in this order."""
 
-_TILE_ROWS, _TILE_COLUMNS = 16, 128
+_TILE_ROWS = 16
+_TILE_COLUMNS = 128
 _COLUMN_VECTOR = 4
 _PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
 
@@ -83,7 +85,7 @@ _GENERAL = [
     *("tiles", "tiles_across", "tile_stride"),
     *(f"{name}_at" for name in (*ColumnPlaces._fields, *BlockPlaces._fields)),
 ]
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
+_jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 
 _known: dict[tuple[object, ...], tuple[Callable[..., object], Sequence[Any], Sequence[Any]] | None] = {}
 """All arguments of a launch but addresses -> how to repeat it: :func:`launcher_of`, and the arguments after the
@@ -120,7 +122,8 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     across = -(-columns // _TILE_COLUMNS)
     tiles = -(-rows // tile_rows) * across
     programs = min(program_count(values.device), tiles)
-    places, own = pending.places, pending.of_blocks
+    places = pending.places
+    own = pending.of_blocks
     matrix, decoding = loadable(matrix)
     memory = quantized.part.scale_memory
     compares = places.compared >= 0 or own.losses >= 0
@@ -204,10 +207,13 @@ def _launch(
     constants: Mapping[str, Any],
 ) -> None:
     """Launch the kernel, without Triton's binder if it has been launched with such arguments before."""
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    specialized = [address is not None and address % 16 == 0 for address in addresses]
-    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-    key = (device, *dtypes, *specialized, *numbers, *constants.values())
+    addresses: list[int | None] = []
+    specialized: list[object] = []
+    for tensor in tensors:
+        address = None if tensor is None else tensor.data_ptr()
+        addresses.append(address)
+        specialized += [None] if tensor is None or address is None else [tensor.dtype, address % 16 == 0]
+    key = (device, *specialized, *numbers, *constants.values())
     known = _known.get(key)
     if known is not None:
         launch, settings, rest = known
@@ -224,9 +230,9 @@ def _launch(
 
 
 def _quantized(tensor: BlockScaledTensor, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
-    part, memory = tensor.part, tensor.part.scale_memory
+    memory = tensor.part.scale_memory
     scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
-    return part.codes if compares else None, scales, part.amax
+    return tensor.part.codes if compares else None, scales, tensor.part.amax
 
 
 def _turned(pair: Sequence[int], turned: bool) -> Sequence[int]:
@@ -234,7 +240,8 @@ def _turned(pair: Sequence[int], turned: bool) -> Sequence[int]:
 
 
 def _formats(tensor: BlockScaledTensor, *, compares: bool, turned: bool) -> dict[str, Any]:
-    part, memory = tensor.part, tensor.part.scale_memory
+    part = tensor.part
+    memory = part.scale_memory
     low, high = tensor.limits
     down, along = _turned(tensor.stored_again, turned)
     return {
@@ -378,7 +385,8 @@ def _measure(
         block_row = (top + row_in_tile) if HEIGHT == 1 else (top + first_column * 0)
         block_column = column if WIDTH == 1 else (left + first_column)
         has_scale = (block_row < row_count) & (block_column < column_count)
-        scale_row, scale_column = block_row // HEIGHT * DOWN, block_column // WIDTH * ALONG
+        scale_row = block_row // HEIGHT * DOWN
+        scale_column = block_column // WIDTH * ALONG
         if SWIZZLED:
             if SWIZZLED_TURNED:
                 scale_at = _swizzled(scale_column, scale_row, tile_stride)
@@ -395,12 +403,13 @@ def _measure(
         largest = tl.where(factor == 0.0, float("inf"), factor * LARGEST)
 
         # Per block and thread, the inputs of the columns.
-        inside = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        finite_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        underflows_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        overflows_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        largest_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
-        above_here = _neutral(0, HEIGHT, WIDTH, ROWS, THREADS, VECTOR).to(tl.uint32)
+        nothing = _nothing(HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        inside = nothing
+        finite_here = nothing
+        underflows_here = nothing
+        overflows_here = nothing
+        largest_here = nothing
+        above_here = nothing.to(tl.uint32)
         for first_row in range(top, tl.minimum(top + tile_rows * STEPS, row_count), tile_rows):
             seen += tl.minimum(row_count - first_row, tile_rows) * tl.minimum(column_count - left, tile_columns)
             row = first_row + row_in_tile
@@ -590,22 +599,21 @@ def _log2_of_ratio(largest: tl.tensor, smallest: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _neutral(
-    NUMBER: tl.constexpr,
+def _nothing(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``NUMBER`` for each block of each thread, in the shape of :func:`_in_thread`."""
+    """Return 0 for each block of each thread, in the shape of :func:`_in_thread`."""
     if HEIGHT == 1:
-        neutral = tl.full([ROWS, THREADS], NUMBER, tl.int32)
+        nothing = tl.full([ROWS, THREADS], 0, tl.int32)
     elif WIDTH == 1:
-        neutral = tl.full([THREADS, VECTOR], NUMBER, tl.int32)
+        nothing = tl.full([THREADS, VECTOR], 0, tl.int32)
     else:
-        neutral = tl.full([THREADS], NUMBER, tl.int32)
-    return neutral
+        nothing = tl.full([THREADS], 0, tl.int32)
+    return nothing
 
 
 @jit

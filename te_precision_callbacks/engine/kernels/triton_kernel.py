@@ -36,6 +36,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     MEASURING,
     MOST_TOGETHER,
     THREADS,
+    Jit,
     add_exponents,
     are_plain,
     careful_moments,
@@ -80,10 +81,10 @@ _GENERAL = [
     *(f"scale_inv{tensor or ''}" for tensor in range(MOST_TOGETHER)),
     *("merged_sums", "merged_maxima"),
     *("begin1", "begin2", "begin3"),
-    *(f"{name}{tensor}" for tensor in range(MOST_TOGETHER) for name in ColumnPlaces._fields),
+    *(f"{name}{tensor}" for tensor, name in itertools.product(range(MOST_TOGETHER), ColumnPlaces._fields)),
 ]
 
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
+_jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 
 _Key = tuple[torch.device, torch.dtype, bool]
 """Device and dtype of tensors that can share a launch, and whether they have a histogram."""
@@ -161,7 +162,8 @@ def _shared_launch(one: Pending) -> _Key | None:
     The key and the format of their codes determine the compiled kernel: all that Triton specializes on depends on
     nothing else.
     """
-    values, codes = one.values, one.codes
+    values = one.values
+    codes = one.codes
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
     if codes is not None and codes.data_ptr() % 16:
@@ -240,7 +242,8 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
         sums, maxima: float64, 1-D, on the device of the tensors.
     """
     first = together[0]
-    values, codes = first.values, first.codes
+    values = first.values
+    codes = first.codes
     if values.numel() == 0:
         return eager.add(together, sums, maxima)
     form = _form_of(together)
@@ -398,7 +401,7 @@ def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor)
         except Exception as error:
             _known[signature] = []
             report_binder(error)
-            left = {place for launch in launches[done:] for place in launch.tensors(range(len(pending)))}
+            left = set[int]().union(*(missed.tensors(range(len(pending))) for missed in launches[done:]))
             return [one for place, one in enumerate(pending) if place in left]
     return ()
 

@@ -6,6 +6,7 @@ it is called without Triton's binder.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     single_one,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
+    Jit,
     decode,
     jit,
     launcher_of,
@@ -46,14 +48,15 @@ _E5M2 = tl.constexpr(4)
 _E8M0 = tl.constexpr(E8M0)
 _RECIPROCAL = tl.constexpr(RECIPROCAL)
 
+_OF_TENSOR = ("scale", "words", "number", "at", "first", "order")
 _GENERAL = [
     "row",
-    *(f"{name}{place}" for place in range(TOGETHER) for name in ("scale", "words", "number", "at", "first", "order")),
+    *(f"{name}{place}" for place, name in itertools.product(range(TOGETHER), _OF_TENSOR)),
     *(f"begin{place}" for place in range(1, TOGETHER)),
 ]
 """Arguments that Triton must not compile separate kernels for."""
 
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=_GENERAL)
+_jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 
 _Launcher = tuple[Callable[..., object], Sequence[Any]]
 

@@ -86,7 +86,9 @@ MERGED_ROWS = tl.constexpr(64)
 _notices = Notices()
 
 # triton has no types: this keeps the module typed.
-jit: Callable[[Callable[..., Any]], Any] = triton.jit
+Jit = Callable[[Callable[..., Any]], Any]
+
+jit: Jit = triton.jit
 
 
 @functools.cache
@@ -122,7 +124,9 @@ def launcher_of(kernel: Any) -> tuple[Callable[..., object], Sequence[Any]]:
 
     It takes the number of programs, 1, 1, the stream, the settings, and a tuple of the kernel's arguments.
     """
-    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    run = kernel.run
+    function = kernel.function
+    metadata = kernel.packed_metadata
     try:
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             raise AttributeError
@@ -168,8 +172,7 @@ def tile_moments(
     Elements beyond the end must be inf or NaN.
     """
     float_sum = thread_sum(x)
-    highest, negated_lowest = thread_max(x), thread_max(-x)
-    here = tl.where(is_finite(float_sum), tl.maximum(highest, negated_lowest), float("inf"))
+    here = tl.where(is_finite(float_sum), tl.maximum(thread_max(x), thread_max(-x)), float("inf"))
     top = tl.max(here, 0)
     is_plain = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
     if is_plain:
