@@ -403,19 +403,15 @@ def group_by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
 class ModuleTree:
     """Snapshot of a model's module tree, including wrappers, to detect changes cheaply.
 
-    With ``parameters``, replacing a parameter or compiling a module also counts as a change.
+    Replacing a parameter or compiling a module also counts as a change.
     """
 
-    def __init__(self, model: Model, *, parameters: bool = False) -> None:
-        modules = modules_of(model)
-        self._children = [(module, dict(module._modules)) for module in modules]
-        self._parameters = []
-        if parameters:
-            self._parameters = [(module, _state_of(module)) for module in modules]
+    def __init__(self, model: Model) -> None:
+        self._modules = [(module, dict(module._modules), _state_of(module)) for module in modules_of(model)]
 
     def has_changed(self) -> bool:
-        return any(module._modules != before for module, before in self._children) or any(
-            _state_of(module) != before for module, before in self._parameters
+        return any(
+            module._modules != children or _state_of(module) != state for module, children, state in self._modules
         )
 
 

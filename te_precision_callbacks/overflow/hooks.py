@@ -134,7 +134,7 @@ class ModelHooks:
                 known.path = path
                 known.is_root = key == first
         self._watch_parameters()
-        self._tree = ModuleTree([root for _, root in self._roots], parameters=True)
+        self._tree = ModuleTree([root for _, root in self._roots])
         self._warn_of_compiled()
 
     def matches(self, pattern: str) -> bool:

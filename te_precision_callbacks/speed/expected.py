@@ -154,7 +154,7 @@ class Total(Times):
     is_low: bool = False
 
 
-def recipe_of_product(product: Product, given: str = "") -> str:
+def recipe_of_product(product: Product, given: str) -> str:
     """Return the recipe of a product: one of :data:`RECIPES`; empty in high precision.
 
     It follows from the operands' formats, except for FP8 with one scale: then it is the layer's, ``given``, or
