@@ -57,14 +57,14 @@ class Ring:
         largest.add(tensors, on.row(len(self.slots)))
 
     def add_tokens(self, layer: str, count: int) -> None:
-        """Add the tokens of an expert in a forward, which the host knows."""
+        """Add the number of tokens of an expert in a forward. The host knows it."""
         slot = self.slot(layer, TOKENS)
         if slot not in self.tokens:
             self.order.append(slot)
         self.tokens[slot] += count
 
     def put(self, slots: Sequence[int], places: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Add a number to each of ``slots``, which are also on the device; what is not finite is not added.
+        """Add a number to each of ``slots``, which are also on the device; numbers that are not finite are left out.
 
         Args:
             places: int64, [slots].

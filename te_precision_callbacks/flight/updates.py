@@ -39,7 +39,7 @@ class UpdateSizes:
     """Adds a number for the weight of each layer to the ring, after the steps of optimizers.
 
     The number is norm(w - w') / norm(w') over the same :data:`ELEMENTS` elements of the weight now (w) and after the
-    last step (w'). It has what the optimizer and what other code has written. Quantized and flattened weights are left
+    last step (w'). The optimizer and other code count alike. Quantized and flattened weights are left
     out.
     """
 
