@@ -39,8 +39,7 @@ class UpdateSizes:
     """Adds a number for the weight of each layer to the ring, after the steps of optimizers.
 
     The number is norm(w - w') / norm(w') over the same :data:`ELEMENTS` elements of the weight now (w) and after the
-    last step (w'). The optimizer and other code count alike. Quantized and flattened weights are left
-    out.
+    last step (w'). The optimizer and other code count alike. Quantized and flattened weights are left out.
     """
 
     def __init__(self, ring: Ring) -> None:
