@@ -80,7 +80,7 @@ class EveryStep:
             return
         gemm = GEMM_OF_LAYOUT[layout]
         first = forward.half if forward.halves else 0
-        is_of_experts = gemm == "fprop" and len(forward.layers) > 1 and not forward.halves
+        other_experts = gemm == "fprop" and not forward.halves and forward.layers[1:]
         try:
             tensors: list[Largest] = []
             order = self.ring.order
@@ -92,7 +92,7 @@ class EveryStep:
             for index, (a, b, out) in enumerate(gemms, first):
                 layer = forward.layers[index]
                 result = None if accumulates else out
-                if is_of_experts and out is not None:
+                if other_experts and out is not None:
                     self.ring.add_tokens(layer, out.numel() // out.shape[-1])
                 for name, tensor in self._to_add(known, layer, index, gemm, (a, b, result)):
                     slot = self.ring.places.get((layer, name))

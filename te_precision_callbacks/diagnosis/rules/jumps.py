@@ -318,6 +318,7 @@ class WeightJump(ParameterRule):
         super().__init__("weight-jump")
         self._last: dict[int, tuple[int, Column, Column]] = {}
         self._rise: Event | None = None
+        self._changed: int | None = None  # the step of the last sudden change
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
@@ -333,11 +334,14 @@ class WeightJump(ParameterRule):
 
     def event(self, event: Event) -> Iterator[Sighting]:
         for written in super().event(event):
-            yield written._replace(tensor="weight", key="")
+            # It says more than the size of the change, in the step of the write or, after the optimizer's, in the next.
+            replaces = self._changed is not None and written.since in (self._changed, self._changed + 1)
+            yield written._replace(tensor="weight", key="", replaces=replaces)
         if event.kind == "learning_rate_rose":
             self._rise = event
         if event.kind == "changed" and event.data["kind"] == "weights":
             layers = tuple(layer for layer, _ in event.data["slots"])
+            self._changed = event.iteration
             jump = self._of_optimizer(layers, "", event.text, event.iteration)
             self.note_data((jump.since or 0) - 1)  # which was watched
             yield jump
