@@ -21,15 +21,19 @@ HISTORY = 32
 LEAST_HISTORY = 16
 """The steps that a tensor is compared with, and how many of them it must have."""
 
-SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0, UPDATE: 3.0, TOKENS: math.inf}
+SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0, UPDATE: math.inf, TOKENS: math.inf}
 SPIKE_OF_GRADIENT = 8.0
 """Powers of two above the largest magnitude of the last steps; of weights also below the smallest one. The magnitude of
 a weight in scaled blocks is doubled where its largest scale, a power of two, is."""
 
+SPIKE_OF_UPDATE = 3.0
 LEAST_UPDATE = 0.1
-"""The least change of a weight in a step, as a share of its norm, that is sudden. It is compared with the last
-:data:`LEAST_HISTORY` steps, since updates are largest at the start of a training.
+"""Powers of two above the largest of the last :data:`LEAST_HISTORY` updates of a weight, and the least share of its
+norm. Updates are largest at the start of a training, so there are no more.
 """
+
+NEARLY_ALL = 0.9
+"""The share of the weights that change at once where a script writes them on purpose, such as averages."""
 
 STEADY = 1.0
 """Powers of two within which the largest magnitude of a steady weight stays in the last steps."""
@@ -55,6 +59,7 @@ class Change:
         since: the first step with the change.
         until: the last step with it; None if it goes on, or has not ended yet.
         before, now: the magnitude of the first tensor in the steps before, and in ``since``; 0 for other changes.
+        of_all: whether nearly all weights have changed, and more than one.
     """
 
     kind: Kind
@@ -63,6 +68,7 @@ class Change:
     until: int | None = None
     before: float = 0.0
     now: float = 0.0
+    of_all: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """All attributes, as JSON values."""
@@ -83,7 +89,7 @@ class Change:
         before = f"in the {LEAST_HISTORY} to {HISTORY} steps before"
         if first.tensor == UPDATE:
             more = f"; also {many(others, 'more weight')}" if others else ""
-            usual = f"and by at most {self.before:.2%} in each of the last {LEAST_HISTORY} steps"
+            usual = f"and by at most {self.before:.2%} in each of the {LEAST_HISTORY} updates before"
             return f"the weight has changed by {self.now:.0%} of its norm, in a sample, {usual}{more}"
         more = f"; {many(others, 'more tensor')} in the same step" if others else ""
         if self.now in LARGEST_CODES:
@@ -115,7 +121,8 @@ class Changes:
         self._limits = np.empty(0)
         self._are_weights = np.empty(0, bool)
         self._are_wgrads = np.empty(0, bool)
-        self._are_updates = np.empty(0, bool)
+        self._updates = np.empty(0, np.intp)  # their places
+        self._update_bits = np.empty((LEAST_HISTORY, 0), np.float32)  # of the last updates, the newest last
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
         self._low_from: dict[str, int] = {}  # layer -> the step, as counted here
         self._highs: Counter[str] = Counter()  # layer -> its steps in high precision since then
@@ -146,25 +153,25 @@ class Changes:
             self._limits = np.array([SPIKE.get(slot.tensor, SPIKE_OF_GRADIENT) for slot in slots])
             self._are_weights = np.array([slot.tensor == "weight" for slot in slots])
             self._are_wgrads = np.array([slot.tensor == "wgrad" for slot in slots])
-            self._are_updates = np.array([slot.tensor == UPDATE for slot in slots])
+            updates = [place for place, slot in enumerate(slots) if slot.tensor == UPDATE]
+            new = np.full((LEAST_HISTORY, len(updates) - len(self._updates)), np.nan, np.float32)
+            self._updates = np.array(updates, np.intp)
+            self._update_bits = np.concatenate([self._update_bits, new], axis=1)
         is_number = (row.magnitudes > 0) & (row.magnitudes < np.inf)
         now = np.full(self._bits.shape[1], np.nan, np.float32)
         np.log2(row.magnitudes, where=is_number, out=now[:count])
         if row.first is None:
             largest = np.fmax.reduce(self._bits)
-            of_updates = np.roll(self._bits[:, self._are_updates], -self._steps, axis=0)
-            largest[self._are_updates] = np.fmax.reduce(of_updates[-LEAST_HISTORY:])
             smallest = np.fmin.reduce(self._bits)
             fallen = smallest - now >= self._limits
             fallen[:count] |= (row.magnitudes == 0) & np.isfinite(self._bits[(self._steps - 1) % HISTORY, :count])
             jumps = (now - largest >= self._limits) | (self._are_weights & fallen)
             if jumps.any():
                 jumps &= np.isfinite(self._bits).sum(0) >= LEAST_HISTORY
-                are_steady = self._are_weights & (largest - smallest <= STEADY)
-                are_large = self._are_updates & (now >= math.log2(LEAST_UPDATE))
+                are_steady = largest - smallest <= STEADY
                 kinds: dict[Kind, npt.NDArray[np.bool_]] = {
-                    "weights": jumps & (are_steady | are_large),
-                    "spike": jumps & ~self._are_weights & ~self._are_updates,
+                    "weights": jumps & self._are_weights & are_steady,
+                    "spike": jumps & ~self._are_weights,
                 }
                 for kind, found in kinds.items():
                     if found.any():
@@ -173,6 +180,35 @@ class Changes:
                         slots = tuple(self._slots[place] for place in places)
                         yield Change(kind, slots, row.iteration, None, before, float(row.magnitudes[places[0]]))
         self._bits[self._steps % HISTORY] = now
+        yield from self._sudden_updates(row, now[self._updates])
+
+    def _sudden_updates(self, row: StepRow, now: npt.NDArray[np.float32]) -> Iterator[Change]:
+        """Yield the weights that change far more than in each of the last updates.
+
+        Args:
+            now: the logarithms of the updates; nan without an update.
+        """
+        bits = self._update_bits
+        largest = bits.max(axis=0, initial=-np.inf)  # nan where there are fewer updates
+        sudden = (now - largest >= SPIKE_OF_UPDATE) & (now >= math.log2(LEAST_UPDATE))
+        found = [place for place in self._updates[sudden].tolist() if not self._was_idle(place)]
+        if found:
+            share = float(np.exp2(largest[sudden][self._updates[sudden] == found[0]][0]))
+            slots = tuple(self._slots[place] for place in found)
+            larger = (now - largest >= 1).sum()  # twice as large, or more
+            of_all = bool(larger >= max(2.0, NEARLY_ALL * np.isfinite(now).sum()))
+            yield Change("weights", slots, row.iteration, None, share, float(row.magnitudes[found[0]]), of_all=of_all)
+        fresh = np.isfinite(now)
+        bits[:-1, fresh] = bits[1:, fresh]
+        bits[-1, fresh] = now[fresh]
+
+    def _was_idle(self, update: int) -> bool:
+        """Return whether an expert had no tokens in one of the last steps: the update after them is far larger."""
+        tokens = self._slots[update]._replace(tensor=TOKENS)
+        if tokens not in self._slots:
+            return False
+        steps = np.arange(self._steps - LEAST_HISTORY, self._steps) % HISTORY
+        return bool(np.isnan(self._bits[steps, self._slots.index(tokens)]).any())
 
     def _precision(self, row: StepRow, layers: Iterable[str]) -> Iterator[Change]:
         gaps: dict[int, list[TensorSlot]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -20,16 +22,25 @@ ELEMENTS = 64
 """The elements of a weight that are compared."""
 
 
+class _Known(NamedTuple):
+    """A parameter: another object of the same name is another one."""
+
+    number: int
+    weight: weakref.ReferenceType[torch.Tensor]
+    slot: int | None
+
+
 class _Samples(NamedTuple):
-    """Samples of the weights of one dtype after a step.
+    """Samples of the weights of one dtype, after a step of their optimizers.
 
     Attributes:
-        slots, places: their slots in the ring, on the host and on the device.
+        numbers: of the parameters.
+        places: int64, [weights]: their slots in the ring, on the device.
         values: float32, [weights, ELEMENTS].
         norms: float32, [weights].
     """
 
-    slots: list[int]
+    numbers: list[int]
     places: torch.Tensor
     values: torch.Tensor
     norms: torch.Tensor
@@ -39,40 +50,54 @@ class UpdateSizes:
     """Adds a number for the weight of each layer to the ring, after the steps of optimizers.
 
     The number is norm(w - w') / norm(w') over the same :data:`ELEMENTS` elements of the weight now (w) and after the
-    last step (w'). The optimizer and other code count alike. Quantized and flattened weights are left out.
+    last step of its optimizer (w'). The optimizer and other code count alike. Quantized and flattened weights are left
+    out.
     """
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._slots: dict[str, int | None] = {}  # name of the parameter -> slot; None if it is no layer's weight
+        self._known: dict[str, _Known] = {}  # by the name of the parameter
+        self._numbers = itertools.count()
         self._last: dict[tuple[torch.device, torch.dtype], _Samples] = {}
+        self._earlier: dict[int, torch.Tensor] = {}  # number -> sample, of optimizers that did not step last
 
     @torch.no_grad()
     def add(self, weights: Iterable[SteppedWeight]) -> None:
         """Add the stepped weights of an iteration; of a sharded weight, this rank's part counts."""
-        alike: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], tuple[list[_Known], list[torch.Tensor]]] = {}
         for name, weight, module in weights:
             if weight.dim() < 2:
                 continue
-            slot = self._slots[name] if name in self._slots else self._slot_of(name, module)
+            known = self._known.get(name)
+            if known is None or known.weight() is not weight:
+                known = _Known(next(self._numbers), weakref.ref(weight), self._slot_of(name, module))
+                self._known[name] = known
             own = weight if type(weight) in PLAIN else getattr(weight, "_local_tensor", weight)
             size = own.numel()
-            if slot is not None and size >= ELEMENTS and own.is_contiguous():
-                slots, samples = alike.setdefault((own.device, own.dtype), ([], []))
-                slots.append(slot)
+            if known.slot is not None and size >= ELEMENTS and own.is_contiguous():
+                of_kind, samples = alike.setdefault((own.device, own.dtype), ([], []))
+                of_kind.append(known)
                 apart = ((size - 1) // (ELEMENTS - 1) - 1) | 1  # odd, so that they are in different columns
                 samples.append(own.as_strided((ELEMENTS,), (apart,)))
-        for kind, (slots, samples) in alike.items():
+        for kind, (of_kind, samples) in alike.items():
             now = torch.stack(samples)
             if kind[1] is not torch.float32:
                 now = now.float()
-            before = self._last.get(kind)
-            if before is not None and before.slots == slots:
-                places = before.places
-                self._ring.put(slots, places, vector_norm(now - before.values, dim=1) / before.norms)
-            else:
-                places = torch.tensor(slots, device=kind[0])
-            self._last[kind] = _Samples(slots, places, now, vector_norm(now, dim=1))
+            slots = [known.slot for known in of_kind if known.slot is not None]
+            before = self._before(kind, [known.number for known in of_kind], slots)
+            self._ring.put(slots, before.places, vector_norm(now - before.values, dim=1) / before.norms)
+            self._last[kind] = before._replace(values=now, norms=vector_norm(now, dim=1))
+
+    def _before(self, kind: tuple[torch.device, torch.dtype], numbers: list[int], slots: list[int]) -> _Samples:
+        """Return the last samples of parameters: nan for a new one."""
+        before = self._last.get(kind)
+        if before is not None:
+            if before.numbers == numbers:
+                return before
+            self._earlier.update(zip(before.numbers, before.values, strict=True))
+        new = torch.full((ELEMENTS,), torch.nan, device=kind[0])
+        values = torch.stack([self._earlier.get(number, new) for number in numbers])
+        return _Samples(numbers, torch.tensor(slots, device=kind[0]), values, vector_norm(values, dim=1))
 
     def _slot_of(self, name: str, module: torch.nn.Module) -> int | None:
         path, _, own = name.rpartition(".")
@@ -82,5 +107,4 @@ class UpdateSizes:
             layer = row.layer_of(own, [f"{path}{end}" for end in row.layers(module)])
             if (layer, "weight") in self._ring.places:
                 slot = self._ring.slot(layer, UPDATE)
-        self._slots[name] = slot
         return slot

@@ -335,7 +335,7 @@ class ParameterWatch:
         self._iteration = 0
         self._parameters: dict[int, _Parameter] = {}
         self._listed: list[tuple[int, int]] | None = None  # id and size of the parameters at the last refresh
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[list[tuple[int, int]], list[_Held]]]
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], list[_Held]]]
         self._held = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
@@ -485,13 +485,12 @@ class ParameterWatch:
             self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> list[_Held]:
-        if not self._parameters:
-            self._refresh()
-        # Groups that grow, or that load_state_dict() has replaced.
-        groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+        # Groups that grow, whose parameters are replaced, or that load_state_dict() has replaced.
+        groups = [[id(group), *map(id, group["params"])] for group in optimizer.param_groups]
         known = self._held.get(optimizer)
         if known is not None and known[0] == groups:
             return known[1]
+        self._refresh()
         owners = dict(self._parameters)
         for parameter in self._parameters.values():
             master = getattr(parameter.weight, "main_param", None)

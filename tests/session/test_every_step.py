@@ -273,7 +273,8 @@ def test_weights_that_are_overwritten_between_samples_are_one_finding(
     assert (finding.layers, finding.tensor, finding.severity) == (("linear",), "weight", "warning")
     assert (finding.last_good, finding.since) == (21, 22)
     assert re.search(
-        r"changed by \d+% of its norm, in a sample, and by at most \d\.\d+% in each of the last 16", finding.seen
+        r"changed by \d+% of its norm, in a sample, and by at most \d\.\d+% in each of the 16 updates before",
+        finding.seen,
     )
 
 
@@ -304,6 +305,57 @@ def test_the_share_of_a_weight_that_a_step_changes(tmp_path: Path) -> None:
     assert first is None
     assert others == pytest.approx(shares, rel=0.3)
     assert others != pytest.approx([shares[0]] * 7, rel=0.3)
+
+
+@pytest.mark.parametrize("how", ["optimizers in turn", "every micro-batch", "new parameters"])
+def test_a_weight_whose_sign_is_flipped(how: str, tmp_path: Path) -> None:
+    model = Blocks("current")
+    others = te.Linear(64, 64)
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (model, others)]
+    with InspectSession(log_dir=tmp_path, model=torch.nn.ModuleList([model, others])) as session:
+        for step in range(90):
+            if how == "new parameters" and step == 20:
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(state, assign=True)
+                optimizers[0] = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            others(model(torch.randn(32, 64))).square().mean().backward()
+            if how == "optimizers in turn":
+                optimizers[step % 2].step()
+            elif how == "new parameters" or step % 4 == 3:
+                for optimizer in optimizers:
+                    optimizer.step()
+            if step % 4 == 3:
+                model.zero_grad()
+                others.zero_grad()
+            session.step()
+            if step == 81:
+                model.linear.weight.data.neg_()
+    assert only(session, "weight-jump").layers == ("0.linear",)
+    assert only(session, "weight-jump").since in range(82, 84)
+
+
+def test_weights_that_all_change_at_once_are_a_note(tmp_path: Path) -> None:
+    def after(step: int, model: Blocks) -> None:
+        for weight in model.parameters() if step == 22 else ():
+            weight.data *= 0.8
+
+    finding = only(train(Blocks("current"), 26, tmp_path, after=after), "weight-jump")
+    assert (finding.severity, finding.since) == ("note", 22)
+
+
+def test_the_first_tokens_of_an_expert_are_no_jump(tmp_path: Path) -> None:
+    model = Experts()
+    for weight in model.experts.parameters():
+        weight.data *= 0.1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for step in range(40):
+            model.rows = [16, 16, 16] if step > 30 else [32, 0, 16]
+            model(torch.randn(48, 64), lambda place, x: x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    assert not [finding for finding in session.findings if finding.rule == "weight-jump"]
 
 
 def test_a_learning_rate_that_starts_again_is_no_jump(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
 from te_precision_callbacks.flight import changes
-from te_precision_callbacks.flight.rows import UPDATE
 from te_precision_callbacks.runs.summary import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats
@@ -341,8 +340,11 @@ class WeightJump(ParameterRule):
             self._rise = event
         if event.kind == "changed" and event.data["kind"] == "weights":
             layers = tuple(layer for layer, _ in event.data["slots"])
-            self._changed = event.iteration
             jump = self._of_optimizer(layers, "", event.text, event.iteration)
+            if event.data.get("of_all") and not jump.key:
+                jump = jump._replace(severity="note")
+            else:
+                self._changed = event.iteration
             self.note_data((jump.since or 0) - 1)  # which was watched
             yield jump
 
@@ -493,9 +495,10 @@ RULES = (
             " ordinary change."
             f" Or a weight's largest magnitude stayed within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their"
             f" range by 2^{changes.SPIKE['weight']:g} in one step. Or a sample of a layer's weight changes from step"
-            f" to step by {changes.LEAST_UPDATE:.0%} of its norm or more, and by 2^{changes.SPIKE[UPDATE]:g} times as"
-            f" much as in each of the {changes.LEAST_HISTORY} steps before. It is the optimizer's if the learning rate"
-            f" rose by 10 times in one of the {changes.LEAST_HISTORY} steps before"
+            f" to step by {changes.LEAST_UPDATE:.0%} of its norm or more, and by 2^{changes.SPIKE_OF_UPDATE:g} times as"
+            f" much as in each of the {changes.LEAST_HISTORY} updates before; a note if nearly all weights do so at"
+            " once, as where a script writes averages. It is the optimizer's if the learning rate rose by 10 times in"
+            f" one of the {changes.LEAST_HISTORY} steps before"
         ),
         silent=(
             "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
@@ -509,7 +512,8 @@ RULES = (
         disproof="the script set or rescaled the weights at that step",
         remedy=(
             "Find the code that writes weights between these steps: saving or restoring a checkpoint, gathering"
-            " sharded weights, copying master weights, in-place quantization. Resume from an earlier checkpoint"
+            " sharded weights, copying master weights, in-place quantization. If there is none, look at the optimizer's"
+            " state of the weight. Resume from an earlier checkpoint"
         ),
         check=WeightJump,
         consequence_of=("diverging-loss",),
