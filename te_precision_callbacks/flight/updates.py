@@ -71,7 +71,8 @@ class UpdateSizes:
             known = self._known.get(name)
             if known is None or known.weight() is not weight:
                 known = _Known(next(self._numbers), weakref.ref(weight), self._slot_of(name, module))
-                self._known[name] = known
+                if known.slot is not None or te_modules.find(type(module)) is None:  # others may run later
+                    self._known[name] = known
             own = weight if type(weight) in PLAIN else getattr(weight, "_local_tensor", weight)
             size = own.numel()
             if known.slot is not None and size >= ELEMENTS and own.is_contiguous():
@@ -102,9 +103,8 @@ class UpdateSizes:
     def _slot_of(self, name: str, module: torch.nn.Module) -> int | None:
         path, _, own = name.rpartition(".")
         row = te_modules.find(type(module))
-        slot = None
         if row is not None:
             layer = row.layer_of(own, [f"{path}{end}" for end in row.layers(module)])
             if (layer, "weight") in self._ring.places:
-                slot = self._ring.slot(layer, UPDATE)
-        return slot
+                return self._ring.slot(layer, UPDATE)
+        return None
