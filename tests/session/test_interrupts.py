@@ -212,6 +212,7 @@ def test_sigterm_keeps_what_was_gathered_and_a_fork_writes_nothing(tmp_path: Pat
         assert result.stderr.count("forked") == 1
 
 
+@pytest.mark.processes
 def test_a_signal_to_a_forked_process_is_none_to_this_one(tmp_path: Path) -> None:
     with InspectSession(model=te.Linear(32, 32), log_dir=tmp_path):
         wakeup = signal.set_wakeup_fd(-1)
