@@ -120,8 +120,7 @@ class LayerIndex:
         positions = range(len(self.layers))
         if word == "all":
             return positions
-        part = re.compile(re.escape(word))
-        return [at for at in positions if word in self._types[at] or any(map(part.search, self._names[at]))]
+        return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
 
     def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
         """Return the layers with a matching name or alias. For patterns with a negative look-around, aliases are
@@ -305,8 +304,8 @@ def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
         raise ConfigError(f"{place(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
     problems = []
     for number, entry in enumerate(entries):
-        text = f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}"
         if not isinstance(entry, str) or not entry:
+            text = f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}"
             problems.append(text)
     raise_problems(problems)
     return tuple(entries)

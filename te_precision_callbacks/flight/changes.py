@@ -191,13 +191,15 @@ class Changes:
         bits = self._update_bits
         largest = bits.max(axis=0, initial=-np.inf)  # nan where there are fewer updates
         sudden = (now - largest >= SPIKE_OF_UPDATE) & (now >= math.log2(LEAST_UPDATE))
-        found = [place for place in self._updates[sudden].tolist() if not self._was_idle(place)]
+        found = [index for index in np.flatnonzero(sudden).tolist() if not self._was_idle(self._updates[index])]
         if found:
-            share = float(np.exp2(largest[sudden][self._updates[sudden] == found[0]][0]))
-            slots = tuple(self._slots[place] for place in found)
+            first = found[0]
+            slots = tuple(self._slots[place] for place in self._updates[found].tolist())
             larger = (now - largest >= 1).sum()  # twice as large, or more
             of_all = bool(larger >= max(2.0, NEARLY_ALL * np.isfinite(now).sum()))
-            yield Change("weights", slots, row.iteration, None, share, float(row.magnitudes[found[0]]), of_all=of_all)
+            before = float(np.exp2(largest[first]))
+            share = float(row.magnitudes[self._updates[first]])
+            yield Change("weights", slots, row.iteration, None, before, share, of_all=of_all)
         fresh = np.isfinite(now)
         bits[:-1, fresh] = bits[1:, fresh]
         bits[-1, fresh] = now[fresh]

@@ -13,10 +13,8 @@ from torch.linalg import vector_norm
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.flight.rows import UPDATE
+from te_precision_callbacks.parameters.watch import SteppedWeight
 from te_precision_callbacks.te import modules as te_modules
-
-SteppedWeight = tuple[str, torch.Tensor, torch.nn.Module]
-"""The name of a parameter, the parameter and its module."""
 
 ELEMENTS = 64
 """The elements of a weight that are compared."""

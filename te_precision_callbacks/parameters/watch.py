@@ -112,6 +112,10 @@ _RANGES = "_get_model_param_range_map"
 """Identifies a distributed optimizer of Megatron."""
 
 
+SteppedWeight = tuple[str, torch.Tensor, torch.nn.Module]
+"""The name of a parameter, the parameter and its module."""
+
+
 class Problem(NamedTuple):
     """A problem of a parameter.
 
@@ -690,7 +694,7 @@ class ParameterWatch:
     # ------------------------------------------------------------------ after a debug iteration
 
     @torch.no_grad()
-    def end_step(self, iteration: int) -> list[Problem]:
+    def end_step(self, iteration: int, stepped: Sequence[SteppedWeight]) -> list[Problem]:
         problems: list[Problem] = []
         self._ended = iteration
         with self._failures.guard("checking", "the parameters"):
@@ -698,7 +702,7 @@ class ParameterWatch:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
-            broken = self._finite.end_step(iteration, [weight[:2] for weight in self.stepped(iteration)])
+            broken = self._finite.end_step(iteration, [weight[:2] for weight in stepped])
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
                 self._is_due = False
@@ -712,13 +716,16 @@ class ParameterWatch:
             problems += self._nonfinite(broken)
         return problems
 
-    def stepped(self, iteration: int) -> list[tuple[str, torch.Tensor, torch.nn.Module]]:
-        """Return name, parameter and module of what optimizers have stepped in an iteration, unless it is quantized."""
-        return [
-            (one.name, one.weight, one.module)
-            for one in self._parameters.values()
-            if one.held_until == iteration and (type(one.weight) in PLAIN or not is_quantized(one.weight))
-        ]
+    def stepped(self, iteration: int) -> list[SteppedWeight]:
+        """Return what optimizers have stepped in an iteration, unless it is quantized."""
+        stepped: list[SteppedWeight] = []
+        with self._failures.guard("listing", "the stepped parameters"):
+            stepped += [
+                (one.name, one.weight, one.module)
+                for one in self._parameters.values()
+                if one.held_until == iteration and (type(one.weight) in PLAIN or not is_quantized(one.weight))
+            ]
+        return stepped
 
     def take_rises(self) -> list[RateRise]:
         """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""

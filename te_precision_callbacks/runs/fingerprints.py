@@ -32,7 +32,7 @@ from te_precision_callbacks.base.numerics.layouts import (
 )
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import (
@@ -246,9 +246,7 @@ def with_recipes(
         trained_in_fp8: returns whether a layer trained in FP8 in its last step; None if unknown. The state of a module
             does not show this, since its last forward may have been an evaluation in another precision.
     """
-    module_of: dict[str, Any] = {}
-    for named in modules:
-        module_of |= dict.fromkeys(named.names, named.module)
+    module_of = modules_by_layer(modules)
     recipes: dict[str, tuple[int, RecipeFingerprint]] = {}
     layers = []
     for layer in fingerprint.layers:

@@ -35,12 +35,12 @@ from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.flight.changes import LEAST_HISTORY, Change, Changes, Kind
 from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps, Origin
-from te_precision_callbacks.flight.updates import SteppedWeight, UpdateSizes
+from te_precision_callbacks.flight.updates import UpdateSizes
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.parameters.replicas import Replicas
-from te_precision_callbacks.parameters.watch import ParameterWatch, Problem
+from te_precision_callbacks.parameters.watch import ParameterWatch, Problem, SteppedWeight
 from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.context import RunContext
@@ -304,9 +304,13 @@ class ParameterChecks:
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
             self._events.append(Event("learning_rate_rose", text, iteration))
 
-    def end_step(self, iteration: int) -> None:
-        """Check an iteration, and exchange the problems, so that all ranks report the same."""
-        problems = self._watch.end_step(iteration)
+    def end_step(self, iteration: int, stepped: Sequence[SteppedWeight]) -> None:
+        """Check an iteration, and exchange the problems, so that all ranks report the same.
+
+        Args:
+            stepped: as :meth:`stepped` returned them.
+        """
+        problems = self._watch.end_step(iteration, stepped)
         try:
             problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
         except Exception as error:

@@ -283,7 +283,7 @@ class Run:
         for event in dump_events(self.observation.recorder.take_written()):
             self.context.events.append(event)
             self._rules.actions.note_dump(event.layer)
-        self._parameters.end_step(iteration)
+        self._parameters.end_step(iteration, stepped)
         try:
             self._contract.end_step(iteration)
         finally:

@@ -341,7 +341,7 @@ class WeightJump(ParameterRule):
         if event.kind == "changed" and event.data["kind"] == "weights":
             layers = tuple(layer for layer, _ in event.data["slots"])
             jump = self._of_optimizer(layers, "", event.text, event.iteration)
-            if event.data.get("of_all") and not jump.key:
+            if event.data["of_all"] and not jump.key:
                 jump = jump._replace(severity="note")
             else:
                 self._changed = event.iteration
