@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import CDLL, RTLD_GLOBAL, c_long
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,6 +45,7 @@ from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import E4M3, FORMATS, ColumnPlaces, Largest, Pending, layout
+from te_precision_callbacks.instrumentation import tap_parts
 from te_precision_callbacks.instrumentation.planned import GemmPlans
 
 GEMMS_OF_LAYER = 12
@@ -128,6 +129,7 @@ class TritonPass:
         with (
             mock.patch.multiple(kernels, add=self, _pass_for=_take_triton),  # no Mock, which would add its own calls
             mock.patch.object(largest, "add", largest._with_triton),
+            mock.patch.object(tap_parts, "unquantized", SimpleNamespace(result=None)),  # a GPU leaves nothing
         ):
             yield
         if (kernels._on_gpu, largest._on_gpu) != original:
@@ -151,10 +153,17 @@ class Calls:
         elif event == "c_call":
             self.builtins += 1
         elif event == "call":
-            if frame.f_code.co_filename.startswith(_REFERENCE):
+            if _is_of_reference(frame):
                 self._depth = 1
             elif frame.f_code is not TritonPass.__call__.__code__:
                 self.functions += 1
+
+
+def _is_of_reference(frame: FrameType) -> bool:
+    code = frame.f_code
+    if code.co_name == "decorate_context":  # torch.no_grad() around a function
+        code = getattr(frame.f_locals.get("func"), "__code__", code)
+    return code.co_filename.startswith(_REFERENCE)
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

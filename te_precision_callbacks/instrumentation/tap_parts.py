@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.numerics.layouts import unquantized
 from te_precision_callbacks.base.replaced import AnyFunction
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_text
@@ -204,9 +206,10 @@ _QUANTIZER_OF_NORM = 5  # position of the quantizer among the arguments of apply
 
 
 class UnfusedTensors:
-    """Recomputes in high precision the tensors that a fused kernel writes only in low precision.
+    """Keeps in high precision the tensors that a fused kernel writes only in low precision.
 
-    The same TE function runs again without a quantizer; training uses the first result.
+    The reference backend leaves them in ``unquantized``. On a GPU the same TE function runs again without a quantizer;
+    training uses the first result.
     """
 
     def __init__(self, running: Running, report: Report) -> None:
@@ -218,15 +221,18 @@ class UnfusedTensors:
 
         @functools.wraps(upstream)
         def apply_normalization(*arguments: Any) -> Any:
-            result = upstream(*arguments)
+            quantizer = arguments[_QUANTIZER_OF_NORM]
+            without_quantizer = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
+            result = self._run(
+                (0, "activation"),
+                quantizer,
+                functools.partial(upstream, *arguments),
+                functools.partial(upstream, *without_quantizer),
+                operator.itemgetter(0),
+            )
             forward = self._running.thread_state.running
             if forward is not None and forward.watched is not None:
                 forward.norm = result[2]
-            if arguments[_QUANTIZER_OF_NORM] is None:
-                self._keep(0, "activation", result[0])
-            else:
-                unquantized = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
-                self._keep_recomputed(0, "activation", lambda: upstream(*unquantized)[0])
             return result
 
         return apply_normalization
@@ -239,14 +245,14 @@ class UnfusedTensors:
         def act_func(*arguments: Any, **keywords: Any) -> Any:
             forward, backward, with_bias = upstream(*arguments, **keywords)
             return (
-                wrap(forward, forward, 1, "activation"),
-                wrap(backward, backward, 0, "gradient"),
-                with_bias and wrap(with_bias, backward, 0, "gradient"),
+                wrap(forward, forward, (1, "activation")),
+                wrap(backward, backward, (0, "gradient")),
+                with_bias and wrap(with_bias, backward, (0, "gradient")),
             )
 
         return act_func
 
-    def _wrap(self, function: Any, unfused: Any, index: int, tensor: str) -> AnyFunction:
+    def _wrap(self, function: Any, unfused: Any, place: tuple[int, str]) -> AnyFunction:
         """Wrap a function with the quantizer as last argument.
 
         Args:
@@ -254,26 +260,48 @@ class UnfusedTensors:
         """
 
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
-            result = function(*arguments, **keywords)
             *leading, quantizer = arguments
-            if quantizer is None:
-                self._keep(index, tensor, result)
-            else:
-                self._keep_recomputed(index, tensor, lambda: unfused(*leading, None, **keywords))
-            return result
+            return self._run(
+                place,
+                quantizer,
+                functools.partial(function, *arguments, **keywords),
+                functools.partial(unfused, *leading, None, **keywords),
+            )
 
         return wrapped
 
-    def _keep(self, index: int, tensor: str, high: Any) -> None:
-        forward = self._running.thread_state.running
-        if forward is not None and forward.high is not None and forward.wants(index, tensor):
-            forward.high[index, tensor] = high
+    def _run(
+        self,
+        place: tuple[int, str],
+        quantizer: Any,
+        fused: Callable[[], Any],
+        unfused: Callable[[], Any],
+        tensor_of: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Return the result of ``fused``; keep its tensor in high precision, if listeners want it.
 
-    def _keep_recomputed(self, index: int, tensor: str, compute: Callable[[], Any]) -> None:
+        Args:
+            place: layer index and name of the tensor.
+            tensor_of: takes the tensor from the result; None if this is the tensor.
+        """
         forward = self._running.thread_state.running
-        if forward is not None and forward.high is not None and forward.wants(index, tensor):
+        if forward is None or forward.high is None or not forward.wants(*place):
+            return fused()
+        unquantized.wanted = quantizer is not None
+        try:
+            result = fused()
+            high = unquantized.result
+        finally:
+            unquantized.wanted = False
+            unquantized.result = None
+        if high is None:
             try:
-                forward.high[index, tensor] = compute()
-                forward.recomputed.add((index, tensor))
+                computed = result if quantizer is None else unfused()
+                high = computed if tensor_of is None else tensor_of(computed)
             except Exception as error:
-                self._report("recomputing", f"{forward.layers[index]} {tensor}", error)
+                self._report("recomputing", f"{forward.layers[place[0]]} {place[1]}", error)
+                return result
+        if quantizer is not None:
+            forward.recomputed.add(place)
+        forward.high[place] = high
+        return result

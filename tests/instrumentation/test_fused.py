@@ -2,9 +2,11 @@
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks import ConfigError
 from te_precision_callbacks.dumps import load
+from te_precision_callbacks.instrumentation import tap_parts
+from te_precision_callbacks.reference.extension import activation
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.te import modules as te_modules
 from tests.capability import stand_for
@@ -177,6 +181,43 @@ def test_statistics_are_those_of_the_debug_path(module: str, recipe: str, tmp_pa
         assert expected
         assert overrides or results.keys() == expected.keys()
         assert {key: results[key] for key in expected} == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize(("module", "recipe"), [pair for pair in PAIRS if pair[0] in NORMED][1::3])
+def test_what_the_reference_backend_leaves_is_what_a_gpu_computes_again(
+    module: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(module, quantized=RECIPES[recipe]() is not None and "high" not in recipe)
+    left = run(module, recipe, 3, observe="fused", folder=tmp_path / "left", config=config)
+    monkeypatch.setattr(tap_parts, "unquantized", SimpleNamespace(result=None))  # the backend leaves nothing
+    again = run(module, recipe, 3, observe="fused", folder=tmp_path / "again", config=config)
+    assert all(map(torch.equal, left[0], again[0]))
+    for first, other in zip(left[1], again[1], strict=True):
+        assert repr([row[:5] for row in first]) == repr([row[:5] for row in other])  # nan equals nan
+
+
+def test_an_activation_function_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments)
+
+        return counted
+
+    own = activation.GELU
+    for name in ("value", "gradient"):
+        monkeypatch.setitem(own.__dict__, name, counting(name, getattr(own, name)))
+    run(
+        "LayerNormMLP",
+        "delayed",
+        3,
+        observe="fused",
+        folder=tmp_path,
+        config=config_for("LayerNormMLP", quantized=True),
+    )
+    assert calls == {"value": 3, "gradient": 3}
 
 
 OF_FP8 = ["underflows%", "scale_inv_max"]

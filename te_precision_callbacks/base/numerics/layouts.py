@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -157,6 +158,19 @@ class Stored:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Classes of tensors that are not quantized, for a check without a call."""
+
+
+class _Unquantized(threading.local):
+    """The last result of a kernel that quantizes what it computes, in high precision, if this thread wants it.
+
+    The reference backend sets it; kernels of a GPU have this result in registers only.
+    """
+
+    wanted: bool = False
+    result: torch.Tensor | None = None
+
+
+unquantized = _Unquantized()
 
 
 def is_quantized(tensor: Any) -> bool:

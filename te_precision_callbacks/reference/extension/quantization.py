@@ -11,6 +11,7 @@ from typing import Any, SupportsInt
 
 import torch
 
+from te_precision_callbacks.base.numerics.layouts import unquantized
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.base.vocabulary import RECIPES, recipe_of
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
@@ -108,6 +109,8 @@ def quantize_result(
             return value.to(dtype)
         return out.copy_(value)
     casting = casting_for(quantizer)
+    if unquantized.wanted:
+        unquantized.result = value.to(dtype)
     if out is None:
         out = casting.create(quantizer, value.shape, dtype, value.device)
     if not casting.rounds_first:
