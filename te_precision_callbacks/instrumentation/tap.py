@@ -37,6 +37,7 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.model_products import ModelProducts
+from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
 from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.arguments import (
@@ -242,7 +243,11 @@ class GemmTap:
     def _wrap_prepare(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
-            result = upstream(module, *arguments, **keywords)
+            if modes_are_active():  # in the first forward, it makes quantizers with operators that are no products
+                with hide_operators():
+                    result = upstream(module, *arguments, **keywords)
+            else:
+                result = upstream(module, *arguments, **keywords)
             if id(module) in self._attention.names:
                 self._running.thread_state.entered = self._attention.enter(module)
             elif id(module) in self._observed:
