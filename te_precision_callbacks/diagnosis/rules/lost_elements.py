@@ -239,9 +239,8 @@ def _first_nonfinite(
 
 class _LowPrecisionCheck(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
-        if ran and not self.steps:
-            self.applies = any(layer.low for layer in ran)
+        if facts.layers_that_ran and not self.steps:
+            self.applies = facts.has_low
         yield from ()
 
 
