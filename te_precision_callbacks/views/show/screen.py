@@ -76,7 +76,7 @@ def format_event(event: ShownEvent) -> str:
     named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 is implied
     ranks = fold_names((f"rank {rank}" for rank in named), most=2)
     parts = [at, *ranks, event["kind"], event["layer"], event["text"]]
-    return visible("  ".join(part for part in parts if part))
+    return visible("  ".join(filter(None, parts)))
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
