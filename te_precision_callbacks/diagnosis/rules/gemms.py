@@ -73,7 +73,9 @@ class Kernel(_GemmCheck):
             scaled = np.abs(related["gemm_gain"] - 1) > GAIN
             alone = (related["gemm_kernel_rank_first"] == related["gemm_kernel_rank_last"]) & ranks
             holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
-            seen = [_describe(related, at, ratio, self._kind) for at in range(len(ratio.rows))]
+            seen = [""] * len(ratio.rows)
+            for at in np.flatnonzero(holds).tolist():
+                seen[at] = _describe(related, at, ratio, self._kind)
             yield from self.streaks.sightings(
                 numbers, facts, ratio, holds, "the GEMM {} {}", _gemms(numbers, ratio), seen
             )

@@ -48,7 +48,7 @@ _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 def training_losses(values: Iterable[str]) -> list[str]:
     """The names of training losses among the trainer's metrics, the most likely one first."""
-    return [name for name in loss_first(values) if is_training_loss(name)]
+    return loss_first(filter(is_training_loss, values))
 
 
 def _other_losses(values: Iterable[str]) -> list[str]:

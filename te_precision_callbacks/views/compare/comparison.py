@@ -297,8 +297,16 @@ def _explain_unpaired(first: Side, other: Side) -> str:
     )
 
 
-def _layers_of(side: Side) -> dict[tuple[str, str], None]:
+_Layers = dict[tuple[str, str], None]
+"""Scope and name of layers, in the order of the records."""
+
+
+def _layers_of(side: Side) -> _Layers:
     return dict.fromkeys((subject.scope, subject.layer) for subject in side.series if subject.layer)
+
+
+def _names_only_in(layers: _Layers, others: _Layers) -> tuple[str, ...]:
+    return tuple(name for scope, name in layers if (scope, name) not in others)
 
 
 def _span(side: Side) -> str:
@@ -320,8 +328,8 @@ def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search
         len(ours),
         len(theirs),
         len(layers_a.keys() & layers_b.keys()),
-        tuple(name for scope, name in layers_a if (scope, name) not in layers_b),
-        tuple(name for scope, name in layers_b if (scope, name) not in layers_a),
+        _names_only_in(layers_a, layers_b),
+        _names_only_in(layers_b, layers_a),
         tuple(sorted(statistics_a - statistics_b)),
         tuple(sorted(statistics_b - statistics_a)),
         int(search.iterations[0]),

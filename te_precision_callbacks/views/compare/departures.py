@@ -502,7 +502,9 @@ class Search:
 class _Scales:
     def __init__(self, subjects: Sequence[Subject], sides: Sequence[Numbers]) -> None:
         families: dict[tuple[str, str, str], int] = {}
-        self.family: Ints = np.array([families.setdefault(family(each), len(families)) for each in subjects], np.int64)
+        self.family: Ints = np.array(
+            [families.setdefault(family(subject), len(families)) for subject in subjects], np.int64
+        )
         self.families = len(families)
         self._kinds: list[NoiseScale] = []
         kinds = []

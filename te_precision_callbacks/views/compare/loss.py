@@ -102,8 +102,13 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     stable = _stable(curves.steps)
     early = curves.steps // 4
     difference = _mean(relative[stable])
-    baselines = [curve for side in noise if curves.name in side.scalars and (curve := _curves(a, side, curves.name))]
-    floors = [abs(_mean(curve.relative[: curve.steps][_stable(curve.steps)])) for curve in baselines]
+    baselines = []
+    floors = []
+    for side in noise:
+        baseline = _curves(a, side, curves.name) if curves.name in side.scalars else None
+        if baseline is not None:
+            baselines.append(baseline)
+            floors.append(abs(_mean(baseline.relative[: baseline.steps][_stable(baseline.steps)])))
     sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
     largest = early + int(sizes.argmax()) if sizes.size else None
     kinds = (_kind(shares[0]), _kind(shares[1]))

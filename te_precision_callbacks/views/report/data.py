@@ -116,8 +116,12 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
         if not family.has_direction or family.request is None:
             continue
         items = []
-        worst = {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
-        values = {layer: number.value for layer, number in worst.items()}
+        worst = {}
+        values = {}
+        for row, number in overview.worst_of_rows().items():
+            layer = int(overview.layers[row])
+            worst[layer] = number
+            values[layer] = number.value
         for layer in worst_first(WORST, family, values):
             value, rank, at = worst[layer]
             is_good = (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value))

@@ -133,7 +133,8 @@ def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterat
         yield _scalar(name, curve, width, names)
         if len(alike) > 1:
             yield paragraph(f"  same values: {', '.join(alike[1:])}", "dim")
-        left = {other: other_curve for other, other_curve in left.items() if other not in alike}
+        for other in alike:
+            del left[other]
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
