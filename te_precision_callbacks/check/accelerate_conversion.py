@@ -73,14 +73,14 @@ def _describe_lost_effects(
     for names in names_of_parameters:
         parameters = {id(now[name]) for name in names if name in now}
         if len(parameters) > 1:
-            untied.append(names)
+            untied.append(" and ".join(names))
     if thawed:
         yield (
             f"Accelerate's conversion unfroze these parameters: {', '.join(fold_names(thawed, most=_MOST_NAMES))}. They"
             f" are now trained. {_FREEZE_AGAIN}"
         )
     if untied:
-        pairs = "; ".join(fold_names([" and ".join(names) for names in untied], most=_MOST_NAMES))
+        pairs = "; ".join(fold_names(untied, most=_MOST_NAMES))
         yield f"Accelerate's conversion untied {pairs}: each has its own copy of the weights. {_FREEZE_AGAIN}"
 
 
@@ -103,13 +103,13 @@ def convert_by_accelerate(model: torch.nn.Module) -> ConversionResult:
         )
     frozen: dict[str, Callable[[], torch.nn.Parameter | None]] = {}
     names: dict[int, list[str]] = {}
+    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         if not parameter.requires_grad:
             frozen[name] = weakref.ref(parameter)
-    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if any(parameter.is_meta for parameter in model.parameters()):
-        context = meta_device()
+        if parameter.is_meta:
+            context = meta_device()
     try:
         with context:
             convert_to_te(model)

@@ -19,6 +19,7 @@ from te_precision_callbacks.check.findings import (
     find_recipe_problems,
     find_refused_options,
     find_shape_problems,
+    findings_of,
     join_names,
     region_note,
     unsized_finding,
@@ -189,7 +190,7 @@ def _with_broken_clauses(checked: CheckedModel, contract: Contract, with_regions
     texts = broken_clauses(checkable, checked.coverage)
     for steps, coverage in checked.spans.items():
         texts += [f"In {steps}: {text}" for text in broken_clauses(checkable, coverage)]
-    findings += [PlanFinding("contract", text) for text in texts]
+    findings += findings_of("contract", texts)
     return replace(checked, findings=(*checked.findings, *findings))
 
 
@@ -247,9 +248,9 @@ class _Check:
             tokens_of = ran.tokens
             recipes |= ran.recipes
         effects = itertools.chain.from_iterable(section.effects.values() for section in self._sections.values())
-        spans = spans_of(effects)
-        by_span = {steps: self._products(acting, first, ran) for steps, first in spans.items()}
-        products = by_span.pop(next(iter(spans)))
+        (_, first_step), *later = spans_of(effects).items()
+        products = self._products(acting, first_step, ran)
+        coverage_of = {steps: self._products(acting, step, ran).coverage for steps, step in later}
         self._findings += find_recipe_problems(self._recipe, acting)
         self._findings += find_refused_options(recipes, self._modules)
         self._note_regions(ran)
@@ -285,7 +286,7 @@ class _Check:
             products.not_reached,
             self._planned_memory(products.coverage, ran),
             products.attention,
-            {steps: planned.coverage for steps, planned in by_span.items()},
+            coverage_of,
         )
 
     def _note_regions(self, ran: Ran | None) -> None:
@@ -327,10 +328,14 @@ class _Check:
     def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:
         if not self._memory:
             return None
-        high = dict.fromkeys(product.layer for product in coverage)
+        low = {product.layer for product in coverage if product.is_low}
+        high: dict[str, None] = {}
+        mixed: dict[str, None] = {}
         for product in coverage:
-            if product.is_low:
-                high.pop(product.layer, None)
+            if product.layer not in low:
+                high[product.layer] = None
+            elif product.reason is Reason.SECTION:
+                mixed[product.layer] = None
         recipes: dict[str, Any] = {}
         calls = None
         if ran is not None:
@@ -345,8 +350,6 @@ class _Check:
             recipes=recipes,
             calls=calls,
         )
-        in_sections = dict.fromkeys(product.layer for product in coverage if product.reason is Reason.SECTION)
-        mixed = [layer for layer in in_sections if layer not in high]
         if not mixed:
             return planned
         note = (
@@ -372,24 +375,28 @@ class _Check:
             known_features(),
             layer_names=config.layer_names,
         )
-        self._findings += [PlanFinding("config", text) for text in drafted.wrong.texts]
+        self._findings += findings_of("config", drafted.wrong.texts)
         if self._allow_unmatched:
             self._notes += drafted.missing.texts
         else:
-            self._findings += [PlanFinding("unmatched", text) for text in drafted.missing.texts]
+            self._findings += findings_of("unmatched", drafted.missing.texts)
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
         self._notes += filter(None, [self._without_layers()])
         try:
             check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
         except ConfigError as error:
-            self._findings += [PlanFinding("config", text) for text in error.problems]
+            self._findings += findings_of("config", error.problems)
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))
         kept = {entry.layer.name for entry in plan.layers}
-        left = (entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept)
-        for why, names in group_by_key((refused.why(name), name) for name in left).items():
+        reasons: dict[str, list[str]] = {}
+        for entry in drafted.plan.layers:
+            name = entry.layer.name
+            if name not in kept:
+                reasons.setdefault(refused.why(name), []).append(name)
+        for why, names in reasons.items():
             text = (
                 f"No feature can act on {join_names(names)}, because Transformer Engine's debug path does not support"
                 f" them: {why}."

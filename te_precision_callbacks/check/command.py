@@ -364,13 +364,13 @@ def _plan_model(
 
 
 def _with_differences(checked: CheckedModel, same_as: str, alignment: Path | None) -> CheckedModel:
-    from te_precision_callbacks.check.findings import PlanFinding
+    from te_precision_callbacks.check.findings import findings_of
     from te_precision_callbacks.maps.alignment import read_alignment
     from te_precision_callbacks.maps.comparing import SameAs
     from te_precision_callbacks.maps.sources import open_map
 
     required = SameAs(open_map(same_as), read_alignment(alignment))
-    findings = [PlanFinding("same", text) for text in required.broken(checked.coverage, "the plan")]
+    findings = findings_of("same", required.broken(checked.coverage, "the plan"))
     return replace(checked, findings=(*checked.findings, *findings))
 
 

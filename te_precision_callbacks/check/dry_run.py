@@ -100,7 +100,7 @@ def _dry_run(model: Model, modules: Sequence[NamedModule], batch: Any, recipe: A
                 running = "backward"
                 outputs = _outputs(result)
                 if outputs:
-                    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+                    torch.autograd.backward(outputs, list(map(torch.ones_like, outputs)))
             if failures:
                 raise failures[0]
             counted = products.take_step()
@@ -135,8 +135,12 @@ def _watched(regions: AutocastRegions) -> Iterator[None]:
 def modules_with_regions(model: Model) -> list[str]:
     """Return the paths of modules with a ``forward`` that names Transformer Engine and ``autocast``."""
     names = module_names(model)
-    entering = (module for module in modules_of(model) if _enters_autocast(type(module).forward))
-    return [names[id(module)] for module in entering if id(module) in names]
+    entering = []
+    for module in modules_of(model):
+        name = names.get(id(module))
+        if name is not None and _enters_autocast(type(module).forward):
+            entering.append(name)
+    return entering
 
 
 @functools.cache
@@ -144,7 +148,7 @@ def _enters_autocast(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
     if code is None or forward.__module__.startswith("transformer_engine"):
         return False
-    values = [forward.__globals__.get(name) for name in code.co_names]
+    values = map(forward.__globals__.get, code.co_names)
     from_te = any("transformer_engine" in str(getattr(value, "__module__", value)) for value in values)
     return from_te and not {"autocast", "fp8_autocast"}.isdisjoint(code.co_names)
 
@@ -215,13 +219,17 @@ def _describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def _preserve_state(model: Model) -> Iterator[None]:
-    gradients = [(parameter, parameter.grad) for parameter in parameters_of(model)]
+    gradients = []
+    gpus = set()
+    for parameter in parameters_of(model):
+        gradients.append((parameter, parameter.grad))
+        if parameter.device.type == "cuda":
+            gpus.add(parameter.device.index)
     buffers = []
     for root in roots_of(model):
         buffers += [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
-    devices = sorted({p.device for p, _ in gradients if p.device.type == "cuda"}, key=str)
     try:
-        with torch.random.fork_rng([device.index for device in devices]):
+        with torch.random.fork_rng(sorted(gpus)):
             yield
     finally:
         for parameter, gradient in gradients:
@@ -265,7 +273,8 @@ def _method(own: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[.
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
         bound = signature.bind(self, *arguments, **keywords)
         bound.apply_defaults()
-        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        given = dict(bound.arguments)
+        given.pop("self", None)
         return stand_in(self, functools.partial(own, self, *arguments, **keywords), given)
 
     return forward
@@ -396,13 +405,18 @@ def _counts() -> bool:
 
 def _results(module: Any, inp: torch.Tensor) -> Any:
     features = te_modules.of(module).features(module)[-1][1]
-    casting = (torch.get_autocast_dtype(name) for name in ("cuda", "cpu") if torch.is_autocast_enabled(name))
-    dtype = next(casting, inp.dtype)
+    dtype = inp.dtype
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
     out = inp.new_empty(*inp.shape[:-1], features, dtype=dtype)
     results = [out]
     if module.return_bias:
-        biases = [p.detach() for name, p in module.named_parameters(recurse=False) if name.endswith("bias")]
-        results.append([inp.new_empty(features, dtype=dtype), *biases][-1])
+        bias = inp.new_empty(features, dtype=dtype)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("bias"):
+                bias = parameter.detach()
+        results.append(bias)
     if getattr(module, "return_layernorm_output", False):
         results.append(torch.empty_like(inp, dtype=dtype))
     if len(results) == 1:
@@ -440,7 +454,9 @@ _Formats = tuple[tuple[str, str], tuple[str, str]]
 
 
 def _operands(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key, value = (given[f"{name}_layer"] for name in ("query", "key", "value"))
+    query = given["query_layer"]
+    key = given["key_layer"]
+    value = given["value_layer"]
     if given["qkv_layer"] is not None:
         query, key, value = given["qkv_layer"].unbind(given["qkv_interleave_dim"])
     elif given["kv_layer"] is not None:

@@ -149,10 +149,9 @@ def format_failure(what: str, error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     others = (os.path.dirname(os.path.dirname(__file__)), sys.prefix, sys.base_prefix, "<")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
-    frames = [frame for frame in frames if "site-packages" not in frame.filename]
-    if frames:
-        return f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(others) and "site-packages" not in frame.filename:
+            return f"{frame.filename}, line {frame.lineno}: {frame.line}"
     return ""
 
 

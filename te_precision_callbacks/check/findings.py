@@ -51,6 +51,10 @@ class PlanFinding:
     layers: tuple[str, ...] = ()
 
 
+def findings_of(kind: FindingKind, texts: Iterable[str]) -> list[PlanFinding]:
+    return [PlanFinding(kind, text) for text in texts]
+
+
 def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
     name = recipe_text(recipe)
     needing = []

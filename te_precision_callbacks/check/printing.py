@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import first_of, group_by_key, many
+from te_precision_callbacks.base.counts import first_of, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
 from te_precision_callbacks.check.accelerate_conversion import ConversionResult
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
@@ -47,9 +47,13 @@ class PlannedLayers:
     @property
     def why(self) -> str:
         """The reasons for high precision, except features; with the GEMMs, unless a reason holds for all."""
-        explained = [gemm for gemm, product in self.gemms.items() if product.reason not in (None, Reason.SECTION)]
-        by_reason = group_by_key((self.gemms[gemm].reason_ref or self.gemms[gemm].why, gemm) for gemm in explained)
-        running = [gemm for gemm, product in self.gemms.items() if product.operands]
+        by_reason: dict[str, list[str]] = {}
+        running = []
+        for gemm, product in self.gemms.items():
+            if product.operands:
+                running.append(gemm)
+            if product.reason not in (None, Reason.SECTION):
+                by_reason.setdefault(product.reason_ref or product.why, []).append(gemm)
         texts = []
         for why, gemms in by_reason.items():
             of_gemms = "" if gemms == running else f"{', '.join(gemms)}: "
@@ -58,13 +62,16 @@ class PlannedLayers:
 
 
 def rows(checked: CheckedModel) -> list[PlannedLayers]:
-    by_layer = group_by_key((product.layer, product) for product in checked.coverage)
-    alike: dict[object, list[str]] = {}
-    for layer, products in by_layer.items():
-        planned = tuple(
-            (p.family, _name(p), tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref) for p in products
+    by_layer: dict[str, list[Product]] = {}
+    planned: dict[str, list[object]] = {}
+    for p in checked.coverage:
+        by_layer.setdefault(p.layer, []).append(p)
+        planned.setdefault(p.layer, []).append(
+            (p.family, _name(p), tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref)
         )
-        alike.setdefault((planned, checked.features.get(layer, ())), []).append(layer)
+    alike: dict[object, list[str]] = {}
+    for layer, rows_of_layer in planned.items():
+        alike.setdefault((tuple(rows_of_layer), checked.features.get(layer, ())), []).append(layer)
     planned_layers = []
     for layers in alike.values():
         gemms = {_name(product): product for product in sorted(by_layer[layers[0]], key=_order)}

@@ -68,6 +68,7 @@ def diagnose_command(
     Of a folder with several runs, print the verdict on each run of the last launch.
     """
     from te_precision_callbacks.base.errors import OptionError
+    from te_precision_callbacks.diagnosis.finding import order_of_verdicts
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.runs.reading import chosen_run, list_runs, open_run, runs_of_last_launch
 
@@ -77,19 +78,20 @@ def diagnose_command(
     names = () if run is not None else list_runs(path) if all_runs else runs_of_last_launch(path)
     if len(names) > 1:
         checked = [_check(open_run(path, run=name), known, lines) for name in names]
-        _show_runs(path, checked, as_json=as_json)
     else:
         recorded, note = chosen_run(path, run)
         if note:
             terminal.show_text(f"{note} --all checks all runs.", err=as_json)
         checked = [_check(recorded, known, lines)]
-        if as_json:
-            terminal.show_json(checked[0].as_json())
-        else:
-            _show_run(checked[0])
-    verdicts = [one.verdict for one in checked]
-    if not all(verdict.healthy for verdict in verdicts):
-        if any(verdict.wrong for verdict in verdicts):
+    worst = min(checked, key=lambda one: order_of_verdicts(one.verdict))
+    if len(names) > 1:
+        _show_runs(path, checked, worst, as_json=as_json)
+    elif as_json:
+        terminal.show_json(worst.as_json())
+    else:
+        _show_run(worst)
+    if not worst.verdict.healthy:
+        if worst.verdict.wrong:
             raise typer.Exit(FOUND)
         for one in checked:
             one.run.require_undamaged()
@@ -123,7 +125,7 @@ def _check(recorded: RecordedRun, known: Path | None, lines: list[KnownLine] | N
         verdict, left_out, unused = leave_out(lines, verdict)
         if left_out:
             notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
-        notes += [f"{known}:{line}: {text!r} matches no finding." for line, text in unused]
+        notes += [f"{known}:{line.number}: {line.text!r} matches no finding." for line in unused]
     return _Checked(recorded, verdict, outcome_notes(recorded), notes)
 
 
@@ -135,14 +137,13 @@ def _show_run(checked: _Checked) -> None:
     terminal.show_notes(checked.notes)
 
 
-def _show_runs(path: str, checked: list[_Checked], *, as_json: bool) -> None:
-    from te_precision_callbacks.diagnosis.finding import worst_verdict
+def _show_runs(path: str, checked: list[_Checked], worst: _Checked, *, as_json: bool) -> None:
     from te_precision_callbacks.runs.reading import list_runs
 
-    worst = worst_verdict([one.verdict for one in checked])
     if as_json:
         runs = [{"run": one.run.run_id, **one.as_json()} for one in checked]
-        whole = {"state": worst.state, "severity": worst.severity, "healthy": worst.healthy}
+        verdict = worst.verdict
+        whole = {"state": verdict.state, "severity": verdict.severity, "healthy": verdict.healthy}
         terminal.show_json({**whole, "runs": runs})
         return
     count = len(list_runs(path))
@@ -150,8 +151,8 @@ def _show_runs(path: str, checked: list[_Checked], *, as_json: bool) -> None:
     terminal.show_text(f"{path}: {len(checked)} runs{others}.")
     for one in checked:
         terminal.show_text(f"{one.run.run_id}: {one.verdict}", hanging=_INDENT)
-    name = next(one.run.run_id for one in reversed(checked) if one.verdict is worst)
-    typer.echo(f"For details: {terminal.shell_command('te-precision', 'diagnose', path, '--run', name)}")
+    command = terminal.shell_command("te-precision", "diagnose", path, "--run", worst.run.run_id)
+    typer.echo(f"For details: {command}")
 
 
 def rules_command(
@@ -161,15 +162,17 @@ def rules_command(
 ) -> None:
     """List the rules, or explain one: its condition, its source, why it matters, and what to do."""
     from te_precision_callbacks.base.errors import OptionError
-    from te_precision_callbacks.diagnosis.rules import RULES
+    from te_precision_callbacks.diagnosis.rules import RULE_OF_ID
 
-    chosen = [row for row in RULES if rule in (None, row.id)]
-    if not chosen:
-        raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), [row.id for row in RULES])}")
+    if rule not in (None, *RULE_OF_ID):
+        raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), RULE_OF_ID)}")
+    chosen = RULE_OF_ID.values() if rule is None else [RULE_OF_ID[rule]]
     if as_json:
-        rows = [dict(vars(row)) for row in chosen]
-        for content in rows:
+        rows = []
+        for row in chosen:
+            content = dict(vars(row))
             del content["check"]
+            rows.append(content)
         terminal.show_json({"rules": rows})
     elif rule is None:
         table = terminal.table("rule", "severity", "what is wrong")
@@ -178,7 +181,7 @@ def rules_command(
         terminal.show(table)
         terminal.show_text("For details: te-precision rules ID")
     else:
-        _explain(chosen[0])
+        _explain(RULE_OF_ID[rule])
 
 
 def _explain(rule: Rule) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from te_precision_callbacks.diagnosis.finding import (
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.reactions import STOP, calls_for_reaction, read_reactions
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
-from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.diagnosis.rules import RULE_OF_ID, RULES
 from te_precision_callbacks.sinks.step_records import Event
 
 _Key = tuple[str, str, str]
@@ -124,10 +123,15 @@ class Diagnosis:
     def _not_observed(self) -> str:
         """The layers that are not observed, with the reasons, and weights without the values before quantization."""
         layers = self._facts.layers.values()
-        refused = [layer.refused for layer in layers if layer.refused]
-        reasons = dict.fromkeys(text.partition(":")[0] for text in refused)
-        quantized = sum(layer.is_quantized_only for layer in layers)
-        parts = [f"{len(refused)} of {many(len(layers), 'layer')} ({', '.join(reasons)})"] if refused else []
+        reasons = []
+        quantized = 0
+        for layer in layers:
+            quantized += layer.is_quantized_only
+            if layer.refused:
+                reasons.append(layer.refused.partition(":")[0])
+        parts = []
+        if reasons:
+            parts.append(f"{len(reasons)} of {many(len(layers), 'layer')} ({', '.join(dict.fromkeys(reasons))})")
         if quantized:
             weights = f"the weights of {many(quantized, 'layer')}, which exist only in quantized form"
             parts.append(f"underflow and overflow in {weights}")
@@ -139,11 +143,10 @@ class Diagnosis:
         if check.why_not or self._lost:
             return self._lost or check.why_not
         layers = self._facts.layers.values()
-        ran = [layer for layer in layers if layer.low or layer.reasons]
-        if NO_CONFIG in rule.collect and not any(layer.is_of_te for layer in ran):
-            if unobserved := next((layer.refused for layer in layers if layer.is_unobserved), ""):
-                return f"no layer was observed: {unobserved}"
-            if ran:
+        if NO_CONFIG in rule.collect and not self._facts.te_layers_that_ran:
+            if self._facts.unobserved is not None:
+                return f"no layer was observed: {self._facts.unobserved.refused}"
+            if self._facts.layers_that_ran:
                 return "the model has no Transformer Engine layers, so there are no statistics"
         if layers and not any(layer.calls or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
@@ -158,7 +161,9 @@ class Diagnosis:
     def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
         own = self.verdict
-        checked = set(chain(*(other.verdict.checked for other in others)))
+        checked = set(own.checked)
+        for other in others:
+            checked.update(other.verdict.checked)
         merged: dict[tuple[_Key, bool], tuple[tuple[int, int], Finding]] = {}
         for diagnosis in (self, *others):
             for key, finding in diagnosis._findings.items():
@@ -167,8 +172,7 @@ class Diagnosis:
                     continue
                 if finding.ranks and of_all is None and finding.last_good is None:
                     # The last good step of the reduced values.
-                    check = next(check for rule, check in self._checks if rule.id == finding.rule)
-                    steps = [step for step in check.steps if step not in self._local_steps]
+                    steps = set(self._checks[self._places[finding.rule]][1].steps) - self._local_steps
                     finding = dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
                 own_place = diagnosis._sort_keys[key][0], self._places[finding.rule]
                 place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
@@ -178,7 +182,7 @@ class Diagnosis:
         return dataclasses.replace(
             own,
             findings=self._sort_by_cause(map(self._with_checkpoint, in_order)),
-            checked=tuple(rule.id for rule, _ in self._checks if rule.id in checked or rule.id in own.checked),
+            checked=tuple(rule.id for rule, _ in self._checks if rule.id in checked),
             not_checked=tuple(rule for rule in own.not_checked if rule.rule not in checked),
             rank=None,
         )
@@ -191,9 +195,10 @@ class Diagnosis:
         nothing is measured between two collection steps.
         """
         good = -1 if finding.last_good is None else finding.last_good
-        before = sorted((item for item in self._checkpoints.items() if item[1] <= good), key=lambda item: -item[1])
-        checkpoint = next((saved for place, saved in before if not _is_deleted(place)), None)
-        return dataclasses.replace(finding, checkpoint=checkpoint)
+        for place, saved in sorted(self._checkpoints.items(), key=lambda item: -item[1]):
+            if saved <= good and not _is_deleted(place):
+                return dataclasses.replace(finding, checkpoint=saved)
+        return finding
 
     def _checks_with(self, name: str) -> list[tuple[Rule, RuleCheck]]:
         """Return the checks that override a method of :class:`RuleCheck`."""
@@ -279,15 +284,14 @@ class Diagnosis:
             remedy = remedy if sighting.remedy else known.remedy
             known = dataclasses.replace(known, severity=severity, seen=sighting.seen, seen_at=None, remedy=remedy)
             return known, False
-        more = tuple(layer for layer in sighting.layers if layer not in known.layers)
         worse = SEVERITIES.index(severity) < SEVERITIES.index(known.severity)
         seen, seen_at = (without_exponents(sighting.seen), until) if worse else (known.seen, known.seen_at)
         patch, remedy = (sighting.patch, remedy) if worse else (known.patch, known.remedy)
         severity = severity if worse else known.severity
-        layers = (*known.layers, *self._facts.sort_by_execution(more, sighting.tensor))
-        if worse and sighting.layers:
-            leading = self._facts.sort_by_execution(sighting.layers, sighting.tensor)
-            layers = (*leading, *(layer for layer in layers if layer not in leading))
+        layers = known.layers
+        if worse or not set(sighting.layers).issubset(layers):
+            ordered = self._facts.sort_by_execution(sighting.layers, sighting.tensor)
+            layers = tuple(dict.fromkeys((*ordered, *layers) if worse else (*layers, *ordered)))
         known = dataclasses.replace(known, layers=layers, until=until, severity=severity)
         return dataclasses.replace(known, seen=seen, seen_at=seen_at, patch=patch, remedy=remedy), worse
 
@@ -347,7 +351,7 @@ def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
         return lambda finding: STOP in reactions.get(finding.rule, ()) and calls_for_reaction(finding)
     word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
     names = [name.strip() for name in chosen.split(",") if name.strip()]
-    known = [*SEVERITIES, *(rule.id for rule in RULES)]
+    known = [*SEVERITIES, *RULE_OF_ID]
     if word.strip() != "stop" or (":" in str(on_finding) and not names):
         raise OptionError(
             f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', a mapping"

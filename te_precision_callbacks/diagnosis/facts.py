@@ -74,8 +74,12 @@ class LayerFacts:
         return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
 
     @property
+    def has_run(self) -> bool:
+        return bool(self.low or self.reasons)
+
+    @property
     def is_unobserved(self) -> bool:
-        return bool(self.refused) and not (self.low or self.reasons)
+        return bool(self.refused) and not self.has_run
 
     @property
     def has_no_gradient(self) -> bool:
@@ -155,6 +159,7 @@ class Facts:
         settings: Settings | None = None,
     ) -> Facts:
         fields: dict[str, dict[str, Any]] = {}
+        micro_batches = 1
 
         def of(name: str) -> dict[str, Any]:
             return fields.setdefault(name, {"name": name, "low": set(), "formats": {}, "reasons": {}, "never": {}})
@@ -174,6 +179,8 @@ class Facts:
             known["recipe"] = row["recipe"] or known.get("recipe", "")
             known["module_class"] = known.get("module_class") or row["family"] or ""
             known["is_of_te"] = row["family"] in ("te", "te_ops")
+            if known["is_of_te"] and gemm == "fprop":
+                micro_batches = max(micro_batches, row["calls"] or 0)
             if row["family"] == "te_ops":  # counted by coverage, and without statistics
                 known["refused"] = known.get("refused") or "an operation of te.ops"
             if row["runs"] == "never":
@@ -188,11 +195,10 @@ class Facts:
         kept: dict[str, set[str]] = defaultdict(set)
         for row in states:
             kept[row["subject"]].add(row["dtype"])
-        of_te = [row["calls"] for row in gemms if row["family"] in ("te", "te_ops") and row["gemm"] == "fprop"]
         return cls(
             {name: LayerFacts(**{**known, "low": frozenset(known["low"])}) for name, known in fields.items()},
             {subject: frozenset(types) for subject, types in kept.items()},
-            max(filter(None, of_te), default=1),
+            micro_batches,
             settings,
         )
 
@@ -232,13 +238,16 @@ class Facts:
         if layer in self.layers:
             of_layers = [self.layers[layer]]
         else:
-            of_layers = [one for name, one in self.layers.items() if name.startswith(f"{layer}.")]
+            of_layers = [known for name, known in self.layers.items() if name.startswith(f"{layer}.")]
         backward = tensor in ("gradient", "dgrad", "wgrad")
-        places = [one.forward for one in of_layers]
-        if backward:
-            places = [one.backward for one in of_layers]
-        place = min((one for one in places if one is not None), default=None)
-        return int(backward), _UNSEEN + self._places.get(layer, _UNSEEN) if place is None else place
+        first = _UNSEEN
+        for known in of_layers:
+            place = known.backward if backward else known.forward
+            if place is not None:
+                first = min(first, place)
+        if first == _UNSEEN:
+            first += self._places.get(layer, _UNSEEN)
+        return int(backward), first
 
     def sort_by_execution(self, layers: Iterable[str], tensor: str) -> list[str]:
         return sorted(layers, key=lambda layer: self.order_key(layer, tensor))
@@ -269,12 +278,29 @@ class Facts:
         """True after a forward of a layer, or a step of an optimizer."""
         layers = self.layers.values()
         stepped = self.settings is not None and (self.settings.loss_is_scaled or self.settings.adds_eps is not None)
-        return any(stepped or layer.low or layer.reasons or layer.forward is not None for layer in layers)
+        return any(stepped or layer.has_run or layer.forward is not None for layer in layers)
+
+    @functools.cached_property
+    def layers_that_ran(self) -> Sequence[LayerFacts]:
+        return [layer for layer in self.layers.values() if layer.has_run]
+
+    @property
+    def te_layers_that_ran(self) -> Sequence[LayerFacts]:
+        return [layer for layer in self.layers_that_ran if layer.is_of_te]
+
+    @property
+    def has_low(self) -> bool:
+        return any(layer.low for layer in self.layers_that_ran)
+
+    @property
+    def unobserved(self) -> LayerFacts | None:
+        """The first layer that is not observed."""
+        return next((layer for layer in self.layers.values() if layer.is_unobserved), None)
 
     @property
     def knows_recipes(self) -> bool:
         """True if the recipes are known: always in a session, in a plain log only if its values show them."""
-        shown = any(layer.low or layer.reasons or layer.recipe for layer in self.layers.values())
+        shown = any(layer.has_run or layer.recipe for layer in self.layers.values())
         return shown or bool(self.layers and self.settings is not None)
 
     @property
@@ -284,10 +310,17 @@ class Facts:
     @property
     def heads(self) -> list[LayerFacts]:
         """The layers that may be the model's head: the last of Transformer Engine, and the last of torch."""
-        known = [layer for layer in self.layers.values() if layer.shape and layer.calls]
-        executed = [layer for layer in known if layer.forward is not None]
-        last = [max(executed, key=lambda layer: layer.forward or 0)] if executed else []
-        return last + [layer for layer in known if layer.forward is None and not layer.is_of_te][-1:]
+        last = None
+        last_of_torch = None
+        for layer in self.layers.values():
+            if not (layer.shape and layer.calls):
+                continue
+            if layer.forward is None:
+                if not layer.is_of_te:
+                    last_of_torch = layer
+            elif last is None or layer.forward > (last.forward or 0):
+                last = layer
+        return list(filter(None, (last, last_of_torch)))
 
     @functools.cached_property
     def _places(self) -> Mapping[str, int]:
@@ -302,5 +335,9 @@ class Facts:
 
 
 def _rows_at(rows: Iterable[Row], iteration: int) -> list[Row]:
-    begun = (row for row in rows if (row["since"] or 0) <= iteration)
-    return [row for row in begun if row.get("until") is None or iteration <= row["until"]]
+    current = []
+    for row in rows:
+        until = row.get("until")
+        if (row["since"] or 0) <= iteration and (until is None or iteration <= until):
+            current.append(row)
+    return current

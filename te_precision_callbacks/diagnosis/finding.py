@@ -179,7 +179,7 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
         return SEVERITIES.index(finding.severity)
 
     ordered = sorted(findings, key=lambda finding: (_first_step(finding), severity(finding)))
-    cause_of: dict[int, int | None] = {}
+    cause_of: dict[int, int] = {}
 
     def chain(place: int | None) -> Iterator[int]:
         while place is not None:
@@ -187,14 +187,16 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
             place = cause_of.get(place)
 
     for place, finding in enumerate(ordered):
-        explaining = (at for at, other in enumerate(ordered) if _explains(other, finding, causes))
-        cause_of[place] = next((at for at in explaining if place not in chain(at)), None)
+        for at, other in enumerate(ordered):
+            if _explains(other, finding, causes) and place not in chain(at):
+                cause_of[place] = at
+                break
     groups: dict[int, list[Finding]] = {}
     for place, finding in enumerate(ordered):
         *_, root = chain(place)
-        cause = cause_of[place]
-        if cause is not None:
-            finding = replace(finding, caused_by=f"{ordered[cause].rule} of {ordered[cause].subject}")
+        if place in cause_of:
+            cause = ordered[cause_of[place]]
+            finding = replace(finding, caused_by=f"{cause.rule} of {cause.subject}")
         groups.setdefault(root, []).append(finding)
 
     worst = sorted((groups[root] for root in sorted(groups)), key=lambda group: min(map(severity, group)))
@@ -339,10 +341,9 @@ class Verdict(Sequence[Finding]):
 _STATES: tuple[State, ...] = ("problems found", "not enough checked", "no problems found")
 
 
-def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict on the worst of several runs: by its state, then by its severity."""
-    severities = [*SEVERITIES, ""]
-    return min(verdicts, key=lambda verdict: (_STATES.index(verdict.state), severities.index(verdict.severity)))
+def order_of_verdicts(verdict: Verdict) -> tuple[int, int]:
+    """A key that sorts verdicts, the worst first: by state, then by severity."""
+    return _STATES.index(verdict.state), (*SEVERITIES, "").index(verdict.severity)
 
 
 MOST_FINDINGS = 5

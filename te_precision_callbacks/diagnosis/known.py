@@ -12,14 +12,14 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
-from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.diagnosis.rules import RULE_OF_ID
 from te_precision_callbacks.layers.folding import fold_names
 
 
@@ -34,19 +34,23 @@ class KnownLine(NamedTuple):
     covers: Callable[[str], bool]
 
 
-def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[tuple[int, str]]]:
-    """Return a verdict without known findings, their count, and the unused lines: number and text."""
+def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[KnownLine]]:
+    """Return a verdict without known findings, their count, and the unused lines."""
     left = []
-    used = set()
+    used: set[KnownLine] = set()
     for finding in verdict:
         names = finding.layers or ("",)
-        lines = [line for line in known if line.rule == finding.rule and any(map(line.covers, names))]
-        covered = set(chain(*(filter(line.covers, names) for line in lines)))
+        lines = []
+        covered: set[str] = set()
+        for line in known:
+            if line.rule == finding.rule and any(map(line.covers, names)):
+                lines.append(line)
+                covered.update(filter(line.covers, names))
         if covered == set(names):
-            used |= {line.number for line in lines}
+            used.update(lines)
         else:
             left.append(finding)
-    unused = [(line.number, line.text) for line in known if line.number not in used]
+    unused = [line for line in known if line not in used]
     return dataclasses.replace(verdict, findings=tuple(left)), len(verdict) - len(left), unused
 
 
@@ -63,21 +67,21 @@ def read_known(path: Path) -> list[KnownLine]:
         raise KnownFindingsError(
             f"--known {path} cannot be read: {why}. Give a UTF-8 text file with one known finding per line."
         ) from None
-    rules = [rule.id for rule in RULES]
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split(maxsplit=1)
         if not words:
             continue
-        if words[0] not in rules:
-            raise KnownFindingsError(f"{path}:{number}: there is no rule {words[0]!r}.{suggestion(words[0], rules)}")
+        rule = words[0]
+        if rule not in RULE_OF_ID:
+            raise KnownFindingsError(f"{path}:{number}: there is no rule {rule!r}.{suggestion(rule, RULE_OF_ID)}")
         layers = words[1].strip() if len(words) > 1 else "*"
         if _SHORTENED.search(layers):
             raise KnownFindingsError(
                 f"{path}:{number}: {layers!r} is an incomplete list of layers. Copy the line that"
                 " diagnose prints with the finding, or write a pattern such as 'h.*.fc2'."
             )
-        lines.append(KnownLine(number, " ".join(words), words[0], _matcher(layers)))
+        lines.append(KnownLine(number, " ".join(words), rule, _matcher(layers)))
     return lines
 
 
@@ -89,7 +93,9 @@ _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
 def _matcher(layers: str) -> Callable[[str], bool]:
-    patterns = set(chain(*(_expand_ranges(text.strip()) for text in _COMMA.split(layers))))
+    patterns: set[str] = set()
+    for text in _COMMA.split(layers):
+        patterns.update(_expand_ranges(text.strip()))
     globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
     return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)
 

@@ -163,7 +163,7 @@ class StepNumbers:
             known = set(chain(*map(self.tensors_of, amaxes)))
             for least in self._by_statistic.get("min", ()):
                 wanted = set(self.tensors_of(least)) - known
-                both = column.where(np.array([tensor in wanted for tensor in self.tensors_of(column)], bool))
+                both = column.where(np.isin(self.tensors[column.rows], list(wanted)))
                 if len(both.rows):
                     yield both._replace(values=np.maximum(np.abs(both.values), np.abs(least.at(both.rows, np.nan))))
 
@@ -248,17 +248,17 @@ class Splitter:
         self._last = series.copy()
 
     def _add_series(self, count: int) -> None:
-        new = [self._series_of(number) for number in range(len(self._series), count)]
-        if not new:
-            return
         added = []
-        for layer, family in new:
+        for series in range(len(self._series), count):
+            layer, family = self._series_of(series)
             row = self._rows.setdefault((layer, family.tensor), len(self._rows))
             place = self._families.setdefault(family, len(self._families))
             key = family.statistic, family.gemm, family.request is None
             added.append((row, place, self._numbers.setdefault(key, len(self._numbers))))
+        if not added:
+            return
         self._series = np.concatenate([self._series, np.array(added, np.int64)])
         self._names, tensors = zip(*self._rows, strict=True)
         self._tensors = np.array(tensors)
-        layers = {name: number for number, name in enumerate(dict.fromkeys(self._names))}
-        self._layers = np.array([layers[name] for name in self._names])
+        layers: dict[str, int] = {}
+        self._layers = np.array([layers.setdefault(name, len(layers)) for name in self._names])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.diagnosis.finding import Finding
-from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.diagnosis.rules import RULE_OF_ID, RULES
 
 WARN = "warn"
 STOP = "stop"
@@ -48,12 +48,11 @@ def calls_for_reaction(finding: Finding) -> bool:
 
 def read_reactions(on_finding: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """Return rule -> its reactions -> their number of steps; raises OptionError."""
-    rules = [rule.id for rule in RULES]
     reactions: dict[str, dict[str, int]] = {}
     for rule, text in on_finding.items():
         try:
-            if rule not in rules:
-                raise OptionError(f"there is no rule {rule!r}.{suggestion(str(rule), rules)}")
+            if rule not in RULE_OF_ID:
+                raise OptionError(f"there is no rule {rule!r}.{suggestion(str(rule), RULE_OF_ID)}")
             reactions[rule] = _read(text)
         except OptionError as error:
             raise OptionError(f"on_finding={dict(on_finding)!r}, {rule!r}: {error}") from None

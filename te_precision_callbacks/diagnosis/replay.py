@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,10 +29,8 @@ from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.series import Series, family_of
 
-_ON_NUMBERS = tuple(rule for rule in RULES if type(rule.check()).step is not RuleCheck.step)
+_ON_NUMBERS = {rule.id: rule for rule in RULES if type(rule.check()).step is not RuleCheck.step}
 """The rules on statistics. All others check facts and trainer metrics, which are the same on all ranks."""
-
-_IDS_ON_NUMBERS = frozenset(rule.id for rule in _ON_NUMBERS)
 
 
 def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
@@ -46,11 +44,11 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     """
     run = run if isinstance(run, RecordedRun) else open_run(run)
     record = _Record(run)
-    ranks = {subject.rank for subject in run.subjects}
-    several = len(ranks - {None}) > 1 or any(segment.world > 1 for segment in run.segments)
-    first = min((rank or 0 for rank in ranks), default=0)  # rank 0 has checked reduced values
+    ranks: list[int] = np.unique(record.rank_of_series).tolist()
+    several = len(set(ranks) - {REDUCED}) > 1 or any(segment.world > 1 for segment in run.segments)
+    first = max(0, min(ranks, default=0))  # rank 0 has checked reduced values
     own = _check(run, record, (REDUCED, first), first if several else None, RULES)
-    others = [_check(run, record, (rank,), rank, _ON_NUMBERS) for rank in sorted(filter(None, ranks - {first}))]
+    others = [_check(run, record, (rank,), rank, _ON_NUMBERS.values()) for rank in ranks if rank > first]
     return dataclasses.replace(own.merge_ranks(others), is_partial=bool(run.unread))
 
 
@@ -116,25 +114,34 @@ class _Record:
         self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
         if self.plain is not None:
             self._tables.update(gemms=self.plain.gemms, operands=self.plain.operands)
-        rows = list(chain(*(self._tables[name] for name in OF_SPANS)))
-        self._settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
-        edges = {first for first, _ in self._settings} | {row["since"] for row in rows}
+        self._settings: list[tuple[int, Settings | None]] = []
+        begins = {0}
+        ends = set()
+        for segment in run.segments:
+            self._settings.append((segment.first_iteration, Settings.from_run(segment.facts)))
+            begins.add(segment.first_iteration)
+        for row in chain.from_iterable(map(self._tables.__getitem__, OF_SPANS)):
+            begins.add(row["since"] or 0)
+            if row["until"] is not None:
+                ends.add(row["until"] + 1)
         last = run.steps["iteration"].to_numpy().max(initial=0)
-        self.last = max(int(last), *(edge for edge in edges if edge is not None), 0)  # there may be no values
-        edges |= {row["until"] + 1 for row in rows if row["until"] is not None}
-        self._edges = np.array(sorted(edge for edge in edges if edge is not None), np.int64)
+        self.last = max(int(last), *begins)  # there may be no values
+        self._edges = np.array(sorted(begins | ends), np.int64)
 
     def span_index(self, iteration: int) -> int:
         """The index of the span of iterations with the same facts."""
         return int(np.searchsorted(self._edges, iteration, side="right"))
 
     def facts(self, iteration: int) -> Facts:
-        begun = [settings for first, settings in self._settings if first <= iteration]
-        return Facts.from_tables(self._tables, iteration, begun[-1] if begun else None)
+        current = None
+        for first, settings in self._settings:
+            if first <= iteration:
+                current = settings
+        return Facts.from_tables(self._tables, iteration, current)
 
 
 def _check(
-    run: RecordedRun, record: _Record, ranks: tuple[int, ...], rank: int | None, rules: Sequence[Rule]
+    run: RecordedRun, record: _Record, ranks: tuple[int, ...], rank: int | None, rules: Iterable[Rule]
 ) -> Diagnosis:
     diagnosis = Diagnosis(rules)
     diagnosis.has_run = bool(len(run.steps) or run.unread or run.missing_contents)
@@ -161,8 +168,11 @@ def _check(
             diagnosis.set_facts(record.facts(iteration), iteration)
 
     chosen = np.flatnonzero(np.isin(record.rank_of_series, ranks))
-    subjects = [run.subjects[number] for number in chosen.tolist()]
-    series = [Series(s.layer, family_of(s.tensor, s.statistic, s.gemm or None)) for s in subjects]
+    series = []
+    for number in chosen.tolist():
+        subject = run.subjects[number]
+        family = family_of(subject.tensor, subject.statistic, subject.gemm or None)
+        series.append(Series(subject.layer, family))
     splitter = Splitter(series.__getitem__)
     for iteration, numbers, values, unscaled in _steps(run, record, chosen):
         check_logged((iteration, False))
@@ -199,12 +209,18 @@ def _steps(
 
 
 def _event(row: Row) -> Event:
-    layer, tensor, gemm = (row[name] or "" for name in ("layer", "tensor", "gemm"))
-    iteration = row["iteration"]
-    severity = row["severity"]
-    phase = row["phase"]
-    data = _data(row)
-    return Event(row["kind"], row["text"] or "", iteration, severity, phase, layer, tensor, gemm, data, wall_time=0.0)
+    return Event(
+        row["kind"],
+        row["text"] or "",
+        row["iteration"],
+        row["severity"],
+        row["phase"],
+        row["layer"] or "",
+        row["tensor"] or "",
+        row["gemm"] or "",
+        _data(row),
+        wall_time=0.0,
+    )
 
 
 def _data(row: Row) -> dict[str, Any]:
@@ -226,6 +242,6 @@ def _from_rank(row: Row) -> _FromRank | None:
         sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None
-    if rule not in _IDS_ON_NUMBERS and severity in SEVERITIES:
+    if rule not in _ON_NUMBERS and severity in SEVERITIES:
         return (rule, sighting, rank)
     return None

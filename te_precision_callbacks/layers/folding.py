@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from te_precision_callbacks.base.counts import first_of, group_by_key
+from te_precision_callbacks.base.counts import first_of
 
 _NUMBER = re.compile(r"(?<!\d)(?<!fc)(?:0|[1-9]\d*)(?!\d)")
 """A number in a name, except with a leading zero, and except in fc1 and fc2, where it identifies the layer."""
@@ -76,11 +76,15 @@ def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:
     sets = [sorted(set(column)) for column in zip(*numbers, strict=True)]
     if math.prod(map(len, sets)) == len(numbers):
         return [sets]
-    rests = group_by_key((first, tuple(rest)) for first, *rest in numbers)
-    firsts = group_by_key((tuple(sorted(others)), first) for first, others in rests.items())
+    rests: dict[int, list[_Numbers]] = {}
+    for first, *rest in numbers:
+        rests.setdefault(first, []).append(tuple(rest))
+    firsts: dict[tuple[_Numbers, ...], list[int]] = {}
+    for first, others in rests.items():
+        firsts.setdefault(tuple(sorted(others)), []).append(first)
     boxes: list[list[list[int]]] = []
-    for others, same in firsts.items():
-        boxes += [[sorted(same), *box] for box in _boxes(others, width - 1)]
+    for shared, same in firsts.items():
+        boxes += [[sorted(same), *box] for box in _boxes(shared, width - 1)]
     return boxes
 
 

@@ -109,7 +109,8 @@ class GemmEvent:
     def sizes(self) -> tuple[int, int, int]:
         """n, m and k: the result has n rows of m elements, each a sum of k products. Read it while the event is new."""
         layout = self.arguments["layout"]
-        rows, columns = (_matrix(operand.data) for operand in self.operands)
+        rows = _matrix(self.a.data)
+        columns = _matrix(self.b.data)
         m, k = rows if layout[0] == "T" else rows[::-1]
         return columns[1] if layout[1] == "T" else columns[0], m, k
 
@@ -135,7 +136,8 @@ class AttentionSizes(NamedTuple):
 
         Packed sequences (``thd``) count as one sequence, since their bounds are on the device.
         """
-        rows, columns = (dict(zip(form, tensor.size(), strict=True)) for tensor in (query, key))
+        rows = dict(zip(form, query.size(), strict=True))
+        columns = dict(zip(form, key.size(), strict=True))
         sequences = rows.get("b", 1) * rows["h"]
         length = "s" if "s" in form else "t"
         return cls(sequences, rows[length], columns[length], rows["d"], value.size()[-1])

@@ -47,10 +47,16 @@ class DetectedScope(NamedTuple):
 
 
 def detect_scope(module: torch.nn.Module) -> DetectedScope:
-    parameters = [p for p in module._parameters.values() if p is not None]  # as parameters(recurse=False)
+    parameters = []
+    meshes: dict[int, Any] = {}
+    for parameter in module._parameters.values():  # as parameters(recurse=False)
+        if parameter is not None:
+            parameters.append(parameter)
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is not None:
+                meshes[id(mesh)] = mesh
     stage, experts = _megatron_scope(parameters)
-    meshes: list[Any] = [p.device_mesh for p in parameters if hasattr(p, "device_mesh")]
-    for mesh in {id(mesh): mesh for mesh in meshes}.values():
+    for mesh in meshes.values():
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a submesh of the root mesh.
         root = mesh._get_root_mesh()
         stage = stage or _mesh_position(root, _PIPELINE, "pp")
@@ -199,7 +205,10 @@ def modules_by_layer(modules: Iterable[NamedModule]) -> dict[str, torch.nn.Modul
 
 
 def spellings(classes: Iterable[str]) -> tuple[str, ...]:
-    return tuple(itertools.chain.from_iterable((kind, snake_case(kind)) for kind in classes))
+    spelled = []
+    for kind in classes:
+        spelled += [kind, snake_case(kind)]
+    return tuple(spelled)
 
 
 def snake_case(class_name: str) -> str:
@@ -320,6 +329,9 @@ class _Found(NamedTuple):
     place: _Node
     upstream: tuple[str, ...]
     is_lightning: bool
+
+    def upstream_of(self, part: str) -> tuple[str, ...]:
+        return tuple(name + part for name in self.upstream)
 
 
 def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
@@ -455,12 +467,18 @@ def roots_of(model: Model) -> list[torch.nn.Module]:
 
 def modules_of(model: Model) -> list[torch.nn.Module]:
     """Return all modules of a model, each once."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots_of(model))))
+    modules: dict[torch.nn.Module, None] = {}
+    for root in roots_of(model):
+        modules |= dict.fromkeys(root.modules())
+    return list(modules)
 
 
 def parameters_of(model: Model) -> list[torch.nn.Parameter]:
     """Return all parameters of a model, each once."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(root.parameters() for root in roots_of(model))))
+    parameters: dict[torch.nn.Parameter, None] = {}
+    for root in roots_of(model):
+        parameters |= dict.fromkeys(root.parameters())
+    return list(parameters)
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:
@@ -617,7 +635,7 @@ def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
 
 
 def _layer_of_upstream(entry: _Found, part: str) -> Layer:
-    upstream = tuple(name + part for name in entry.upstream)
+    upstream = entry.upstream_of(part)
     name = _joined(entry.scope, entry.name) + part
     return Layer(name, (), (type(entry.module).__name__,), given=upstream[0], upstream=upstream, scope=entry.scope)
 
@@ -625,8 +643,8 @@ def _layer_of_upstream(entry: _Found, part: str) -> Layer:
 def _layer(entry: _Found, part: str) -> Layer:
     module = entry.module
     name = entry.name
-    bases = te_modules.te_classes(type(module))
-    classes = dict.fromkeys([type(module).__name__, *(base for base in bases if base != "TransformerEngineBaseModule")])
+    classes = dict.fromkeys([type(module).__name__, *te_modules.te_classes(type(module))])
+    classes.pop("TransformerEngineBaseModule", None)
     given = str(getattr(module, "name", None) or "")
     is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
     without_attribute = name.partition(".")[2] if entry.is_lightning else ""
@@ -638,13 +656,14 @@ def _layer(entry: _Found, part: str) -> Layer:
     whole = _joined(entry.scope, name) + part
     if entry.scope:
         candidates = [name + part, *candidates]  # a selector without a scope selects the layers of all scopes
-    aliases = tuple(alias for alias in dict.fromkeys(candidates) if alias != whole)
+    aliases = dict.fromkeys(candidates)
+    aliases.pop(whole, None)
     return Layer(
         name=whole,
-        aliases=aliases,
+        aliases=tuple(aliases),
         types=spellings(classes),
         given=given + part if is_whole else "",
-        upstream=tuple(upstream + part for upstream in entry.upstream),
+        upstream=entry.upstream_of(part),
         by_number=_joined(entry.numbered_scope, entry.place.by_number) + part,
         scope=entry.scope,
     )

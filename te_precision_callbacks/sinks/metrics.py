@@ -83,9 +83,10 @@ class SeriesChoice:
             for family, layers in new.items():
                 self._logged.setdefault(family, set()).update(layers)
             return
-        chosen = [family for family in families if new[family]]
         # Counts and histograms have no worst layers: use the layers that other statistics of the tensor selected.
-        for family in sorted(chosen, key=_has_no_order):
+        for family in sorted(families, key=_has_no_order):
+            if not new[family]:
+                continue
             values = comparable[family]
             if _has_no_order(family):
                 self._add(family, self._most_logged(family.tensor, values), PLACES)
@@ -123,7 +124,7 @@ LogFilter = str | Sequence[str] | Callable[[str], bool] | None
 def metric_name(prefix: str, row: Row) -> str:
     """Return ``te.<layer>/<tensor>/<statistic>``, or with a GEMM ``te.<layer>/<tensor>/<gemm>/<statistic>``."""
     group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
-    return "/".join(part for part in (group, row.tensor, row.gemm, row.statistic) if part)
+    return "/".join(filter(None, (group, row.tensor, row.gemm, row.statistic)))
 
 
 def series_name(prefix: str, series: Series) -> str:
@@ -192,7 +193,8 @@ class MetricSelection:
         prefix = prefix_of(self._prefix, local=records.local)
         overall = dict(self._overall(families, comparable, prefix))
         overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
-        overall |= {overall_name(prefix, f"findings/{rule}"): float(n) for rule, n in records.findings.items()}
+        for rule, count in records.findings.items():
+            overall[overall_name(prefix, f"findings/{rule}")] = float(count)
         if self._wanted is not None:
             table = records.table
             numbers = records.series.tolist()
@@ -233,10 +235,12 @@ class MetricSelection:
     def _overall(
         self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
-        worst = {key: value for key, (_, value) in worst_of_all(comparable).items()}
+        worst = worst_of_all(comparable)
         # In the first step of delayed scaling, shares are not meaningful: log 0, so that alerts have a value.
-        unknown = {key: 0.0 for key in worst_of_all(families) if key.endswith("%") and key not in worst}
-        for key, value in (unknown | worst).items():
+        for key in worst_of_all(families):
+            if key.endswith("%") and key not in worst:
+                yield overall_name(prefix, key), 0.0
+        for key, (_, value) in worst.items():
             yield overall_name(prefix, key), value
         for family, by_layer in families.items():
             values = [value for layer, value in by_layer.items() if layer]
@@ -282,7 +286,7 @@ def _filled(counts: Sequence[float]) -> tuple[list[float], Sequence[float]]:
     places = [place for place, count in enumerate(counts) if count] or [0]
     first = places[0]
     end = places[-1] + 1
-    return [float(count) for count in counts[first:end]], EXPONENT_EDGES[first : end + 1]
+    return list(map(float, counts[first:end])), EXPONENT_EDGES[first : end + 1]
 
 
 def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: int) -> None:

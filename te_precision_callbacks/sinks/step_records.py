@@ -83,8 +83,11 @@ class StepRecords:
 
     @property
     def vectors(self) -> Mapping[tuple[str, str, str], tuple[float, ...]]:
-        named = ((self.table[number], counts) for number, counts in self.histograms.items())
-        return {(layer, family.tensor, family.statistic): counts for (layer, family), counts in named}
+        vectors = {}
+        for number, counts in self.histograms.items():
+            layer, family = self.table[number]
+            vectors[layer, family.tensor, family.statistic] = counts
+        return vectors
 
 
 def row_of(series: Series, value: float) -> Row:

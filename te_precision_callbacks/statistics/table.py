@@ -76,7 +76,7 @@ GEMM_SOURCES = (
 
 
 EXPONENT_COLUMNS = tuple(f"bin_{exponent}" for exponent in range(256))
-EXPONENT_EDGES = tuple(float(exponent - 127) for exponent in range(257))
+EXPONENT_EDGES = tuple(map(float, range(-127, 130)))
 """log2 of the edges of the histogram's 256 bins. The first bin also has subnormal numbers, the last one larger numbers:
 :mod:`te_precision_callbacks.engine.kernels.columns`."""
 
@@ -287,7 +287,8 @@ def _norm_ratio(numerator: str, denominator: str) -> Callable[[Columns], Values]
 
 def _excess(columns: Columns) -> Values:
     product = _norm_ratio("format_error_square", "high_square")(columns)
-    operands = sum(_norm_ratio(f"{name}_error_square", f"{name}_square")(columns) ** 2 for name in "ab")
+    operands = _norm_ratio("a_error_square", "a_square")(columns) ** 2
+    operands += _norm_ratio("b_error_square", "b_square")(columns) ** 2
     return _or_zero(
         product > 0, np.where(operands == 0, np.inf, product / np.sqrt(np.where(operands == 0, 1, operands)))
     )
@@ -464,16 +465,17 @@ def _of_blocks() -> Iterable[Statistic]:
 
 STATISTICS: Mapping[str, Statistic] = {statistic.name: statistic for statistic in _statistics()}
 
-TENSOR_STATISTICS = tuple(
-    name for name, s in STATISTICS.items() if s.source in (StatisticSource.TENSOR, StatisticSource.EXPONENTS)
-)
+
+def _names_from(*sources: StatisticSource) -> tuple[str, ...]:
+    return tuple(name for name, statistic in STATISTICS.items() if statistic.source in sources)
+
+
+TENSOR_STATISTICS = _names_from(StatisticSource.TENSOR, StatisticSource.EXPONENTS)
 """Names that LogTensorStats accepts without parameters."""
 
-_QUANTIZED = {StatisticSource.QUANTIZED, StatisticSource.SCALES, *BLOCK_SOURCES}
-
-QUANTIZED_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.source in _QUANTIZED)
+QUANTIZED_STATISTICS = _names_from(StatisticSource.QUANTIZED, StatisticSource.SCALES, *BLOCK_SOURCES)
 """Names that LogFp8TensorStats and LogNvfp4TensorStats accept, optionally with a recipe before and ``_columnwise``
 after the name."""
 
-GEMM_STATISTICS = tuple(name for name, s in STATISTICS.items() if s.source in GEMM_SOURCES)
+GEMM_STATISTICS = _names_from(*GEMM_SOURCES)
 """Statistics of LogGemmError, recorded for the tensor that a GEMM computes."""

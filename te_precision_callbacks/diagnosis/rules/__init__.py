@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
@@ -37,3 +37,5 @@ RULES: Sequence[Rule] = (
     *outcome.RULES,
 )
 """All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""
+
+RULE_OF_ID: Mapping[str, Rule] = {rule.id: rule for rule in RULES}

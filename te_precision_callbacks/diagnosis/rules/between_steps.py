@@ -35,7 +35,8 @@ class Changed(RuleCheck):
             self.note_data(event.iteration - 1)  # which was watched
             slots = event.data["slots"]
             if self._kind != "spike":
-                yield Sighting(tuple(layer for layer, _ in slots), "", "", event.text, event.iteration)
+                layers, _ = zip(*slots, strict=True)
+                yield Sighting(layers, "", "", event.text, event.iteration)
                 return
             first = slots[0][1]
             layers = tuple(layer for layer, tensor in slots if tensor == first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
 
 import numpy as np
 
@@ -74,7 +73,9 @@ class Kernel(_GemmCheck):
             scaled = np.abs(related["gemm_gain"] - 1) > GAIN
             alone = (related["gemm_kernel_rank_first"] == related["gemm_kernel_rank_last"]) & ranks
             holds = {"gain": bad & scaled & ~alone, "rank": bad & alone, "kernel": bad & ~scaled & ~alone}[self._kind]
-            seen = [_describe(related, at, ratio, self._kind) for at in range(len(ratio.rows))]
+            seen = [""] * len(ratio.rows)
+            for at in np.flatnonzero(holds).tolist():
+                seen[at] = _describe(related, at, ratio, self._kind)
             yield from self.streaks.sightings(
                 numbers, facts, ratio, holds, "the GEMM {} {}", _gemms(numbers, ratio), seen
             )
@@ -84,11 +85,23 @@ def _gemms(numbers: StepNumbers, column: Column) -> list[str]:
     return [_GEMM[tensor] for tensor in numbers.tensors_of(column)]
 
 
+_RELATED = (
+    "gemm_gain",
+    "gemm_kernel_error",
+    "gemm_kernel_rows",
+    "gemm_kernel_columns",
+    "gemm_kernel_row_first",
+    "gemm_kernel_row_last",
+    "gemm_kernel_column_first",
+    "gemm_kernel_column_last",
+    "gemm_kernel_rank_first",
+    "gemm_kernel_rank_last",
+)
+
+
 def _gemm_values(numbers: StepNumbers, column: Column) -> Mapping[str, Floats]:
-    names = ("gemm_gain", "gemm_kernel_error", "gemm_kernel_rows", "gemm_kernel_columns")
-    places = [f"gemm_kernel_{what}_{end}" for what, end in product(("row", "column", "rank"), ("first", "last"))]
     columns = {}
-    for name in (*names, *places, "gemm_kernel_ratio_rank"):
+    for name in _RELATED:
         other = numbers.column(name)
         columns[name] = np.full(len(column.rows), np.nan) if other is None else other.at(column.rows, np.nan)
     return columns
@@ -104,7 +117,8 @@ def _describe(related: Mapping[str, Floats], at: int, ratio: Column, kind: str) 
     for name in ("row", "column"):
         number = related[f"gemm_kernel_{name}s"][at]
         if number > 0:
-            first, last = (related[f"gemm_kernel_{name}_{end}"][at] for end in ("first", "last"))
+            first = related[f"gemm_kernel_{name}_first"][at]
+            last = related[f"gemm_kernel_{name}_last"][at]
             span = f"{name} {first:.0f}" if first == last else f"{number:.0f} {name}s from {first:.0f} to {last:.0f}"
             where.append(span)
     if where:

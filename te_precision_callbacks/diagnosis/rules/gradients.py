@@ -73,7 +73,7 @@ class DeadGradient(RuleCheck):
         return super().why_not or lacks
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        ran = [layer for layer in facts.layers.values() if layer.is_of_te and (layer.low or layer.reasons)]
+        ran = facts.te_layers_that_ran
         self.applies = not ran or not all(layer.has_no_gradient for layer in ran)
         yield from ()
 

@@ -16,9 +16,8 @@ from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
-from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of
+from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of, training_losses
 from te_precision_callbacks.flight import changes
-from te_precision_callbacks.runs.summary import is_training_loss, loss_first
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats
 
@@ -77,26 +76,28 @@ class DivergingLoss(RuleCheck):
     def __init__(self) -> None:
         super().__init__()
         self._curves: dict[str, _Curve] = {}
-        self._restored: list[tuple[int, float]] = []
+        self._restored: list[float] = []
+        self._restored_at = 0
 
     def event(self, event: Event) -> Iterator[Sighting]:
         losses = event.data.get("losses") if event.kind == "losses_restored" else None
         if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
-            self._restored = [(event.iteration, loss) for loss in losses]
+            self._restored = losses
+            self._restored_at = event.iteration
         if event.kind in ("segment_ended", "stopped"):
             risen = [curve for curve in self._curves.values() if curve.since is not None]
             if risen and all(curve.has_fallen for curve in risen):
                 yield risen[0].fallen()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = [name for name in loss_first(values) if is_training_loss(name) and math.isfinite(values[name])]
-        if losses:
+        for name in training_losses(values):
+            if not math.isfinite(values[name]):
+                continue
             self.note_data(iteration)
-        for name in losses:
             if name not in self._curves:
                 self._curves[name] = _Curve(name)
-                for earlier in self._restored:
-                    deque(self._curves[name].add(*earlier), maxlen=0)
+                for loss in self._restored:
+                    deque(self._curves[name].add(self._restored_at, loss), maxlen=0)
             yield from self._curves[name].add(iteration, values[name])
 
 
@@ -111,7 +112,8 @@ class _Curve:
         self.since: int | None = None
         self._name = name
         self._start: list[float] = []
-        self._recent: deque[tuple[int, float]] = deque(maxlen=BLOCK + LASTS)
+        self._steps: deque[int] = deque(maxlen=BLOCK + LASTS)
+        self._losses: deque[float] = deque(maxlen=BLOCK + LASTS)
         self._block: list[float] = []
         self._best: tuple[float, float] | None = None
         self._spreads: deque[float] = deque(maxlen=3)
@@ -125,13 +127,14 @@ class _Curve:
         self._least = min(self._least, loss)
         if len(self._start) < 3:
             self._start.append(loss)
-        self._recent.append((iteration, loss))
+        self._steps.append(iteration)
+        self._losses.append(loss)
         risen = self._rise() or self._lost_level() or self._risen_from_first()
         if risen is not None and not self._is_negligible(risen[0]):
             count, level = risen
-            last = [value for _, value in self._recent][-count:]
+            last = self._last(count)
             self._limit = min(last), level
-            since = self._recent[-count][0]
+            since = self._steps[-count]
             if self.since is None:
                 self.since = since
                 self._level = level
@@ -140,41 +143,42 @@ class _Curve:
         elif self._limit is not None and loss >= self._limit[0]:
             yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
         self._peak = max(self._peak, loss)
-        if len(self._recent) > LASTS:
-            self._add_level([value for _, value in self._recent][-LASTS - 1])
+        if len(self._losses) > LASTS:
+            self._add_level(self._losses[-LASTS - 1])
         yield from self._jump()
+
+    def _last(self, count: int) -> list[float]:
+        return list(self._losses)[-count:]
 
     @property
     def has_fallen(self) -> bool:
         """Return whether the last losses are near the level before the rise again."""
-        last = [value for _, value in self._recent][-LASTS:]
+        last = self._last(LASTS)
         is_usual = max(last) <= max(self._start[0], RISES[-1][2] * self._level)
         return is_usual and max(last) <= self._level + FALLEN * (self._peak - self._level)
 
     def fallen(self) -> Sighting:
-        last = statistics.median([value for _, value in self._recent][-LASTS:])
+        last = statistics.median(self._last(LASTS))
         seen = f"{self._name} rose from {self._level:.3g} to {self._peak:.3g}, and has fallen to {last:.3g} again"
         return Sighting((), "", "", seen, self.since, "note", replaces=True)
 
     def _sighting(self, since: int, seen: str) -> Sighting:
-        start = statistics.median(self._start[:1] if len(self._recent) <= BLOCK else self._start)
-        last = min(value for _, value in list(self._recent)[-2:])
+        start = statistics.median(self._start[:1] if len(self._losses) <= BLOCK else self._start)
+        last = min(self._last(2))
         severity: Severity = "error" if self._least > 0 and last >= 2 * start else "warning"
         return Sighting((), "", "", seen, since, severity)
 
     def _is_negligible(self, count: int) -> bool:
         """Return whether the last losses are a small part of the first one, as a loss that has become nearly 0."""
-        last = [value for _, value in self._recent][-count:]
-        return self._least > 0 and max(last) < NEGLIGIBLE * self._start[0]
+        return self._least > 0 and max(self._last(count)) < NEGLIGIBLE * self._start[0]
 
     def _risen_from_first(self) -> tuple[int, float] | None:
         """The number of last losses that are all far above the first loss of the run, and that loss; or None."""
-        last = [value for _, value in self._recent][-LASTS:]
         first = self._start[0]
-        if self._least <= 0 or len(self._recent) <= LASTS or min(last) < OF_FIRST * first:
+        if self._least <= 0 or len(self._losses) <= LASTS or min(self._last(LASTS)) < OF_FIRST * first:
             return None
-        others = [math.log(value) for _, value in self._recent][-BLOCK:]
-        others = others[1:] if len(self._recent) <= BLOCK else others
+        others = list(map(math.log, self._last(BLOCK)))
+        others = others[1:] if len(self._losses) <= BLOCK else others
         distance = statistics.mean(others[-LASTS:]) - math.log(first)
         if distance >= FIRST_SPREADS * statistics.stdev(others):
             return (LASTS, first)
@@ -182,7 +186,7 @@ class _Curve:
 
     def _rise(self) -> tuple[int, float] | None:
         """The number of last losses that are far above all losses before, and the median of these; or None."""
-        values = [value for _, value in self._recent]
+        values = list(self._losses)
         if self._least <= 0:  # compare magnitudes, since ratios make no sense
             before = values[-BLOCK - SIGNED : -SIGNED]
             last = values[-SIGNED:]
@@ -202,7 +206,7 @@ class _Curve:
         if self._best is None:
             return None
         level, spread = self._best
-        rise = min(value for _, value in list(self._recent)[-LASTS:]) - level
+        rise = min(self._last(LASTS)) - level
         spread = max(spread, *self._spreads)
         progress = statistics.median(self._start) - level
         gained = progress if progress > SPREADS * spread else level if self._least > 0 else 0.0
@@ -212,7 +216,7 @@ class _Curve:
 
     def _jump(self) -> Iterator[Sighting]:
         """Find a jump from one step to the next that stays: code may have written the weights."""
-        values = [value for _, value in self._recent]
+        values = list(self._losses)
         if len(values) <= STAYS + 2:
             return
         self._largest_change = max(self._largest_change, abs(values[-STAYS - 2] - values[-STAYS - 3]))
@@ -227,7 +231,7 @@ class _Curve:
                 f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
                 " change before, and stays there"
             )
-            yield Sighting((), "", "", seen, self._recent[-STAYS][0], "warning")
+            yield Sighting((), "", "", seen, self._steps[-STAYS], "warning")
 
     def _add_level(self, loss: float) -> None:
         self._block.append(loss)
@@ -246,8 +250,9 @@ class GradientJump(RuleCheck):
 
     def __init__(self) -> None:
         super().__init__()
-        self._norms: deque[tuple[int, float]] = deque(maxlen=NORMS)
-        self._high: list[tuple[int, float]] = []
+        self._norms: deque[float] = deque(maxlen=NORMS)
+        self._high: list[float] = []
+        self._since = 0  # the first step of these
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
         name, norm = gradient_norm_of(values)
@@ -256,22 +261,24 @@ class GradientJump(RuleCheck):
         self.note_data(iteration)
         bits = math.log2(norm)
         if len(self._norms) >= LEAST_NORMS:
-            before = np.array([earlier for _, earlier in self._norms])
+            before = np.array(self._norms)
             middle = float(np.median(before))
             sigma = 1.4826 * float(np.median(np.abs(before - middle)))
             if bits < middle + max(FACTOR, SIGMAS * sigma):
                 self._high.clear()
             else:
-                self._high.append((iteration, bits))
-                rise = min(high for _, high in self._high[-3:]) - middle
+                if not self._high:
+                    self._since = iteration
+                self._high.append(bits)
+                rise = min(self._high[-3:]) - middle
                 lasts = len(self._high) >= 3
                 severity: Severity = "warning" if lasts or bits - middle >= SPIKE else "note"
                 times = 2 ** (rise if lasts else bits - middle)
                 seen = f"{name} is {norm:.3g}, {times:.3g} times the median before"
-                yield Sighting((), "", "", seen, self._high[0][0], severity)
+                yield Sighting((), "", "", seen, self._since, severity)
                 if len(self._high) < NORMS // 4:
                     return  # a jump joins the baseline only if it lasts
-        self._norms.append((iteration, bits))
+        self._norms.append(bits)
 
 
 class NonfiniteGradientNorm(RuleCheck):
@@ -339,7 +346,7 @@ class WeightJump(ParameterRule):
         if event.kind == "learning_rate_rose":
             self._rise = event
         if event.kind == "changed" and event.data["kind"] == "weights":
-            layers = tuple(layer for layer, _ in event.data["slots"])
+            layers, _ = zip(*event.data["slots"], strict=True)
             jump = self._of_optimizer(layers, "", event.text, event.iteration)
             if event.data["of_all"] and not jump.key:
                 jump = jump._replace(severity="note")
@@ -383,7 +390,7 @@ class WeightJump(ParameterRule):
                 jumped = steady & (np.abs(change) >= WEIGHT_JUMP)
             count = int(jumped.sum())
             if count >= max(2, len(bits) / 2):
-                names = [name for name, jumps in zip(numbers.names_of(column), jumped, strict=True) if jumps]
+                names = list(itertools.compress(numbers.names_of(column), jumped))
                 first = names.index(facts.sort_by_execution(names, "weight")[0])
                 now = column.values[jumped][first]
                 then = 2 ** before[jumped][first]

@@ -218,7 +218,8 @@ def _nonfinite_gradient(row: Mapping[str, Any]) -> Sighting:
 def _first_nonfinite(
     broken: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts
 ) -> Sighting:
-    weights = sum(tensor == "weight" for _, tensor in broken)
+    layers, tensors = zip(*broken, strict=True)
+    weights = tensors.count("weight")
     if before is not None and weights > 1:  # the optimizer's step has spread it, so the first layer is not the origin
         first = before + 1
         steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
@@ -228,7 +229,7 @@ def _first_nonfinite(
         )
         return Sighting((), "", "nonfinite_num", seen, iteration)
     layer, tensor = min(broken, key=lambda place: facts.order_key(*place))
-    others = len({name for name, _ in broken} - {layer})
+    others = len(set(layers)) - 1
     have = "has" if others == 1 else "have"
     inherit = f"; {many(others, 'more layer')} {have} inf or nan in the same step" if others else ""
     remedy = ""
@@ -239,9 +240,8 @@ def _first_nonfinite(
 
 class _LowPrecisionCheck(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
-        if ran and not self.steps:
-            self.applies = any(layer.low for layer in ran)
+        if facts.layers_that_ran and not self.steps:
+            self.applies = facts.has_low
         yield from ()
 
 

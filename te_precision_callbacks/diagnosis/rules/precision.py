@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -49,43 +49,46 @@ class Hole(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         yield from self._left_low_precision(facts)
         yield from _blocks_in_high_precision(facts)
-        ran = (layer for layer in facts.layers.values() if layer.reasons or layer.low)
-        forms = group_by_key((form_of(layer.name), layer) for layer in ran)
+        forms = group_by_key((form_of(layer.name), layer) for layer in facts.layers_that_ran)
         self.checked |= bool(forms)
         explicit: list[str] = []
         for unordered in forms.values():
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
-            low = [layer for layer in alike if "fprop" in layer.low]
-            holes = [layer for layer in alike[1:-1] if _is_hole(layer) and layer.name not in self._low]
-            outside = [layer for layer in alike if _is_outside(layer) and layer.name not in self._low]
+            low = [layer.name for layer in alike if "fprop" in layer.low]
+            outside = [layer.name for layer in alike if _is_outside(layer) and layer.name not in self._low]
             if low and len(outside) >= max(len(low), LEAST_OUTSIDE):
                 count = f"{len(alike) - len(low)} of {len(alike)} similar layers run outside of te.autocast"
-                names = [layer.name for layer in outside]
-                yield Sighting(tuple(names), "", "", count, None, severity="note", key=form_of(low[0].name))
+                yield Sighting(tuple(outside), "", "", count, None, severity="note", key=form_of(low[0]))
                 continue
-            kept = [layer.name for layer in alike[1:-1] if "fprop" in layer.reasons and layer.is_explicit]
+            holes = []
+            kept = []
+            for layer in alike[1:-1]:
+                if layer.is_explicit:
+                    kept.append(layer.name)
+                elif _is_hole(layer) and layer.name not in self._low:
+                    holes.append((layer.reasons["fprop"], layer.name))
             if len(low) >= LEAST_LOW and len(kept) < len(low):
                 explicit += kept
             if len(low) < LEAST_LOW or len(holes) >= len(low):
                 continue
-            for reason, names in group_by_key((layer.reasons["fprop"], layer.name) for layer in holes).items():
-                seen = f"ran in high precision: {_describe_reason(*reason)}; {_low_alike(low)}"
+            for reason, names in group_by_key(holes).items():
+                similar = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0])}"
+                seen = f"ran in high precision: {_describe_reason(*reason)}; {similar}"
                 yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
         if explicit:
             seen = "run inside te.autocast(enabled=False), and similar layers in low precision"
             yield Sighting(tuple(explicit), "", "", seen, None, "note", key="explicit")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
-        left = [layer for layer in facts.layers.values() if layer.name in self._low and _is_hole(layer)]
-        self._low |= {layer.name for layer in facts.layers.values() if "fprop" in layer.low}
-        groups = group_by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in left)
-        for (reason, since), names in groups.items():
+        left = []
+        for layer in facts.layers_that_ran:
+            if layer.name in self._low and _is_hole(layer):
+                left.append(((layer.reasons["fprop"], layer.since), layer.name))
+            elif "fprop" in layer.low:
+                self._low.add(layer.name)
+        for (reason, since), names in group_by_key(left).items():
             seen = f"ran in high precision after steps in low precision: {_describe_reason(*reason)}"
             yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
-
-
-def _low_alike(low: Sequence[LayerFacts]) -> str:
-    return f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0].name)}"
 
 
 def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
@@ -94,9 +97,9 @@ def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
     A block is the part of a name up to its first number. Blocks of another size are another part of the model.
     """
     blocks: dict[str, dict[int, list[LayerFacts]]] = {}
-    for layer in facts.layers.values():
+    for layer in facts.layers_that_ran:
         match = _BLOCK.match(layer.name)
-        if match and layer.shape and (layer.reasons or layer.low):
+        if match and layer.shape:
             blocks.setdefault(match["series"], {}).setdefault(int(match["number"]), []).append(layer)
     for series, numbered in blocks.items():
         sizes: list[int] = []
@@ -150,17 +153,16 @@ class NoLowPrecision(RuleCheck):
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self._facts = facts
-        if not self._has_low and any(layer.low or _is_recomputed(layer) for layer in facts.layers.values()):
+        if not self._has_low and (facts.has_low or _recomputed_layers(facts)):
             self._has_low = True
             yield Sighting((), "", "", "", None, withdraws=True)
         self.checked |= self._has_low
-        has_unobserved = any(layer.is_unobserved for layer in facts.layers.values())
-        self.applies = self._has_low or not has_unobserved
+        self.applies = self._has_low or facts.unobserved is None
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         if self._has_low or not self.applies:
             return
-        self._steps += any(layer.low or layer.reasons for layer in facts.layers.values())
+        self._steps += bool(facts.layers_that_ran)
         if self._steps >= LEAST_STEPS:
             self.checked = True
             yield from self._sighting(facts)
@@ -172,15 +174,15 @@ class NoLowPrecision(RuleCheck):
             yield from self._ended(self._facts)
 
     def _ended(self, facts: Facts) -> Iterator[Sighting]:
-        of_te = [layer for layer in facts.layers.values() if layer.is_of_te and layer.reasons]
-        ends_in_high = self._has_low and of_te and not any(layer.low for layer in facts.layers.values())
+        of_te = facts.te_layers_that_ran
+        ends_in_high = self._has_low and of_te and not facts.has_low
         if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
             seen = "the last steps ran in high precision, earlier steps in low precision"
             yield Sighting((), "", "", seen, max(layer.since for layer in of_te), "note")
 
     def _sighting(self, facts: Facts) -> Iterator[Sighting]:
-        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
-        of_te = [layer for layer in ran if layer.is_of_te]
+        ran = facts.layers_that_ran
+        of_te = facts.te_layers_that_ran
         expected = "" if facts.settings is None else facts.settings.expects_low
         if self._has_low or not self.applies or not (of_te or (ran and expected)):
             return
@@ -199,28 +201,37 @@ def _remedy(reason: Reason) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _is_recomputed(layer: LayerFacts) -> bool:
-    """Return whether a layer's forward ran in low precision, and a checkpoint recomputes it in high precision."""
-    return any(name == Reason.RECOMPUTED.name for name, _ in layer.reasons.values())
+def _recomputed_layers(facts: Facts) -> tuple[str, ...]:
+    """Return the layers whose forward ran in low precision, and which a checkpoint recomputes in high precision."""
+    names = []
+    for layer in facts.layers_that_ran:
+        for reason, _ in layer.reasons.values():
+            if reason == Reason.RECOMPUTED.name:
+                names.append(layer.name)
+    return tuple(dict.fromkeys(names))
 
 
 class Recomputed(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self.checked |= facts.has_run
-        layers = [layer.name for layer in facts.layers.values() if _is_recomputed(layer)]
+        layers = _recomputed_layers(facts)
         if layers:
             seen = "the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value
-            yield Sighting(tuple(layers), "", "", seen, None)
+            yield Sighting(layers, "", "", seen, None)
 
 
 class Mxfp8Hybrid(RuleCheck):
     applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        of_recipe = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
-        self.applies = bool(of_recipe)
+        self.applies = False
+        names = []
+        for layer in facts.layers.values():
+            if "mxfp8" in layer.recipe:
+                self.applies = True
+                if layer.formats.get("gradient") == "MXFP8 E5M2":
+                    names.append(layer.name)
         self.checked = self.applies
-        names = [layer.name for layer in of_recipe if layer.formats.get("gradient") == "MXFP8 E5M2"]
         if names:
             yield Sighting(tuple(names), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
 
@@ -229,7 +240,7 @@ class Nvfp4Tail(RuleCheck):
     applies = None
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        ran = [layer for layer in facts.layers.values() if layer.low or layer.reasons]
+        ran = facts.layers_that_ran
         self.applies = any(layer.recipe == "nvfp4" for layer in ran)
         self.checked = self.applies
         if not self.applies:

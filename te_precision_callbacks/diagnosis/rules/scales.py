@@ -253,11 +253,11 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
     """[rows of the column]: the maximum of the operand's format; nan without delayed scaling."""
 
     def make() -> Floats:
-        names = numbers.names_of(column)
-        formats = map(facts.format_of, names, numbers.tensors_of(column))
-        largest = [_LARGEST.get(text, np.nan) for text in formats]
-        of_delayed = [facts.recipe_of(name) == "fp8_delayed_scaling" for name in names]
-        return np.where(of_delayed, largest, np.nan)
+        largest = np.full(len(column.rows), np.nan)
+        for place, (name, tensor) in enumerate(zip(numbers.names_of(column), numbers.tensors_of(column), strict=True)):
+            if facts.recipe_of(name) == "fp8_delayed_scaling":
+                largest[place] = _LARGEST.get(facts.format_of(name, tensor), np.nan)
+        return largest
 
     return facts.cached("largest number", column.rows, make)
 

@@ -43,13 +43,12 @@ def is_scaled(facts: Facts) -> bool:
 
 
 def _has_float16(facts: Facts) -> bool:
-    formats = chain(*(layer.formats.values() for layer in facts.layers.values()))
-    weights = (layer.weight_dtype for layer in facts.layers.values())
-    return (
-        any(text.startswith("FP16") for text in formats)
-        or any("float16" in text.replace("bfloat16", "") for text in weights)
-        or any("float16" in types for types in facts.states.values())
-    )
+    for layer in facts.layers.values():
+        if "float16" in layer.weight_dtype.replace("bfloat16", ""):
+            return True
+        if any(text.startswith("FP16") for text in layer.formats.values()):
+            return True
+    return "float16" in chain.from_iterable(facts.states.values())
 
 
 class AmaxReduction(RuleCheck):

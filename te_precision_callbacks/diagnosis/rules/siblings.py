@@ -77,8 +77,8 @@ class Sibling(RuleCheck):
         for statistic in _STATISTICS:
             for column in numbers.columns(statistic, facts):
                 if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
-                    known = [np.isin(column.rows, other.rows) for other in compared]
-                    column = column.where(~np.logical_or.reduce(known, initial=False))
+                    for other in compared:
+                        column = column.where(~np.isin(column.rows, other.rows))
                 else:
                     compared.append(column)
                 for sighting in self._check(numbers, facts, column, statistic):
@@ -199,8 +199,8 @@ class Sibling(RuleCheck):
 
         def make() -> tuple[Ints, Ints]:
             groups = self._similar_layers(numbers, facts, column)
-            sizes = [len(places) for places in groups]
-            return np.concatenate([np.empty(0, np.int64), *groups]), np.cumsum([0, *sizes[:-1]])[: len(groups)]
+            begins = np.cumsum([0, *map(len, groups)])[:-1]
+            return np.concatenate([np.empty(0, np.int64), *groups]), begins
 
         order, begins = facts.cached("order of alike", column.rows, make)
         if not len(begins):
@@ -249,7 +249,7 @@ def deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
     stretches = np.split(np.arange(len(bits)), cuts)
     levels = [float(np.median(flat[stretch])) for stretch in stretches]
     near = np.abs(np.subtract.outer(levels, levels)) < least
-    ordinary = int(np.argmax(near @ [len(stretch) for stretch in stretches]))
+    ordinary = int(np.argmax(near @ list(map(len, stretches))))
     if flows and len(stretches) == 2 and levels[1] > levels[0] and len(stretches[0]) > 1:
         ordinary = 0
     for number, stretch in enumerate(stretches):
@@ -285,8 +285,11 @@ def few_deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
     def most(least: float, lost: Column) -> Floats:
         tensors = numbers.tensors[lost.rows]
-        medians = {tensor: float(np.median(lost.values[tensors == tensor])) for tensor in set(tensors.tolist())}
-        return np.maximum(least, [4 * medians[tensor] for tensor in tensors.tolist()])
+        result = np.full(len(tensors), least)
+        for tensor in set(tensors.tolist()):
+            of_tensor = tensors == tensor
+            result[of_tensor] = np.maximum(least, 4 * np.median(lost.values[of_tensor]))
+        return result
 
     return loses_too_much(
         numbers,

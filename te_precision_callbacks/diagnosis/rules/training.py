@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from te_precision_callbacks.base.counts import many, some_of
-from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
@@ -44,6 +44,16 @@ NEAR_GUESS = 0.1
 """The relative difference between a first loss and a multiple of the loss of a uniform guess."""
 
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
+
+
+def training_losses(values: Iterable[str]) -> list[str]:
+    """The names of training losses among the trainer's metrics, the most likely one first."""
+    return loss_first(filter(is_training_loss, values))
+
+
+def _other_losses(values: Iterable[str]) -> list[str]:
+    """The names of losses that may be of the training, or parts of one."""
+    return [name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION)]
 
 
 def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
@@ -107,15 +117,14 @@ class NonfiniteLoss(RuleCheck):
         yield from ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = [name for name in values if is_training_loss(name)]
+        losses = training_losses(values)
         self._has_unfiltered |= UNFILTERED in values
         if losses:
             self.note_data(iteration)
             self.checked &= self._has_unfiltered or not self._is_filtered
         elif not self.checked:
-            others = (name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION))
-            self._others.update(dict.fromkeys(others))
-        for name in loss_first(losses):
+            self._others.update(dict.fromkeys(_other_losses(values)))
+        for name in losses:
             if not math.isfinite(values[name]):
                 self._bad += 1
                 self._finite = 0
@@ -136,11 +145,11 @@ class GradientNorm(RuleCheck):
     def __init__(self) -> None:
         super().__init__()
         self._loss = math.nan
-        self._windows = {count: deque[_Point](maxlen=WINDOW) for count in MEANS}
-        self._waiting: dict[int, list[_Point]] = {count: [] for count in MEANS}
+        self._windows: dict[int, deque[_Point]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._waiting: dict[int, list[_Point]] = defaultdict(list)
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = [name for name in values if is_loss(name) and _OF_EVALUATION.isdisjoint(words_of(name))]
+        losses = _other_losses(values)
         if losses:
             self._loss = values[loss_first(losses)[0]]
         name, norm = gradient_norm_of(values)
@@ -148,7 +157,8 @@ class GradientNorm(RuleCheck):
             return
         self.note_data(iteration)
         point = _Point(iteration, math.log2(norm), self._loss)
-        for count, waiting in self._waiting.items():
+        for count in MEANS:
+            waiting = self._waiting[count]
             waiting.append(point)
             if len(waiting) < (OF_MEAN if count > 1 else 1):
                 return  # no new point for windows of longer means either
@@ -166,8 +176,8 @@ class GradientNorm(RuleCheck):
         window = self._windows[count]
         if len(window) < WINDOW:
             return
-        norms = np.array([point.norm for point in window])
-        losses = np.array([point.loss for point in window]).reshape(3, -1)
+        _, norms, losses = np.array(window).T
+        losses = losses.reshape(3, -1)
         first, middle, last = np.median(norms.reshape(3, -1), axis=1).tolist()
         rise = last - first
         jump = np.diff(np.median(norms.reshape(6, -1), axis=1)).max()
@@ -194,17 +204,19 @@ class GradientSize(RuleCheck):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ratios: deque[tuple[int, float, float]] = deque(maxlen=CLIPPED_STEPS)
+        self._clipped: deque[int] = deque(maxlen=CLIPPED_STEPS)  # the last steps with clipping
+        self._ratios: deque[float] = deque(maxlen=CLIPPED_STEPS)  # the norm before it, to its limit
         self._first: tuple[int, str, float] | None = None
-        self._heads: list[tuple[int, int]] = []  # classes and micro-batches
+        self._heads: list[LayerFacts] = []
+        self._micro_batches = 0
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
-        calls = [layer.calls for layer in facts.layers.values() if layer.calls]
-        self._heads = [(head.shape[0], min(calls)) for head in facts.heads]
+        self._heads = facts.heads
+        self._micro_batches = min((layer.calls for layer in facts.layers.values() if layer.calls), default=0)
         yield from self._check_first_loss()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = [name for name in loss_first(values) if is_training_loss(name)]
+        losses = training_losses(values)
         if losses and self._first is None:
             self._first = iteration, losses[0], values[losses[0]]
             yield from self._check_first_loss()
@@ -214,8 +226,9 @@ class GradientSize(RuleCheck):
             return
         self.applies = True
         self.note_data(iteration)
-        self._ratios.append((iteration, norm / limit, limit))
-        clipped = sorted(ratio for _, ratio, _ in self._ratios)
+        self._clipped.append(iteration)
+        self._ratios.append(norm / limit)
+        clipped = sorted(self._ratios)
         least = clipped[round((1 - NEARLY_ALL_CLIPPED) * len(clipped))]
         if len(clipped) == CLIPPED_STEPS and least >= CLIPPED:
             seen = (
@@ -223,13 +236,15 @@ class GradientSize(RuleCheck):
                 f" {sum(ratio >= least for ratio in clipped)} of {CLIPPED_STEPS} steps"
             )
             severity: Severity = "warning" if least >= FAR_CLIPPED else "note"
-            yield Sighting((), "", "", seen, self._ratios[0][0], severity, key="clipped")
+            yield Sighting((), "", "", seen, self._clipped[0], severity, key="clipped")
 
     def _check_first_loss(self) -> Iterator[Sighting]:
         if self._first is None:
             return
         iteration, name, loss = self._first
-        for classes, count in self._heads:
+        count = self._micro_batches
+        for head in self._heads:
+            classes = head.shape[0]
             guess = math.log(max(classes, 2))
             if count > 1 and abs(loss / (count * guess) - 1) <= NEAR_GUESS:
                 seen = (

@@ -66,10 +66,11 @@ class AboveThreshold(RuleCheck):
 
 
 def _has_16_bit_weights(facts: Facts) -> bool | None:
-    types = [layer.weight_dtype for layer in facts.layers.values() if layer.weight_dtype]
-    if types:
-        return any("float16" in dtype for dtype in types)
-    return None
+    has_16_bit = None
+    for layer in facts.layers.values():
+        if layer.weight_dtype:
+            has_16_bit = has_16_bit or "float16" in layer.weight_dtype
+    return has_16_bit
 
 
 def _adds_eps(facts: Facts) -> bool | None:

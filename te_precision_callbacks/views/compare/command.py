@@ -120,10 +120,10 @@ def _open_runs(paths: list[str], names: list[str], *, as_json: bool) -> list[Rec
 
     if len(names) > len(paths):
         raise typer.BadParameter(f"{len(names)} runs are chosen, of {len(paths)} folders", param_hint="--run")
-    chosen = list(itertools.starmap(chosen_run, itertools.zip_longest(paths, names)))
-    for line in dict.fromkeys(note for _, note in chosen if note):
+    runs, notes = zip(*itertools.starmap(chosen_run, itertools.zip_longest(paths, names)), strict=True)
+    for line in filter(None, dict.fromkeys(notes)):
         terminal.show_text(line, err=as_json)
-    return [recorded for recorded, _ in chosen]
+    return list(runs)
 
 
 def _compare_runs(opened: list[RecordedRun], lasting: int, report: Path | None, *, as_json: bool) -> None:

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs import RecordedRun
@@ -70,7 +69,7 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
 
 
 def _layers(run: RecordedRun) -> set[str]:
-    return {name for name in pc.unique(run.series["layer"]).to_pylist() if name}
+    return set(filter(None, pc.unique(run.series["layer"]).to_pylist()))
 
 
 def _prefixes(names: Collection[str]) -> list[str]:
@@ -111,7 +110,7 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     theirs = _settings(b)
     if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
         ours = theirs = {}
-    names = {name for name, _ in ours.items() ^ theirs.items()} - {"config_hash"}
+    names = dict(ours.items() ^ theirs.items()).keys() - {"config_hash"}
     settings = [FactDifference(name, ours.get(name, ""), theirs.get(name, "")) for name in sorted(names, key=_rank)]
     return [*settings, *_state_differences(a, b), *_product_differences(a, b)]
 
@@ -137,7 +136,8 @@ def _settings(run: RecordedRun) -> dict[str, str]:
 
 
 def _state_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    ours, theirs = (_types(run) for run in (a, b))
+    ours = _types(a)
+    theirs = _types(b)
     for subject in ours:
         if ours[subject] != theirs.get(subject, ours[subject]):
             yield FactDifference(f"type of {subject.replace('_', ' ')}", ours[subject], theirs[subject])
@@ -167,21 +167,25 @@ def _product_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDiffere
 
 def _changed_layer_facts(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
     theirs = _layer_facts(b)
-    changed = ((key, value) for key, value in _layer_facts(a).items() if theirs.get(key, value) != value)
-    return group_by_key(((key[0], value, theirs[key]), key[2]) for key, value in changed)
+    changed: dict[tuple[str, str, str], list[str]] = {}
+    for key, value in _layer_facts(a).items():
+        what, _, layer = key
+        if theirs.get(key, value) != value:
+            changed.setdefault((what, value, theirs[key]), []).append(layer)
+    return changed
 
 
 def _layer_facts(run: RecordedRun) -> dict[tuple[str, str, str], str]:
     """Fact, scope and layer -> the value at the end of the run: rows in a step, the weight's size, and precisions."""
-    products = facts_at_end(run.gemms).to_pylist()
     facts: dict[tuple[str, str, str], str] = {}
-    for row in products:
+    precisions: dict[tuple[str, str, str], str] = {}
+    for row in facts_at_end(run.gemms).to_pylist():
+        place = row["scope"] or "", row["layer"]
+        precisions[(f"{row['gemm']} of", *place)] = (row["precision"] or "").upper()
         if row["gemm"] == "fprop" and all(row[name] for name in ("macs", "n", "m", "k", "batch", "calls")):
-            place = row["scope"] or "", row["layer"]
             facts.setdefault((_ROWS, *place), f"{row['n'] * row['batch'] * row['calls']:,}")
             facts.setdefault(("weight of", *place), f"{row['m']} x {row['k']}")
-    precisions = {(f"{row['gemm']} of", row["scope"] or "", row["layer"]): row["precision"] or "" for row in products}
-    return facts | {key: precision.upper() for key, precision in precisions.items()}
+    return facts | precisions
 
 
 LASTING = 5
@@ -280,18 +284,29 @@ def _explain_unpaired(first: Side, other: Side) -> str:
                     " te_precision_callbacks.accelerate.convert_to_te(model) before creating the optimizer."
                 )
             return f"{side.name} has no statistics of layers, so no layer can be compared. {remedy}{notes}"
-    if {name for _, name in ours} & {name for _, name in theirs}:
+    _, own_names = zip(*ours, strict=True)
+    _, other_names = zip(*theirs, strict=True)
+    if set(own_names).intersection(other_names):
         return (
             f"{first.name} and {other.name} have common layers, but no common statistics. Record statistics that do not"
             f" depend on the recipe, such as std and cur_amax.{notes}"
         )
-    (_, one), *_ = ours
-    (_, another), *_ = theirs
-    return f"{first.name} and {other.name} have no common layers: one has {one!r}, the other {another!r}.{notes}"
+    return (
+        f"{first.name} and {other.name} have no common layers: one has {own_names[0]!r}, the other"
+        f" {other_names[0]!r}.{notes}"
+    )
 
 
-def _layers_of(side: Side) -> dict[tuple[str, str], None]:
+_Layers = dict[tuple[str, str], None]
+"""Scope and name of layers, in the order of the records."""
+
+
+def _layers_of(side: Side) -> _Layers:
     return dict.fromkeys((subject.scope, subject.layer) for subject in side.series if subject.layer)
+
+
+def _names_only_in(layers: _Layers, others: _Layers) -> tuple[str, ...]:
+    return tuple(name for scope, name in layers if (scope, name) not in others)
 
 
 def _span(side: Side) -> str:
@@ -313,8 +328,8 @@ def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search
         len(ours),
         len(theirs),
         len(layers_a.keys() & layers_b.keys()),
-        tuple(name for scope, name in layers_a if (scope, name) not in layers_b),
-        tuple(name for scope, name in layers_b if (scope, name) not in layers_a),
+        _names_only_in(layers_a, layers_b),
+        _names_only_in(layers_b, layers_a),
         tuple(sorted(statistics_a - statistics_b)),
         tuple(sorted(statistics_b - statistics_a)),
         int(search.iterations[0]),

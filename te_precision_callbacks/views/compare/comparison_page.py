@@ -93,8 +93,17 @@ class ComparedNumbers:
             if place in begin_of:
                 at = np.unique(np.append(at, begin_of[place]))
             strength = float(np.max(np.abs(part.difference[own]) / part.limit[own]))
-            a, b, below, above = (column[at] for column in (part.a, part.b, part.below, part.above))
-            curve = ComparedSeries(subject, place in begin_of, strength, every, part.iterations[at], a, b, below, above)
+            curve = ComparedSeries(
+                subject,
+                place in begin_of,
+                strength,
+                every,
+                part.iterations[at],
+                part.a[at],
+                part.b[at],
+                part.below[at],
+                part.above[at],
+            )
             self._curves.append(curve)
             if len(self._curves) >= 2 * _MOST_CURVES:
                 self._curves = self.curves[:_MOST_CURVES]
@@ -120,7 +129,7 @@ def write_comparison(
 
 
 def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any]:
-    layer_of = {layer.name: place for place, layer in enumerate(numbers.subjects.layers)}
+    layer_of = numbers.subjects.place_of_layer
     loss = _loss(result, numbers, packed)
     curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
     return {
@@ -137,7 +146,7 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays)
         "parted_total": len(result.parted),
         "loss": loss,
         "layers": numbers.subjects.layers,
-        "curves": [curve for curve in curves if curve is not None],
+        "curves": list(filter(None, curves)),
     }
 
 
@@ -180,7 +189,7 @@ def _departure(departure: StatisticDeparture) -> dict[str, Any]:
 
 def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: PackedArrays) -> dict[str, Any] | None:
     columns = (curve.a, curve.b, curve.below, curve.above)
-    arrays = packed.try_put(steps_between(curve.iterations), *(narrow(column) for column in columns))
+    arrays = packed.try_put(steps_between(curve.iterations), *map(narrow, columns))
     if arrays is None:
         return None
     subject = curve.subject
@@ -201,7 +210,7 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) ->
     if result.loss is None or curves is None:
         return None
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
-    arrays = packed.try_put(steps_between(curves.iterations), *(narrow(column) for column in columns))
+    arrays = packed.try_put(steps_between(curves.iterations), *map(narrow, columns))
     yardsticks = []
     for yardstick in result.loss.yardsticks:
         bound = 100 * yardstick.bound

@@ -63,24 +63,29 @@ class Side:
 
     def read(self, subjects: Sequence[Subject]) -> Numbers:
         """Read the values of subjects that this side has; ``series`` are indices in ``subjects``."""
-        numbers = [self.series.get(subject, -1) for subject in subjects]
-        wanted = [number for number in numbers if number >= 0]
+        wanted = []
+        places = []
+        for place, subject in enumerate(subjects):
+            if subject in self.series:
+                wanted.append(self.series[subject])
+                places.append(place)
         parts = []
         if wanted:
             table = self.run.values(wanted)
             # Downsampling keeps extremes, which must not be compared with all steps of the other side.
             if self.run.thinned:
                 table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
-            place = np.full(max(wanted) + 1, -1, np.int64)
-            place[wanted] = [number for number, series_number in enumerate(numbers) if series_number >= 0]
-            parts.append((place[table["series"].to_numpy()], table["iteration"].to_numpy(), table["value"].to_numpy()))
-        for number, subject in enumerate(subjects):
+            place_of = np.full(max(wanted) + 1, -1, np.int64)
+            place_of[wanted] = places
+            series = place_of[table["series"].to_numpy()]
+            parts.append((series, table["iteration"].to_numpy(), table["value"].to_numpy()))
+        for place, subject in enumerate(subjects):
             if subject in self.scalars:
                 iterations, values = self.scalars[subject]
-                parts.append((np.full(len(values), number, np.int64), iterations, values))
+                parts.append((np.full(len(values), place, np.int64), iterations, values))
         if not parts:
             return Numbers(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
-        series, iterations, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        series, iterations, values = map(np.concatenate, zip(*parts, strict=True))
         return _in_order(series, iterations.astype(np.int64, copy=False), values)
 
 
@@ -428,7 +433,8 @@ class Search:
         lengths = begun_lengths[within]
         if self.show is not None:
             finite = np.isfinite(ours)
-            below, above = (np.where(finite, scales.values(series, place + way * limit), ours) for way in (-1, 1))
+            below = np.where(finite, scales.values(series, place - limit), ours)
+            above = np.where(finite, scales.values(series, place + limit), ours)
             values = (ours, theirs, difference, spread, limit, below, above)
             self.show(ComparedValues(subjects, series, iterations, *values, begins))
         yield from self._describe_departures(
@@ -464,13 +470,13 @@ class Search:
     ) -> Iterator[SeriesDeparture]:
         group = np.repeat(np.arange(len(begins)), lengths)
         inside = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(len(group))
-        medians = [grouped_quantile(group, column[inside], len(begins), 0.5) for column in values]
+        medians = np.stack([grouped_quantile(group, column[inside], len(begins), 0.5) for column in values], 1)
         ends = begins + lengths - 1
         spread, limit = limits
         last = np.append(series[1:] != series[:-1], True)
         for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
             subject = subjects[series[begin]]
-            ours, theirs, difference = (float(column[number]) for column in medians)
+            ours, theirs, difference = medians[number].tolist()
             scale = scale_of(subject.tensor, subject.statistic)
             if scale is MAGNITUDE and ours < 0 and theirs < 0:  # the smaller magnitude is the larger value
                 difference = -difference
@@ -495,18 +501,23 @@ class Search:
 
 class _Scales:
     def __init__(self, subjects: Sequence[Subject], sides: Sequence[Numbers]) -> None:
-        families = {key: number for number, key in enumerate(dict.fromkeys(map(family, subjects)))}
+        families: dict[tuple[str, str, str], int] = {}
+        self.family: Ints = np.array(
+            [families.setdefault(family(subject), len(families)) for subject in subjects], np.int64
+        )
         self.families = len(families)
-        self.family: Ints = np.array([families[family(subject)] for subject in subjects], np.int64)
-        scales = [scale_of(tensor, statistic) for tensor, _, statistic in families]
-        self._kinds: dict[str, NoiseScale] = {scale.name: scale for scale in scales}
-        names = list(self._kinds)
-        self._kind = np.array([names.index(scale.name) for scale in scales])[self.family]
-        self.least = np.array([scale.least for scale in scales])
-        self.bound = np.array([scale.bound for scale in scales])[self.family]
-        levels = np.array([scale is LEVEL for scale in scales])[self.family]
+        self._kinds: list[NoiseScale] = []
+        kinds = []
+        for tensor, _, statistic in families:
+            scale = scale_of(tensor, statistic)
+            if scale not in self._kinds:
+                self._kinds.append(scale)
+            kinds.append((self._kinds.index(scale), scale.least, scale.bound, scale is LEVEL))
+        kind, self.least, bound, is_level = map(np.array, zip(*kinds, strict=True))
+        self._kind = kind[self.family]
+        self.bound = bound[self.family]
         self._magnitudes = np.where(
-            levels, _mean_magnitudes(sides, len(subjects)), _smallest_magnitudes(sides, len(subjects))
+            is_level[self.family], _mean_magnitudes(sides, len(subjects)), _smallest_magnitudes(sides, len(subjects))
         )
 
     def places(self, series: Ints, values: Floats) -> Floats:
@@ -518,7 +529,7 @@ class _Scales:
     def _by_kind(self, apply: Callable[[NoiseScale, Floats, Floats], Floats], series: Ints, numbers: Floats) -> Floats:
         result = np.empty(len(numbers))
         kinds = self._kind[series]
-        for number, scale in enumerate(self._kinds.values()):
+        for number, scale in enumerate(self._kinds):
             chosen = slice(None) if len(self._kinds) == 1 else kinds == number
             result[chosen] = apply(scale, numbers[chosen], self._magnitudes[series[chosen]])
         return result
@@ -546,8 +557,9 @@ def _mean_magnitudes(sides: Sequence[Numbers], count: int) -> Floats:
 
 
 def _pair_values(a: Numbers, b: Numbers) -> tuple[Ints, Ints, Floats, Floats]:
-    stride = 1 + max((int(part.iterations.max()) for part in (a, b) if len(part.iterations)), default=0)
-    ours, theirs = (part.series * stride + part.iterations for part in (a, b))
+    stride = 1 + max(a.iterations.max(initial=0), b.iterations.max(initial=0))
+    ours = a.series * stride + a.iterations
+    theirs = b.series * stride + b.iterations
     _, first, second = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
     return a.series[first], a.iterations[first], a.values[first], b.values[second]
 
@@ -560,7 +572,7 @@ def _noise(scales: _Scales, sides: Sequence[Numbers]) -> Noise:
         parts.append((series, iterations, np.full(len(series), number), difference))
     if not parts:
         return Noise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
-    return Noise(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return Noise(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _largest_noise(noise: Noise, spread: Spread, scales: _Scales, lasting: int) -> Floats:

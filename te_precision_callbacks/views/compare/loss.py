@@ -76,7 +76,8 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
     since = [loss.since for loss in lost if loss is not None]
     steps = int(np.searchsorted(iterations, min(since))) if since else len(iterations)
     window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
-    x, y = (_smooth(values, steps, window) for values in (ours, theirs))
+    x = _smooth(ours, steps, window)
+    y = _smooth(theirs, steps, window)
     return LossCurves(name, iterations, ours, theirs, steps, window, x, y, _relative(x, y), *lost)
 
 
@@ -101,8 +102,13 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     stable = _stable(curves.steps)
     early = curves.steps // 4
     difference = _mean(relative[stable])
-    baselines = [curve for side in noise if curves.name in side.scalars and (curve := _curves(a, side, curves.name))]
-    floors = [abs(_mean(curve.relative[: curve.steps][_stable(curve.steps)])) for curve in baselines]
+    baselines = []
+    floors = []
+    for side in noise:
+        baseline = _curves(a, side, curves.name) if curves.name in side.scalars else None
+        if baseline is not None:
+            baselines.append(baseline)
+            floors.append(abs(_mean(baseline.relative[: baseline.steps][_stable(baseline.steps)])))
     sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
     largest = early + int(sizes.argmax()) if sizes.size else None
     kinds = (_kind(shares[0]), _kind(shares[1]))
@@ -150,14 +156,16 @@ def _spikes(curves: LossCurves) -> Floats:
     """The factor between two losses in each step before one is lost; 1 if the factor between their running medians is
     a tenth of it or more.
     """
-    a, b, x, y = (curve[: curves.steps] for curve in (curves.a, curves.b, curves.smooth_a, curves.smooth_b))
-    factors = _factors(a, b)
-    return np.where(factors >= _SPIKE * _factors(x, y), factors, 1.0)
+    shown = slice(curves.steps)
+    factors = _factors(curves.a[shown], curves.b[shown])
+    smooth = _factors(curves.smooth_a[shown], curves.smooth_b[shown])
+    return np.where(factors >= _SPIKE * smooth, factors, 1.0)
 
 
 def _factors(a: Floats, b: Floats) -> Floats:
     """The larger magnitude divided by the smaller one; inf where only one of them is 0, inf or nan."""
-    x, y = (np.where(np.isfinite(values), np.abs(values), np.inf) for values in (a, b))
+    x = np.where(np.isfinite(a), np.abs(a), np.inf)
+    y = np.where(np.isfinite(b), np.abs(b), np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(x == y, 1.0, np.maximum(x, y) / np.minimum(x, y))
 
@@ -188,9 +196,9 @@ def _stable(steps: int) -> slice:
 def _kind(shares: Shares) -> str:
     """``nvfp4`` or ``fp8`` if any product uses it, else ``high``; empty if unknown."""
     for kind in ("nvfp4", "fp8"):
-        if any(name in LOW_PRECISION[kind] for name in shares):
+        if not LOW_PRECISION[kind].isdisjoint(shares):
             return kind
-    if any(name in HIGH_PRECISION for name in shares):
+    if not shares.keys().isdisjoint(HIGH_PRECISION):
         return "high"
     return ""
 

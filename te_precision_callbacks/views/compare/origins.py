@@ -50,12 +50,12 @@ class Order:
         self._backward: dict[Layer, float] = {}
         runs = list(runs)
         for run in runs:
-            columns = (run.layers[name].to_pylist() for name in ("scope", "layer", "exec_fwd", "exec_bwd"))
-            for scope, layer, forward, backward in zip(*columns, strict=True):
-                if forward is not None:
-                    self._forward.setdefault((scope or "", layer), forward)
-                if backward is not None:
-                    self._backward.setdefault((scope or "", layer), backward)
+            for row in run.layers.to_pylist():
+                layer = row["scope"] or "", row["layer"]
+                if row["exec_fwd"] is not None:
+                    self._forward.setdefault(layer, row["exec_fwd"])
+                if row["exec_bwd"] is not None:
+                    self._backward.setdefault(layer, row["exec_bwd"])
         self.seen = bool(self._forward)
         # Layers without a recorded place follow, in the order of the records.
         behind = max(self._forward.values(), default=-1.0) + 1
@@ -77,8 +77,8 @@ class Order:
 
 def _stage(scope: str) -> int:
     """The place of a pipeline stage in the forward: all stages run their first chunk, then all their second chunk."""
-    numbers = {name: int(number) for name, number in re.findall(r"(?:^|\.)(vpp|pp)(\d+)(?=\.|$)", scope)}
-    return numbers.get("vpp", 0) * 1_000_000 + numbers.get("pp", 0)
+    numbers = dict(re.findall(r"(?:^|\.)(vpp|pp)(\d+)(?=\.|$)", scope))
+    return int(numbers.get("vpp", 0)) * 1_000_000 + int(numbers.get("pp", 0))
 
 
 _SHARE = 0.75
@@ -110,8 +110,8 @@ def partings(departures: Iterable[SeriesDeparture], order: Order) -> list[Partin
     sources = _Sources(tensors, order)
     source_of = {key: sources.find(group) for key, group in tensors.items()}
     began = _first_iterations(tensors, source_of)
-    made = {key: _parting(group, source_of[key]) for key, group in tensors.items()}
-    return [made[key] for key in sorted(made, key=lambda key: (began[key], order.place(tensors[key][0].subject)))]
+    ordered = sorted(tensors, key=lambda key: (began[key], order.place(tensors[key][0].subject)))
+    return [_parting(tensors[key], source_of[key]) for key in ordered]
 
 
 def _first_iterations(
@@ -167,8 +167,11 @@ class _Sources:
         self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, SeriesDeparture]]] = {}
         every = list(itertools.chain.from_iterable(tensors.values()))
         for tensor in _IN_ORDER:
-            sources = [departed for departed in every if departed.subject.tensor in _SOURCES[tensor]]
-            placed = [(self._place(departed, tensor), departed) for departed in sources]
+            placed = []
+            for departed in every:
+                if departed.subject.tensor in _SOURCES[tensor]:
+                    place = self._place(departed, tensor)
+                    placed.append((place, departed))
             for place, departed in sorted(placed, key=itemgetter(0)):
                 line = tensor, departed.subject.rank, departed.subject.statistic
                 self._lines.setdefault(line, []).append((place, departed))
@@ -199,11 +202,12 @@ class _Sources:
         if subject.tensor in _IN_ORDER:
             line = self._lines.get((subject.tensor, subject.rank, subject.statistic), [])
             before = bisect_left(line, self._place(departed, subject.tensor), key=itemgetter(0))
-            sources: Iterable[SeriesDeparture] = (source for _, source in reversed(line[:before]))
+            sources = [source for _, source in reversed(line[:before])]
         else:
-            keys = [(subject.scope, subject.layer, tensor, subject.rank) for tensor in _SOURCES.get(subject.tensor, ())]
-            of_layer = itertools.chain.from_iterable(self._by_key.get(key, ()) for key in keys)
-            sources = (source for source in of_layer if source.subject.statistic == subject.statistic)
+            sources = []
+            for tensor in _SOURCES.get(subject.tensor, ()):
+                of_tensor = self._by_key.get((subject.scope, subject.layer, tensor, subject.rank), ())
+                sources += [source for source in of_tensor if source.subject.statistic == subject.statistic]
         for source in sources:
             if subject.tensor == "weight":  # the optimizer has run between them
                 existed = source.departure.iteration < departed.since

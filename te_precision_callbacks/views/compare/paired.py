@@ -73,7 +73,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float =
     spread = math.nan
     if count > 1:
         spread = math.sqrt(sum((value - mean) ** 2 for value in differences) / (count - 1))
-    wide, narrow = (_interval(mean, spread, count, confidence) for confidence in (0.95, 0.9))
+    wide = _interval(mean, spread, count, 0.95)
+    narrow = _interval(mean, spread, count, 0.9)
     decision = _decide(narrow, tolerance)
     if math.isfinite(mean_a) and not math.isfinite(sum(b)):
         decision = "beyond"
@@ -165,19 +166,24 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
     twice = [run.path for run in (*a, *b) if ids.count(run.run_id) > 1]
     if twice:
         raise OptionError(f"{twice[0]} is given twice: each run counts once, as one seed of one side.")
-    losses = []
+    name = ""
+    losses_a = []
+    losses_b = []
+    since = []
     lost: list[str] = []
     for ours, theirs in zip(a, b, strict=False):
         loss, lost_runs = _final_losses(ours, theirs)
-        losses.append(loss)
+        name = name or loss.name
+        losses_a.append(loss.a)
+        losses_b.append(loss.b)
+        since.append(loss.stable_since)
         lost += lost_runs
-    losses_a = tuple(loss.a for loss in losses)
-    losses_b = tuple(loss.b for loss in losses)
     if len(a) != len(b):
         raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
     paired = paired_difference(losses_a, losses_b, tolerance)
-    since = tuple(loss.stable_since for loss in losses)
-    return SeedComparison(_names(a), _names(b), losses[0].name, since, losses_a, losses_b, paired, tuple(lost))
+    return SeedComparison(
+        _names(a), _names(b), name, tuple(since), tuple(losses_a), tuple(losses_b), paired, tuple(lost)
+    )
 
 
 def _names(runs: Iterable[RecordedRun]) -> tuple[str, ...]:
@@ -186,7 +192,8 @@ def _names(runs: Iterable[RecordedRun]) -> tuple[str, ...]:
 
 def _final_losses(ours: RecordedRun, theirs: RecordedRun) -> tuple[LossComparison, list[str]]:
     """Return the losses of a pair, nan for a run that ends with inf or nan, and a line for each such run."""
-    a, b = (side_of_run(run, str(run.path)) for run in (ours, theirs))
+    a = side_of_run(ours, str(ours.path))
+    b = side_of_run(theirs, str(theirs.path))
     loss = compare_losses(a, b, (), ({}, {}))
     if loss is None:
         raise ComparisonError(

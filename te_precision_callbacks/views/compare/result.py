@@ -159,7 +159,7 @@ class Parting:
 
     @property
     def name(self) -> str:
-        subject = " ".join(part for part in (self.layer, self.tensor) if part) or self.strongest.statistic
+        subject = " ".join(filter(None, (self.layer, self.tensor))) or self.strongest.statistic
         if self.rank is None:
             return subject
         return f"{subject} (rank {self.rank})"

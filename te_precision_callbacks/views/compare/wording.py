@@ -276,7 +276,7 @@ def _show_departures(comparison: Comparison) -> None:
         worst = max(parted, key=lambda parting: parting.strongest.strength)
         departure = worst.strongest
         layers = fold_names((parting.layer for parting in parted), most=MOST_NAMES)
-        where = " ".join(part for part in (", ".join(layers), worst.tensor) if part) or departure.statistic
+        where = " ".join(filter(None, (", ".join(layers), worst.tensor))) or departure.statistic
         cells = (
             worst.iteration,
             where if worst.rank is None else f"{where} (rank {worst.rank})",

@@ -65,10 +65,14 @@ def page_data(
     packed = PackedArrays(most)
     chosen, columns, left_out = _choose_families(run, subjects)
     made = []
+    shown: list[Overview] = []
+    total = 0
     for overview in overviews(run, chosen, columns):
         made.append(FamilyOnPage(overview, packed))
         overview.cells.clear()
         overview.present.clear()
+        shown.append(overview)
+        total += len(overview.of.series)
     formats = {form.name: {"max": form.max, "least": form.min_subnormal, "reach": 1.0} for form in _FORMATS}
     # Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
     formats[E2M1.name]["reach"] = E4M3.min_subnormal / E4M3.max
@@ -85,7 +89,7 @@ def page_data(
         "formats": formats,
         "verdict": _verdict(verdict, run, subjects),
         "speed": speed_facts(run, device),
-        "worst_layers": worst_layers([family.overview for family in made]),
+        "worst_layers": worst_layers(shown),
         "last_steps": _last_steps(run, packed),
     }
     worst: set[int] = set()
@@ -98,7 +102,7 @@ def page_data(
     content["families"] = [family.content for family in made]
     content["exact"] = {
         "curves": exact,
-        "series": sum(len(family.overview.of.series) for family in made),
+        "series": total,
         "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
     }
     return content, packed.texts
@@ -112,8 +116,12 @@ def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
         if not family.has_direction or family.request is None:
             continue
         items = []
-        worst = {int(overview.layers[row]): number for row, number in overview.worst_of_rows().items()}
-        values = {layer: number.value for layer, number in worst.items()}
+        worst = {}
+        values = {}
+        for row, number in overview.worst_of_rows().items():
+            layer = int(overview.layers[row])
+            worst[layer] = number
+            values[layer] = number.value
         for layer in worst_first(WORST, family, values):
             value, rank, at = worst[layer]
             is_good = (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value))
@@ -134,18 +142,16 @@ MOST_PLACES = 200
 
 
 def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str, Any]:
-    index = {layer.name: place for place, layer in enumerate(subjects.layers)}
-    columns = ((table["scope"].to_pylist(), table["layer"].to_pylist()) for table in (run.series, run.layers))
     places: dict[str, int] = {}
-    for scopes, layers in columns:
-        for scope, layer in set(zip(scopes, layers, strict=True)):
-            place = index.get(layer_name(scope, layer))
+    for table in (run.series, run.layers):
+        for scope, layer in set(zip(table["scope"].to_pylist(), table["layer"].to_pylist(), strict=True)):
+            place = subjects.place_of_layer.get(layer_name(scope, layer))
             if place is not None:
                 places[layer] = min(place, places.get(layer, place))
-    return {
-        **{name: value for name, value in verdict.as_json().items() if name != "verdict"},
-        "findings": [finding_on_page(finding, places) for finding in verdict],
-    }
+    content = verdict.as_json()
+    del content["verdict"]
+    content["findings"] = [finding_on_page(finding, places) for finding in verdict]
+    return content
 
 
 def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
@@ -216,9 +222,10 @@ def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: PackedAr
     for piece in pieces(np.array([count for *_, count in order], np.int64), 500_000):
         wanted = order[piece]
         table = run.values([series for *_, series, _ in wanted])
-        numbers, iterations, values, flags = (
-            table[name].to_numpy() for name in ("series", "iteration", "value", "flags")
-        )
+        numbers = table["series"].to_numpy()
+        iterations = table["iteration"].to_numpy()
+        values = table["value"].to_numpy()
+        flags = table["flags"].to_numpy()
         misses = 0
         for page_family, row, rank, series, _ in wanted:
             begin, end = np.searchsorted(numbers, [series, series + 1])

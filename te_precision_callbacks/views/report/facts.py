@@ -95,15 +95,16 @@ def duration(run: RecordedRun) -> dict[str, Any]:
         "first": bounds["min"],
         "last": bounds["max"],
     }
-    columns = (steps[name].to_pylist() for name in ("segment", "iteration", "wall_time"))
-    rows = [row for row in zip(*columns, strict=True) if row[2] is not None]
+    timed = steps.select(["segment", "iteration", "wall_time"]).filter(pc.field("wall_time").is_valid())
+    rows = timed.to_pylist()
     if rows:
-        facts["from"], facts["to"] = (time.isoformat(timespec="seconds") for time in (rows[0][2], rows[-1][2]))
+        facts["from"] = rows[0]["wall_time"].isoformat(timespec="seconds")
+        facts["to"] = rows[-1]["wall_time"].isoformat(timespec="seconds")
     durations = []
-    for (segment, before, earlier), (other, iteration, time) in pairwise(rows):
-        count = iteration - before  # not every step has records
-        if segment == other and count > 0:
-            durations.append((time - earlier).total_seconds() / count)
+    for before, row in pairwise(rows):
+        count = row["iteration"] - before["iteration"]  # not every step has records
+        if row["segment"] == before["segment"] and count > 0:
+            durations.append((row["wall_time"] - before["wall_time"]).total_seconds() / count)
     if durations:
         facts["median_step_seconds"] = float(np.median(durations))
     observing = steps["observe_seconds"].drop_null().to_numpy()

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.sinks.worst import worst_first
-from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.series import badness, sign_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 from te_precision_callbacks.views.report.subjects import FamilySeries
@@ -104,11 +104,17 @@ class Overview:
         self.sign = sign_of(of.family.worse)
         rows = len(self.layers)
         shape = (len(self.layers), len(columns))
-        self.cells = {rank: np.full(shape, np.nan) for rank in of.ranks}
-        self.present = {rank: np.zeros(shape, bool) for rank in of.ranks}
-        self.series = {rank: np.full(rows, -1) for rank in of.ranks}
-        self.worst = {rank: np.full(rows, np.nan) for rank in of.ranks}
-        self.worst_at = {rank: np.full(rows, -1) for rank in of.ranks}
+        self.cells: dict[int, Floats] = {}
+        self.present: dict[int, Mask] = {}
+        self.series: dict[int, Ints] = {}
+        self.worst: dict[int, Floats] = {}
+        self.worst_at: dict[int, Ints] = {}
+        for rank in of.ranks:
+            self.cells[rank] = np.full(shape, np.nan)
+            self.present[rank] = np.zeros(shape, bool)
+            self.series[rank] = np.full(rows, -1)
+            self.worst[rank] = np.full(rows, np.nan)
+            self.worst_at[rank] = np.full(rows, -1)
         places = zip(np.searchsorted(self.layers, of.layer).tolist(), of.rank.tolist(), strict=True)
         self._places = dict(zip(of.series.tolist(), places, strict=True))
 
@@ -133,8 +139,9 @@ class Overview:
     def without_empty_columns(self) -> Overview:
         chosen = np.flatnonzero(np.any([present.any(0) for present in self.present.values()], 0))
         self.columns = self.columns.take(chosen)
-        self.cells = {rank: cells[:, chosen] for rank, cells in self.cells.items()}
-        self.present = {rank: present[:, chosen] for rank, present in self.present.items()}
+        for rank in self.of.ranks:
+            self.cells[rank] = self.cells[rank][:, chosen]
+            self.present[rank] = self.present[rank][:, chosen]
         return self
 
     def worst_of_rows(self) -> dict[int, WorstValue]:

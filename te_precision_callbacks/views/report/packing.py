@@ -113,7 +113,7 @@ class PackedArrays:
         texts = [_pack(values) for values in arrays]
         if self.size + sum(len(text) for text in texts if text not in self._known) > self.most:
             return None
-        return [self._store(text, values) for text, values in zip(texts, arrays, strict=True)]
+        return list(map(self._store, texts, arrays))
 
     def _store(self, text: str, values: npt.NDArray[Any]) -> dict[str, Any]:
         if text not in self._known:

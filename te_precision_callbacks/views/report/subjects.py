@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class FamilySeries:
     @property
     def ranks(self) -> list[int]:
         """The ranks with local values, and :data:`REDUCED` if there are reduced values; ascending."""
-        return [int(rank) for rank in np.unique(self.rank)]
+        ranks: list[int] = np.unique(self.rank).tolist()
+        return ranks
 
     @property
     def rows(self) -> Ints:
@@ -81,8 +83,8 @@ class Subjects:
     def __init__(self, run: RecordedRun) -> None:
         names = [layer_name(subject.scope, subject.layer) for subject in run.subjects]
         self.layers = _layers(run, names)
-        index = {layer.name: number for number, layer in enumerate(self.layers)}
-        layer = np.array([index.get(name, -1) for name in names], np.int64)
+        self.place_of_layer = {layer.name: number for number, layer in enumerate(self.layers)}
+        layer = np.array([self.place_of_layer.get(name, -1) for name in names], np.int64)
         rank = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         count = run.series["count"].fill_null(0).to_numpy().astype(np.int64)
         number = run.series["series"].to_numpy().astype(np.int64)
@@ -96,10 +98,16 @@ class Subjects:
         places: dict[str, int] = {tensor: place for place, tensor in enumerate(TENSORS)}
         # The order of their first values is arbitrary.
         all_series.sort(key=lambda series: places.get(series.family.tensor, len(places)))
-        numbers = [series for series in all_series if not series.is_histogram]
-        self.histograms = [series for series in all_series if series.is_histogram]
-        self.families = [series for series in numbers if (series.layer >= 0).all()]
-        self.free = [series for series in numbers if (series.layer < 0).any()]
+        self.histograms: list[FamilySeries] = []
+        self.families: list[FamilySeries] = []
+        self.free: list[FamilySeries] = []
+        for series in all_series:
+            if series.is_histogram:
+                self.histograms.append(series)
+            elif (series.layer >= 0).all():
+                self.families.append(series)
+            else:
+                self.free.append(series)
 
 
 def layer_name(scope: str | None, layer: str | None) -> str:
@@ -116,17 +124,15 @@ def folder_name(run: RecordedRun) -> str:
 
 
 def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
-    columns = (run.layers[name].to_pylist() for name in ("scope", "layer", "exec_fwd"))
-    placed = ((layer_name(scope, layer), place) for scope, layer, place in zip(*columns, strict=True))
-    places = sort_by_position((*placed, *((name, None) for name in of_series)))
-    shown = {name: visible(name) for name in places}
-    blocks = {name: visible(_block(name)) for name in places}
-    short = ShortNames(shown.values())
-    short_blocks = ShortNames(blocks.values())
+    placed = [(layer_name(row["scope"], row["layer"]), row["exec_fwd"]) for row in run.layers.to_pylist()]
+    names = sort_by_position((*placed, *zip(of_series, itertools.repeat(None))))
+    blocks = list(map(_block, names))
+    short = ShortNames(map(visible, names))
+    short_blocks = ShortNames(map(visible, blocks))
     layers = []
-    for name in places:
-        label = short.of(shown[name], SHORT)
-        layers.append(ReportLayer(name, _block(name), label, short_blocks.of(blocks[name], SHORT)))
+    for name, block in zip(names, blocks, strict=True):
+        label = short.of(visible(name), SHORT)
+        layers.append(ReportLayer(name, block, label, short_blocks.of(visible(block), SHORT)))
     return layers
 
 

@@ -49,11 +49,11 @@ class LastStepsView:
         shown = range(begin, min(begin + self._most, len(tensors)))
         names = {place: visible(" ".join(tensors[place])) for place in shown}
         width = max(8, options.max_width - max(map(len, names.values())) - 24)
-        columns = range(max(0, len(iterations) - width), len(iterations))
+        since = max(0, len(iterations) - width)
         yield paragraph(visible(self.data["text"]), "bold")
         yield paragraph(
             "Largest magnitudes (inputs of norms: RMS of a token; updates: share of the norm of the weight) in the"
-            f" steps {iterations[columns[0]]} to {iterations[-1]}, from left to right, and in the last one; the tensors"
+            f" steps {iterations[since]} to {iterations[-1]}, from left to right, and in the last one; the tensors"
             " in the order of execution. Each row has a scale of its own, by powers of two."
             " N: nan, ∞: inf, blank: not read."
         )
@@ -64,15 +64,15 @@ class LastStepsView:
             table.add_row(f"{begin} before", "", "")
         for place in shown:
             numbers = self.data["magnitudes"][place]
-            curve = Text("".join(_levels([numbers[column] for column in columns])))
+            curve = Text("".join(_levels(numbers[since:])))
             if first is not None and place == first[0]:
-                column = iterations.index(first[1]) - columns[0]
+                column = iterations.index(first[1]) - since
                 curve.stylize("bold reverse red", column, column + 1)
             table.add_row(names[place], curve, _number(numbers[-1]))
         left = len(tensors) - shown.stop
         if left:
             table.add_row(f"{left} after", "", "")
-        losses = [self.data["loss"][column] for column in columns]
+        losses = self.data["loss"][since:]
         if any(loss is not None for loss in losses):
             table.add_row("loss", "".join(_levels(losses)), _number(losses[-1]))
         yield table

@@ -76,7 +76,7 @@ def format_event(event: ShownEvent) -> str:
     named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 is implied
     ranks = fold_names((f"rank {rank}" for rank in named), most=2)
     parts = [at, *ranks, event["kind"], event["layer"], event["text"]]
-    return visible("  ".join(part for part in parts if part))
+    return visible("  ".join(filter(None, parts)))
 
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
@@ -133,7 +133,8 @@ def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterat
         yield _scalar(name, curve, width, names)
         if len(alike) > 1:
             yield paragraph(f"  same values: {', '.join(alike[1:])}", "dim")
-        left = {other: other_curve for other, other_curve in left.items() if other not in alike}
+        for other in alike:
+            del left[other]
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:

@@ -108,8 +108,10 @@ class RunView:
     def as_json(self) -> dict[str, Any]:
         """The output of ``te-precision show --json``, beginning with :meth:`Verdict.as_json`."""
         run = self.run
+        content = dict(vars(self))
+        del content["run"], content["verdict"]
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("run", "verdict")},
+            **content,
             "reactions": action_notes(run),
             "path": str(run.path),
             "run_id": run.run_id,
@@ -126,9 +128,11 @@ class RunView:
 
 
 def _worst_as_json(series: WorstSeries) -> dict[str, Any]:
+    content = dict(vars(series))
+    subject = content.pop("subject")
     return {
-        **series.subject._asdict(),
-        **{name: value for name, value in vars(series).items() if name != "subject"},
+        **subject._asdict(),
+        **content,
         "last": float(series.curve.values[-1]),
         "last_iteration": int(series.curve.iterations[-1]),
         "curve": _curve_as_json(series.curve),
@@ -153,7 +157,6 @@ def read_view(
     groups = _groups(run)
     chosen = _choose_statistics(groups, statistics, run)
     segment = run.segments[-1] if run.segments else None
-    first, last = (run.series[name].to_pylist() for name in ("first", "last"))
     events = (row for row in run.events_of_ranks() if (row["kind"], row["severity"]) != ("parameters", "info"))
     return RunView(
         run=run,
@@ -163,8 +166,8 @@ def read_view(
         status=format_status(run),
         outcome=tuple(outcome_notes(run)),
         facts={} if segment is None else _summarize_facts(segment.facts, segment.world),
-        first=min(first, default=None),
-        last=max(last, default=None),
+        first=min(run.series["first"].to_pylist(), default=None),
+        last=max(run.series["last"].to_pylist(), default=None),
         coverage=precision_shares(run),
         other_steps=tuple(other_steps_of_run(run)),
         scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
@@ -232,13 +235,14 @@ _Group = dict[Subject, _Series]
 
 
 def _groups(run: RecordedRun) -> dict[str, _Group]:
-    columns = (run.series[name].to_pylist() for name in ("worst", "worst_at", "count"))
     groups: dict[str, _Group] = {}
-    for number, (subject, worst, at, count) in enumerate(zip(run.subjects, *columns, strict=True)):
+    for number, (subject, row) in enumerate(
+        zip(run.subjects, run.series.select(["worst", "worst_at", "count"]).to_pylist(), strict=True)
+    ):
         family = family_of(subject.tensor, subject.statistic, subject.gemm)
-        if count and (family.request is None or not family.request.statistic.is_histogram):
+        if row["count"] and (family.request is None or not family.request.statistic.is_histogram):
             group = groups.setdefault(subject.statistic, {})
-            group[subject._replace(statistic="")] = _Series(number, family, worst, at)
+            group[subject._replace(statistic="")] = _Series(number, family, row["worst"], row["worst_at"])
     return dict(sorted(groups.items(), key=lambda item: _rank(next(iter(item[1].values())).family.request)))
 
 
