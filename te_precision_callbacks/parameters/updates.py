@@ -1,6 +1,6 @@
 """Measures the effect of optimizer steps on weights, in collection steps, without waiting for the device.
 
-- :data:`UNCHANGED`: percentage of sampled elements of bfloat16 or float16 matrices, with a gradient, that a step leaves
+- :data:`UNCHANGED`: percentage of sampled elements of matrices in 16 bits or fewer, with a gradient, that a step leaves
   unchanged. An update below half a unit in the last place is lost, unless the optimizer keeps a master weight or the
   rounding error.
 - :data:`BELOW_EPS`: percentage of weights with a gradient below the ``eps`` that Adam adds to its root mean square, so
@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +18,11 @@ import torch
 from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.scalars import ScalarBuffer
-from te_precision_callbacks.parameters.weight_samples import local_part
+from te_precision_callbacks.parameters.weight_samples import local_part, sample, sampled_view, stack_equal
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
 """Share of the largest learning rate below which steps are skipped: at the end of a decay all updates vanish."""
-
-_SAMPLE = 1024
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 
@@ -59,7 +56,7 @@ class UpdateWatch:
         self._failures = failures
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._largest_rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
-        self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._before: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._counts: dict[str, list[tuple[torch.cuda.Stream | None, torch.Tensor]]] = {}
 
     def clear(self) -> None:
@@ -91,12 +88,27 @@ class UpdateWatch:
             self._largest_rates[optimizer] = largest
             if not is_due or rate < LEAST_RATE * largest or not self._model.is_trained_by(optimizer):
                 return
-            samples = [(group, list(_gradient_samples(group["params"]))) for group in optimizer.param_groups]
-            self._check_gradients(samples)
-            for weight, gradient in itertools.chain.from_iterable(sampled for _, sampled in samples):
-                if weight.dtype in _ROUNDED and weight.dim() > 1 and not _compensates_rounding(optimizer, weight):
-                    view = _subsample(local_part(weight))
-                    self._before.append((view, view.clone(), gradient != 0))
+            weights: list[torch.Tensor] = []
+            values: list[torch.Tensor] = []
+            gradients: list[torch.Tensor] = []
+            below: list[torch.Tensor] = []
+            for group in optimizer.param_groups:
+                sampled = list(_sampled_gradients(group["params"]))
+                if sampled and _adds_eps(group):
+                    below.append(_are_below_eps([gradient for _, gradient in sampled], float(group["eps"])))
+                for weight, gradient in sampled:
+                    if weight.dtype in _ROUNDED and weight.dim() > 1 and not _compensates_rounding(optimizer, weight):
+                        now = sample(weight)
+                        if now is not None:
+                            weights.append(weight)
+                            values.append(now.values)
+                            gradients.append(gradient)
+            if below:
+                are_below = torch.cat(below)
+                self._count(BELOW_EPS, are_below, torch.ones_like(are_below))
+            for places, then in stack_equal(values):
+                has_gradient = torch.stack([gradients[place] for place in places]) != 0
+                self._before.append(([weights[place] for place in places], then, has_gradient))
         except Exception as error:
             self._before.clear()
             self._failures.report("checking a step of", type(optimizer).__name__, error)
@@ -110,47 +122,30 @@ class UpdateWatch:
                 self._known.add(optimizer)
                 if self._model.is_trained_by(optimizer):
                     self.adds_eps = bool(self.adds_eps) or any(map(_adds_eps, optimizer.param_groups))
-            if not before:
-                return
-            has_gradients = torch.cat([has_gradient for _, _, has_gradient in before])
-            self._count(UNCHANGED, torch.cat([now == then for now, then, _ in before]), has_gradients)
-
-    def _check_gradients(self, samples: Iterable[tuple[Mapping[str, Any], Sequence[_GradientSample]]]) -> None:
-        """Compare sampled gradients with ``eps``, for Adam and its variants."""
-        are_below: list[torch.Tensor] = []
-        for group, sampled in samples:
-            if sampled and _adds_eps(group):
-                gradients = [sample.float() if sample.dtype is torch.float64 else sample for _, sample in sampled]
-                norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
-                sizes = torch.tensor([float(gradient.numel()) ** 0.5 for _, gradient in sampled])
-                sizes = sizes.to(norms.device, non_blocking=True)
-                are_below.append((norms > 0) & (norms < float(group["eps"]) * sizes))
-        if are_below:
-            below = torch.cat(are_below)
-            self._count(BELOW_EPS, below, torch.ones_like(below))
+            for weights, then, has_gradient in before:
+                samples = filter(None, map(sample, weights))
+                self._count(UNCHANGED, torch.stack([now.values for now in samples]) == then, has_gradient)
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:
     return "betas" in group and bool(group.get("eps"))
 
 
-_GradientSample = tuple[torch.Tensor, torch.Tensor]
+def _are_below_eps(gradients: list[torch.Tensor], eps: float) -> torch.Tensor:
+    """Compare the root mean squares of sampled gradients with ``eps``, which Adam and its variants add to them."""
+    narrowed = [gradient.float() if gradient.dtype is torch.float64 else gradient for gradient in gradients]
+    norms = torch.stack(torch._foreach_norm(narrowed, dtype=torch.float32))
+    sizes = torch.tensor([gradient.numel() for gradient in gradients]).sqrt().to(norms.device, non_blocking=True)
+    return (norms > 0) & (norms < eps * sizes)
 
 
-def _gradient_samples(weights: Iterable[torch.Tensor]) -> Iterator[_GradientSample]:
+def _sampled_gradients(weights: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for weight in weights:
         gradient = weight.grad
-        if gradient is None or gradient.layout is not torch.strided:
-            continue
-        own = local_part(weight)
-        own_gradient = local_part(gradient)
-        if own.numel() == own_gradient.numel() > 0 and own.is_contiguous() and own_gradient.is_contiguous():
-            yield weight, _subsample(own_gradient)
-
-
-def _subsample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.view(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)]
+        if gradient is not None and gradient.layout is torch.strided:
+            own = local_part(gradient)
+            if own.numel() and own.shape == local_part(weight).shape:
+                yield weight, sampled_view(own)
 
 
 def _compensates_rounding(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> bool:

@@ -12,7 +12,12 @@ import torch
 import transformer_engine.pytorch as te
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.amp.grad_scaler import GradScaler
-from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import NOTHING
@@ -23,6 +28,7 @@ from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.summary import outcome_notes
 from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.session.endings import closing_lines
+from tests.capability import stand_for
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import in_fp8, outside, sgd, train, trained
@@ -404,6 +410,28 @@ def test_updates_that_are_lost_and_gradients_below_eps(
     optimizer = torch.optim.Adam(net.parameters(), lr=lr)
     verdict = trained(tmp_path, net, optimizer, steps=21, loss=loss, around=outside, logs=False)
     assert [finding.rule for finding in verdict.wrong] == rules
+
+
+@pytest.mark.usefixtures("any_gpu")
+@pytest.mark.parametrize(
+    "recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling(), NVFP4BlockScaling()]
+)
+@pytest.mark.parametrize(("lr", "rules"), [(1e-7, ["lost-updates"]), (1e3, [])])
+def test_updates_of_weights_that_exist_only_quantized(tmp_path: Path, recipe: Any, lr: float, rules: list[str]) -> None:
+    stand_for((10, 0))
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=recipe):
+        net = te.Linear(128, 128, params_dtype=torch.bfloat16)
+    verdict = trained(
+        tmp_path,
+        net,
+        torch.optim.SGD(net.parameters(), lr=lr),
+        steps=21,
+        loss=lambda step: net(torch.randn(128, 128, dtype=torch.bfloat16)).float().sum(),
+        around=lambda step: te.autocast(recipe=recipe),
+        logs=False,
+    )
+    assert [finding.rule for finding in verdict.wrong if finding.rule == "lost-updates"] == rules
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

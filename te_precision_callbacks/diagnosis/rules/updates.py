@@ -114,7 +114,7 @@ RULES = (
         id="lost-updates",
         title="the optimizer's updates vanish in rounding",
         subject="model",
-        needs=f"{UNCHANGED}, which a session with the default config has for weights in bfloat16 or float16",
+        needs=f"{UNCHANGED}, which a session with the default config has for weights in 16 bits or fewer",
         collect=_COLLECT,
         condition=(
             f"at least {LOST:g} % of the sampled elements with a gradient are unchanged by a step, in {LOST_STEPS}"
@@ -135,7 +135,7 @@ RULES = (
             UNCHANGED,
             LOST,
             LOST_STEPS,
-            "{:.3g} % of the weights in bfloat16 or float16 are unchanged by an optimizer step",
+            "{:.3g} % of the weights in 16 bits or fewer are unchanged by an optimizer step",
             _has_16_bit_weights,
             is_of_gradients=True,
         ),
