@@ -388,29 +388,37 @@ class ParameterWatch:
             if not held:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
-            groups = {id(entry.group): entry.group for entry in held}
-            rates = [group.get("lr", 1.0) for group in groups.values()]
-            if any(isinstance(rate, torch.Tensor) or rate for rate in rates):
-                self.last_update = iteration
-            known = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-            self._rises += self._schedules.setdefault(optimizer, _Schedule()).note(known, iteration)
+            rates = []
+            for group in {id(entry.group): entry.group for entry in held}.values():
+                rate = group.get("lr", 1.0)
+                if isinstance(rate, torch.Tensor) or rate:
+                    self.last_update = iteration
+                if isinstance(rate, (int, float)):
+                    rates.append(float(rate))
+            self._rises += self._schedules.setdefault(optimizer, _Schedule()).note(rates, iteration)
             gradients = _gradients(held)
-            pairs = zip(held, gradients, strict=True)
-            named = [(entry.parameter.name, given) for entry, given in pairs if given is not None]
+            named = []
+            for entry, gradient in zip(held, gradients, strict=True):
+                parameter = entry.parameter
+                parameter.held_until = iteration
+                if gradient is not None:
+                    named.append((parameter.name, gradient))
+                has_gradient = entry.tensor.grad is not None or parameter.weight.grad is not None
+                if not (has_gradient and parameter.at_step) or parameter.gap is not None:
+                    self._check_gradient(parameter, entry.tensor)
             self._finite.before_step(optimizer, named)
-            for entry in held:
-                entry.parameter.held_until = iteration
-            self._check_gradients([(entry.parameter, entry.tensor) for entry in held])
             self._check_writes(held)
             self._compare_masters(optimizer)
             self._end_clearing(optimizer)
             if self._is_due:
                 self._has_sampled = True
-                stepped = [entry.parameter for entry in held if entry.tensor is entry.parameter.weight]
-                given = [parameter for parameter in stepped if parameter.weight.grad is not None]
-                self._clearing[optimizer] = _Clearing(iteration, dict.fromkeys(given))
+                kept: dict[_Parameter, torch.Tensor | bool | None] = {}
+                for parameter, tensor, _, _ in held:
+                    if tensor is parameter.weight and tensor.grad is not None:
+                        kept[parameter] = None
+                self._clearing[optimizer] = _Clearing(iteration, kept)
                 self.around_backward[:] = [self._check_clearing]
-                self._note_decay(optimizer, groups.values(), held)
+                self._note_decay(optimizer, held)
                 self._sample(optimizer, held, gradients)
                 for parameter in self._parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
@@ -419,10 +427,12 @@ class ParameterWatch:
     def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         if not self._parameters:
             self._refresh()
-        named = ((self._parameters.get(id(parameter)), parameter.grad) for parameter in parameters)
-        self._finite.before_clipping(
-            [(known.name, gradient) for known, gradient in named if known is not None and gradient is not None]
-        )
+        named = []
+        for parameter in parameters:
+            known = self._parameters.get(id(parameter))
+            if known is not None and parameter.grad is not None:
+                named.append((known.name, parameter.grad))
+        self._finite.before_clipping(named)
 
     def after_step(self, optimizer: Optimizer) -> None:
         known = self._held.get(optimizer)
@@ -530,12 +540,6 @@ class ParameterWatch:
             return held
         return []
 
-    def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
-        for parameter, tensor in held:
-            has_gradient = tensor.grad is not None or parameter.weight.grad is not None
-            if not (has_gradient and parameter.at_step) or parameter.gap is not None:
-                self._check_gradient(parameter, tensor)
-
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
         """Check whether a backward reached a parameter since the last step.
 
@@ -607,80 +611,103 @@ class ParameterWatch:
                         uncleared.append((clearing, parameter, gradient))
             if not uncleared or is_capturing():
                 return []
-            return [
-                (*uncleared[place], uncleared[place][2]._version, is_nonzero)
-                for places, largest in largest_of_each([local_part(gradient) for *_, gradient in uncleared])
-                for place, is_nonzero in zip(places, largest != 0, strict=True)
-            ]
+            old = []
+            for places, largest in largest_of_each([local_part(gradient) for *_, gradient in uncleared]):
+                for place, is_nonzero in zip(places, largest != 0, strict=True):
+                    clearing, parameter, gradient = uncleared[place]
+                    old.append((clearing, parameter, gradient, gradient._version, is_nonzero))
+            return old
         except Exception as error:  # in a backward of the training
             self._failures.report("reading the gradients of", "the parameters", error)
             return []
 
-    def _note_decay(self, optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], held: list[_Held]) -> None:
+    def _note_decay(self, optimizer: Optimizer, held: list[_Held]) -> None:
         """Note parameters that lose a large share in a step by weight decay."""
         is_share = isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
-        for group in groups:
+        for parameter, _, group, _ in held:
             share = group.get("lr", 0.0) * group.get("weight_decay", 0.0)
             if (is_share or group.get("decoupled_weight_decay")) and isinstance(share, float) and share >= DECAYS:
-                for name in [entry.parameter.name for entry in held if entry.group is group]:
-                    self._decays.setdefault(name, Problem("decays", name, self._iteration, 100 * share))
+                problem = Problem("decays", parameter.name, self._iteration, 100 * share)
+                self._decays.setdefault(parameter.name, problem)
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held], gradients: Iterable[torch.Tensor | None]) -> None:
-        iteration = self._iteration
-        masters = _masters(optimizer, all_held)
-        before = copy_all([sampled_view(master) for _, master in masters])
-        self._masters[optimizer] = [(held, iteration, copy) for (held, _), copy in zip(masters, before, strict=True)]
-        pairs = zip(all_held, gradients, strict=True)
-        trained = [(held, gradient) for held, gradient in pairs if held.parameter.weight.requires_grad]
-        matrices = [(held.parameter, gradient) for held, gradient in trained if held.parameter.weight.dim() > 1]
-        self._sample_values([parameter for parameter, _ in matrices])
-        given = [(parameter, local_part(gradient)) for parameter, gradient in matrices if gradient is not None]
-        for places, largest in largest_of_each([gradient for _, gradient in given]):
-            notes = [functools.partial(given[place][0].note_gradient, iteration) for place in places]
+        self._copy_masters(optimizer, all_held)
+        matrices: list[_Parameter] = []
+        of_matrices: list[torch.Tensor] = []
+        with_gradient: list[_Parameter] = []
+        first: list[_Parameter] = []
+        elements: list[torch.Tensor] = []
+        for held, gradient in zip(all_held, gradients, strict=True):
+            parameter = held.parameter
+            if not parameter.weight.requires_grad:
+                continue
+            if parameter.weight.dim() > 1:
+                matrices.append(parameter)
+                if gradient is not None:
+                    with_gradient.append(parameter)
+                    of_matrices.append(local_part(gradient))
+            if not parameter.has_moved or parameter.reference is not None:
+                codes = sampled_view(raw_codes(parameter.weight))
+                if parameter.reference is None:
+                    first.append(parameter)
+                    elements.append(codes)
+                self._compare_with_reference(optimizer, held, codes, gradient)
+        self._sample_values(matrices)
+        for places, largest in largest_of_each(of_matrices):
+            notes = [functools.partial(with_gradient[place].note_gradient, self._iteration) for place in places]
             self._batches.add_shares(largest != 0, notes)
-        still = [
-            (held, gradient)
-            for held, gradient in trained
-            if not held.parameter.has_moved or held.parameter.reference is not None
-        ]
-        first = [held.parameter for held, _ in still if held.parameter.reference is None]
-        elements = [sampled_view(raw_codes(parameter.weight)) for parameter in first]
-        self._compare_with_references(optimizer, still)
         for parameter, copy in zip(first, copy_all(elements), strict=True):
             parameter.reference = copy
-            parameter.still = (iteration, -1)
+            parameter.still = (self._iteration, -1)
+
+    def _copy_masters(self, optimizer: Optimizer, all_held: Iterable[_Held]) -> None:
+        names = set(itertools.chain.from_iterable(optimizer.state.values()))
+        is_in_state = any("master" in str(name) for name in names)
+        with_master = []
+        views = []
+        for held in all_held:
+            master = None
+            if is_in_state or held.tensor is not held.parameter.weight:
+                master = _master(optimizer, held)
+            if master is not None:
+                with_master.append(held)
+                views.append(sampled_view(master))
+        copies = zip(with_master, copy_all(views), strict=True)
+        self._masters[optimizer] = [(held, self._iteration, copy) for held, copy in copies]
 
     def _sample_values(self, matrices: Iterable[_Parameter]) -> None:
-        local = [(parameter, local_part(parameter.weight)) for parameter in matrices]
-        plain = [(parameter, sampled_view(own, THIN)) for parameter, own in local if not is_quantized(own)]
-        for places, stack in stack_equal([values for _, values in plain]):
+        plain: list[_Parameter] = []
+        samples: list[torch.Tensor] = []
+        for parameter in matrices:
+            own = local_part(parameter.weight)
+            if not is_quantized(own):
+                plain.append(parameter)
+                samples.append(sampled_view(own, THIN))
+        for places, stack in stack_equal(samples):
             for index, place in enumerate(places):
-                writes = plain[place][0].writes
+                writes = plain[place].writes
                 first_sample, *later = *writes.samples, (self._iteration, stack, index)
                 writes.samples = first_sample, *later[1 - KEPT :]
 
-    def _compare_with_references(
-        self, optimizer: Optimizer, compared: Iterable[tuple[_Held, torch.Tensor | None]]
+    def _compare_with_reference(
+        self, optimizer: Optimizer, held: _Held, codes: torch.Tensor, gradient: torch.Tensor | None
     ) -> None:
-        """Compare weights with their references, if they have one, and their gradients with what must change them."""
-        for held, gradient in compared:
-            parameter = held.parameter
-            weight = held.parameter.weight
-            if parameter.reference is not None:
-                elements = sampled_view(raw_codes(weight))
-                reference = parameter.reference
-                if (reference.shape, reference.dtype) != (elements.shape, elements.dtype):
-                    parameter.note_changed(self._iteration, 1.0)
-                    continue
-                note = functools.partial(parameter.note_changed, self._iteration)
-                self._batches.add("changed", torch.ne, (elements, reference), note)
-            if gradient is not None and (now := sample(weight)) is not None:
-                gradient = sampled_view(local_part(gradient))
-                squares = _mean_squares(optimizer, held)
-                should_move = functools.partial(_should_move, held.group, now.relative, len(squares))
-                note = functools.partial(parameter.note_expected, self._iteration)
-                tensors = (now.values, gradient, *squares, *now.with_tensor(gradient)[2:])
-                self._batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
+        """Compare a weight with its reference, if it has one, and its gradient with what must change it."""
+        parameter = held.parameter
+        reference = parameter.reference
+        if reference is not None:
+            if (reference.shape, reference.dtype) != (codes.shape, codes.dtype):
+                parameter.note_changed(self._iteration, 1.0)
+                return
+            note = functools.partial(parameter.note_changed, self._iteration)
+            self._batches.add("changed", torch.ne, (codes, reference), note)
+        if gradient is not None and (now := sample(parameter.weight)) is not None:
+            gradient = sampled_view(local_part(gradient))
+            squares = _mean_squares(optimizer, held)
+            should_move = functools.partial(_should_move, held.group, now.relative, len(squares))
+            note = functools.partial(parameter.note_expected, self._iteration)
+            tensors = (now.values, gradient, *squares, *now.with_tensor(gradient)[2:])
+            self._batches.add((id(held.group), now.relative, len(squares)), should_move, tensors, note)
 
     def _compare_masters(self, optimizer: Optimizer) -> None:
         """Compare the weights of the last forward with the master weights, now and before the last step."""
@@ -771,8 +798,9 @@ class ParameterWatch:
     def _check_without_optimizer(self) -> None:
         if not self._parameters:
             self._refresh()
-        trained = [state for state in self._parameters.values() if state.weight.requires_grad]
-        self._check_gradients([(state, state.weight) for state in trained])
+        for parameter in self._parameters.values():
+            if parameter.weight.requires_grad:
+                self._check_gradient(parameter, parameter.weight)
 
     def _read(self) -> None:
         if self._pending_read is None:
@@ -803,11 +831,11 @@ class ParameterWatch:
         return bool(self._optimizer_steps) or any(parameter.has_gradient for parameter in self._parameters.values())
 
     def _without_gradient(self) -> list[tuple[_Parameter, _Gap]]:
-        gaps = [(parameter, parameter.gap) for parameter in self._parameters.values() if parameter.gap is not None]
-        if not gaps or not self._trains:
+        if not self._trains:
             return []
         held = self._held_parameters()
-        return [(parameter, gap) for parameter, gap in gaps if id(parameter) in held or not held]
+        gaps = [(parameter, parameter.gap) for parameter in self._parameters.values() if parameter.gap is not None]
+        return [gap for gap in gaps if id(gap[0]) in held or not held]
 
     def _held_parameters(self) -> set[int]:
         return {id(entry.parameter) for _, held in self._held.values() for entry in held}
@@ -859,32 +887,26 @@ class ParameterWatch:
         """Find problems of nearly all matrices: gradients of 0 at the optimizer's step, and float32 weights that hardly
         change. A bias of 0 is excluded, since any update changes it.
         """
-        trained = [
-            parameter
-            for parameter in self._parameters.values()
-            if parameter.has_gradient and parameter.weight.dim() > 1
-        ]
-        zeroed = [
-            parameter
-            for parameter in trained
-            if len(parameter.zeroed) >= UNCHANGED and parameter.zeroed[-1] - parameter.zeroed[0] >= SPAN
-        ]
-        if zeroed and len(zeroed) >= NEARLY_ALL * len(trained):
-            for parameter in zeroed:
-                yield Problem("zeroed", parameter.name, parameter.zeroed[0], len(parameter.zeroed))
-        sampled = [parameter for parameter in trained if parameter.still[0] >= 0]
-        still = [
-            parameter
-            for parameter in sampled
-            if (parameter.has_moved or not parameter.moves)
-            and parameter.reference is not None
-            and parameter.reference.dtype == torch.float32
-            and parameter.still[1] - parameter.still[0] >= SPAN
-        ]
-        if still and len(still) >= NEARLY_ALL * len(sampled):
-            for parameter in still:
-                since, until = parameter.still
-                yield Problem("still", parameter.name, since, until - since)
+        trained = 0
+        sampled = 0
+        zeroed: list[Problem] = []
+        still: list[Problem] = []
+        for parameter in self._parameters.values():
+            if not parameter.has_gradient or parameter.weight.dim() < 2:
+                continue
+            trained += 1
+            zeros = parameter.zeroed
+            if len(zeros) >= UNCHANGED and zeros[-1] - zeros[0] >= SPAN:
+                zeroed.append(Problem("zeroed", parameter.name, zeros[0], len(zeros)))
+            since, until = parameter.still
+            sampled += since >= 0
+            may_move = parameter.moves and not parameter.has_moved
+            is_float32 = parameter.reference is not None and parameter.reference.dtype == torch.float32
+            if is_float32 and not may_move and 0 <= since <= until - SPAN:
+                still.append(Problem("still", parameter.name, since, until - since))
+        for problems, number in ((zeroed, trained), (still, sampled)):
+            if len(problems) >= NEARLY_ALL * number:
+                yield from problems
 
     def _idle_experts(self) -> dict[_Parameter, Problem]:
         """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
@@ -902,26 +924,32 @@ class ParameterWatch:
                 idle[parameter] = gap.since
         if not idle:
             return {}
-        similar = Counter(form_of(parameter.name) for parameter in self._parameters.values())
-        without = Counter(form_of(state.name) for state in self._parameters.values() if state.zeroed or state.gap)
-        shares = {form: 100 * count / similar[form] for form, count in without.items() if count < similar[form]}
-        return {
-            parameter: Problem("idle", parameter.name, since, shares[form])
-            for parameter, since in idle.items()
-            if (form := form_of(parameter.name)) in shares
-            and parameter.weight.requires_grad
-            and (parameter.has_gradient or len(numbers_of(parameter.name)) > 1)
-        }
+        similar: Counter[str] = Counter()
+        without: Counter[str] = Counter()
+        for parameter in self._parameters.values():
+            form = form_of(parameter.name)
+            similar[form] += 1
+            without[form] += bool(parameter.zeroed or parameter.gap)
+        found = {}
+        for parameter, since in idle.items():
+            form = form_of(parameter.name)
+            may_train = parameter.has_gradient or len(numbers_of(parameter.name)) > 1
+            if may_train and parameter.weight.requires_grad and without[form] < similar[form]:
+                found[parameter] = Problem("idle", parameter.name, since, 100 * without[form] / similar[form])
+        return found
 
     def _kept_gradients(self) -> Iterator[Problem]:
         """Find gradients that are not cleared."""
         self._read_kept()
-        decided = [parameter for parameter in self._parameters.values() if len(parameter.kept) == UNCHANGED]
-        kept = {parameter.name: min(parameter.kept) for parameter in decided if False not in parameter.kept.values()}
-        if not decided:
-            return
-        self.checked.add("kept-gradient")
-        if len(kept) == sum(parameter.has_gradient for parameter in self._parameters.values()) > 1:
+        trained = 0
+        kept: dict[str, int] = {}
+        for parameter in self._parameters.values():
+            trained += parameter.has_gradient
+            if len(parameter.kept) == UNCHANGED:
+                self.checked.add("kept-gradient")
+                if False not in parameter.kept.values():
+                    kept[parameter.name] = min(parameter.kept)
+        if len(kept) == trained > 1:
             yield Problem("all_kept", "", min(kept.values()), UNCHANGED)
         elif ("all_kept", "") not in self._reported:
             for name, since in kept.items():
@@ -929,25 +957,26 @@ class ParameterWatch:
 
     def _read_kept(self) -> None:
         """Read which gradients were kept, in one copy per device, 2 steps later, when the device has computed it."""
-        ready = [clearing for clearing in self._unread if clearing.iteration + 2 < self._ended]
-        self._unread = [clearing for clearing in self._unread if clearing.iteration + 2 >= self._ended]
-        for clearing in ready:
-            flags = [(key, was_kept) for key, was_kept in clearing.kept.items() if isinstance(was_kept, torch.Tensor)]
-            for places, stack in stack_equal([was_kept for _, was_kept in flags]):
-                clearing.kept.update(zip([flags[place][0] for place in places], stack.tolist(), strict=True))
+        while self._unread and self._unread[0].iteration + 2 < self._ended:
+            clearing = self._unread.pop(0)
+            flags = {key: flag for key, flag in clearing.kept.items() if isinstance(flag, torch.Tensor)}
+            parameters = list(flags)
+            for places, stack in stack_equal(list(flags.values())):
+                for place, flag in zip(places, stack.tolist(), strict=True):
+                    clearing.kept[parameters[place]] = flag
             for parameter, was_kept in clearing.kept.items():
                 if was_kept is not None:
                     parameter.note_kept(clearing.iteration, is_kept=bool(was_kept))
 
     def _unheld_parameters(self) -> Iterator[Problem]:
         held = self._held_parameters()
-        unheld = [
-            parameter
-            for parameter in self._parameters.values()
-            if parameter.weight.requires_grad and parameter.has_gradient and id(parameter) not in held
-        ]
-        reported = {name for what, name in self._reported if what in ("not_held", "converted")}
-        if all(parameter.name in reported for parameter in unheld):
+        unheld = []
+        is_new = False
+        for parameter in self._parameters.values():
+            if parameter.weight.requires_grad and parameter.has_gradient and id(parameter) not in held:
+                unheld.append(parameter)
+                is_new |= self._reported.isdisjoint({("not_held", parameter.name), ("converted", parameter.name)})
+        if not is_new:
             return
         stepped = held_ids_of_process()
         for parameter in unheld:
@@ -1050,14 +1079,6 @@ def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
         if weight.main_param is not None and weight in owner.model_param_gbuf_map:
             starts[id(weight.main_param)] = getattr(owner, _RANGES)(weight)["param"].start
     return starts
-
-
-def _masters(optimizer: Optimizer, all_held: Iterable[_Held]) -> list[tuple[_Held, torch.Tensor]]:
-    kinds = {tuple(state) for state in optimizer.state.values()}
-    in_state = any("master" in str(name) for names in kinds for name in names)
-    candidates = [held for held in all_held if in_state or held.tensor is not held.parameter.weight]
-    masters = [(held, _master(optimizer, held)) for held in candidates]
-    return [(held, master) for held, master in masters if master is not None]
 
 
 def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
@@ -1164,7 +1185,8 @@ def _exceeds_rounding(
 
 def _find_nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
     """Return the names of weights with inf or nan, with one copy to the host per dtype and device."""
-    plain: list[tuple[str, torch.Tensor]] = []
+    names = []
+    all_codes = []
     for name, weight in weights:
         codes = weight
         if is_quantized(weight):  # each format has its own code for nan
@@ -1172,10 +1194,9 @@ def _find_nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
                 continue
             least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
             codes = torch.where((raw_codes(weight) & 0x7F) >= least, torch.nan, 0.0)
-        plain.append((name, codes))
-    return [
-        plain[place][0]
-        for places, largest in largest_of_each([codes for _, codes in plain])
-        for place, is_finite in zip(places, largest.isfinite().tolist(), strict=True)
-        if not is_finite
-    ]
+        names.append(name)
+        all_codes.append(codes)
+    broken = []
+    for places, largest in largest_of_each(all_codes):
+        broken += [names[place] for place in itertools.compress(places, (~largest.isfinite()).tolist())]
+    return broken
