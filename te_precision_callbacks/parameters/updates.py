@@ -99,7 +99,7 @@ class UpdateWatch:
                 for weight, gradient in sampled:
                     if weight.dtype in _ROUNDED and weight.dim() > 1 and not _compensates_rounding(optimizer, weight):
                         now = sample(weight)
-                        if now is not None:
+                        if now is not None and now.values.shape == gradient.shape:
                             weights.append(weight)
                             values.append(now.values)
                             gradients.append(gradient)
@@ -142,9 +142,9 @@ def _are_below_eps(gradients: list[torch.Tensor], eps: float) -> torch.Tensor:
 def _sampled_gradients(weights: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for weight in weights:
         gradient = weight.grad
-        if gradient is not None and gradient.layout is torch.strided:
+        if gradient is not None and gradient.layout is torch.strided and gradient.shape == weight.shape:
             own = local_part(gradient)
-            if own.numel() and own.shape == local_part(weight).shape:
+            if own.numel():
                 yield weight, sampled_view(own)
 
 

@@ -398,15 +398,14 @@ class ParameterWatch:
             self._rises += self._schedules.setdefault(optimizer, _Schedule()).note(rates, iteration)
             gradients = _gradients(held)
             named = []
-            for entry, gradient in zip(held, gradients, strict=True):
-                parameter = entry.parameter
+            stepped = []
+            for (parameter, tensor, _, _), gradient in zip(held, gradients, strict=True):
                 parameter.held_until = iteration
+                stepped.append((parameter, tensor))
                 if gradient is not None:
                     named.append((parameter.name, gradient))
-                has_gradient = entry.tensor.grad is not None or parameter.weight.grad is not None
-                if not (has_gradient and parameter.at_step) or parameter.gap is not None:
-                    self._check_gradient(parameter, entry.tensor)
             self._finite.before_step(optimizer, named)
+            self._check_gradients(stepped)
             self._check_writes(held)
             self._compare_masters(optimizer)
             self._end_clearing(optimizer)
@@ -540,6 +539,12 @@ class ParameterWatch:
             return held
         return []
 
+    def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
+        for parameter, tensor in held:
+            has_gradient = tensor.grad is not None or parameter.weight.grad is not None
+            if not (has_gradient and parameter.at_step) or parameter.gap is not None:
+                self._check_gradient(parameter, tensor)
+
     def _check_gradient(self, parameter: _Parameter, held: torch.Tensor) -> None:
         """Check whether a backward reached a parameter since the last step.
 
@@ -624,11 +629,11 @@ class ParameterWatch:
     def _note_decay(self, optimizer: Optimizer, held: list[_Held]) -> None:
         """Note parameters that lose a large share in a step by weight decay."""
         is_share = isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
-        for parameter, _, group, _ in held:
+        for group in optimizer.param_groups:
             share = group.get("lr", 0.0) * group.get("weight_decay", 0.0)
             if (is_share or group.get("decoupled_weight_decay")) and isinstance(share, float) and share >= DECAYS:
-                problem = Problem("decays", parameter.name, self._iteration, 100 * share)
-                self._decays.setdefault(parameter.name, problem)
+                for name in [entry.parameter.name for entry in held if entry.group is group]:
+                    self._decays.setdefault(name, Problem("decays", name, self._iteration, 100 * share))
 
     def _sample(self, optimizer: Optimizer, all_held: list[_Held], gradients: Iterable[torch.Tensor | None]) -> None:
         self._copy_masters(optimizer, all_held)
@@ -798,9 +803,8 @@ class ParameterWatch:
     def _check_without_optimizer(self) -> None:
         if not self._parameters:
             self._refresh()
-        for parameter in self._parameters.values():
-            if parameter.weight.requires_grad:
-                self._check_gradient(parameter, parameter.weight)
+        trained = [state for state in self._parameters.values() if state.weight.requires_grad]
+        self._check_gradients([(state, state.weight) for state in trained])
 
     def _read(self) -> None:
         if self._pending_read is None:
@@ -831,10 +835,10 @@ class ParameterWatch:
         return bool(self._optimizer_steps) or any(parameter.has_gradient for parameter in self._parameters.values())
 
     def _without_gradient(self) -> list[tuple[_Parameter, _Gap]]:
-        if not self._trains:
+        gaps = [(parameter, parameter.gap) for parameter in self._parameters.values() if parameter.gap is not None]
+        if not gaps or not self._trains:
             return []
         held = self._held_parameters()
-        gaps = [(parameter, parameter.gap) for parameter in self._parameters.values() if parameter.gap is not None]
         return [gap for gap in gaps if id(gap[0]) in held or not held]
 
     def _held_parameters(self) -> set[int]:
@@ -889,24 +893,28 @@ class ParameterWatch:
         """
         trained = 0
         sampled = 0
-        zeroed: list[Problem] = []
-        still: list[Problem] = []
+        zeroed: list[_Parameter] = []
+        still: list[_Parameter] = []
         for parameter in self._parameters.values():
             if not parameter.has_gradient or parameter.weight.dim() < 2:
                 continue
             trained += 1
             zeros = parameter.zeroed
             if len(zeros) >= UNCHANGED and zeros[-1] - zeros[0] >= SPAN:
-                zeroed.append(Problem("zeroed", parameter.name, zeros[0], len(zeros)))
+                zeroed.append(parameter)
             since, until = parameter.still
             sampled += since >= 0
             may_move = parameter.moves and not parameter.has_moved
             is_float32 = parameter.reference is not None and parameter.reference.dtype == torch.float32
             if is_float32 and not may_move and 0 <= since <= until - SPAN:
-                still.append(Problem("still", parameter.name, since, until - since))
-        for problems, number in ((zeroed, trained), (still, sampled)):
-            if len(problems) >= NEARLY_ALL * number:
-                yield from problems
+                still.append(parameter)
+        if len(zeroed) >= NEARLY_ALL * trained:
+            for parameter in zeroed:
+                yield Problem("zeroed", parameter.name, parameter.zeroed[0], len(parameter.zeroed))
+        if len(still) >= NEARLY_ALL * sampled:
+            for parameter in still:
+                since, until = parameter.still
+                yield Problem("still", parameter.name, since, until - since)
 
     def _idle_experts(self) -> dict[_Parameter, Problem]:
         """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
