@@ -9,7 +9,6 @@ attention recomputes are not counted again. Operators of torch 2.13 (``aten/src/
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import re
@@ -300,8 +299,7 @@ def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
     if is_capturing():
         _warn_of_capture()
         return None
-    bounds = zip(*(itertools.pairwise(tensor.tolist()) for tensor in (queries, keys)), strict=True)
-    return [(row_end - row, column_end - column) for (row, row_end), (column, column_end) in bounds]
+    return list(zip(queries.diff().tolist(), keys.diff().tolist(), strict=True))
 
 
 @functools.cache
