@@ -9,6 +9,7 @@ attention recomputes are not counted again. Operators of torch 2.13 (``aten/src/
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import re
@@ -299,7 +300,12 @@ def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
     if is_capturing():
         _warn_of_capture()
         return None
-    return list(zip(queries.diff().tolist(), keys.diff().tolist(), strict=True))
+    rows = itertools.pairwise(queries.tolist())
+    columns = itertools.pairwise(keys.tolist())
+    lengths = []
+    for (row, row_end), (column, column_end) in zip(rows, columns, strict=True):
+        lengths.append((row_end - row, column_end - column))
+    return lengths
 
 
 @functools.cache
