@@ -383,7 +383,8 @@ class TransformerEngineAPI(UpstreamAPI):
             logged = self._plain.log(iteration, group)
         values: dict[tuple[str, str, str, int], torch.Tensor] = {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS)}
         for measured, iteration in logged:
-            values.update({(m.layer, m.tensor, m.statistic, iteration): torch.tensor(m.value) for m in measured})
+            for m in measured:
+                values[m.layer, m.tensor, m.statistic, iteration] = torch.tensor(m.value)
         return values
 
     def log_local_buffers(self) -> None:
@@ -403,11 +404,11 @@ class TransformerEngineAPI(UpstreamAPI):
         vars(STATS_BUFFERS).pop("log_stats", None)
 
     def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
-        schemas = itertools.chain.from_iterable(map(self._statistics, sections))
         schedules = set()
-        for target in itertools.chain.from_iterable(schema.targets for schema in schemas):
-            if isinstance(target.options, (LoggedTensor, GemmSampling)):
-                schedules.add(target.options.schedule)
+        for schema in itertools.chain.from_iterable(map(self._statistics, sections)):
+            for target in schema.targets:
+                if isinstance(target.options, (LoggedTensor, GemmSampling)):
+                    schedules.add(target.options.schedule)
         self.observation.plan(frozenset(schedules))
 
     def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
@@ -455,8 +456,11 @@ class TransformerEngineAPI(UpstreamAPI):
 
 
 def _warn_if_never_called(name: str, feature: Any) -> None:
-    methods = {call: getattr(feature, call, None) for call in _REQUIRED}
-    has = [call for call, method in methods.items() if method is not None and _is_own_method(method, call)]
+    has = []
+    for call in _REQUIRED:
+        method = getattr(feature, call, None)
+        if method is not None and _is_own_method(method, call):
+            has.append(call)
     if not has:
         others = [method for method in dir(feature) if not method.startswith("_")]
         logger.warning(
@@ -507,15 +511,21 @@ def _accepted_arguments(method: Any, passed: frozenset[str]) -> frozenset[str] |
     Raises:
         TypeError: the method requires an argument that the call does not have.
     """
-    parameters = list(inspect.signature(method).parameters.values())
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_position = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
-    named = [*by_position[2:], *(parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)]
-    for parameter in named:
+    by_position = []
+    named = []
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return None
+        if parameter.kind in _POSITIONAL:
+            by_position.append(parameter)
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            named.append(parameter)
+    names = set()
+    for parameter in (*by_position[2:], *named):
+        names.add(parameter.name)
         if parameter.default is parameter.empty and parameter.name not in passed:
             raise TypeError(f"it asks for {parameter.name!r}, but the call has only {', '.join(sorted(passed))}")
-    return frozenset(parameter.name for parameter in named)
+    return frozenset(names)
 
 
 namespace()

@@ -408,6 +408,10 @@ def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 def _has_stepped(optimizer: Any) -> bool:
     state = getattr(optimizer, "state", None)
-    entries = [entry for entry in state.values() if entry] if isinstance(state, Mapping) else []
+    if not isinstance(state, Mapping):
+        return False
     # Most optimizers count steps in their state; some, such as Adagrad, create the state at step 0.
-    return any(not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0 for entry in entries)
+    for entry in filter(None, state.values()):
+        if not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0:
+            return True
+    return False

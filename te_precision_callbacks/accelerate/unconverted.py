@@ -185,8 +185,9 @@ def _converted_elements(model: Model) -> int:
     count = 0
     for module in modules_of(model):
         if te_classes(type(module)):
-            matrices = (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
-            count += sum(math.prod(matrix.shape) for matrix in matrices)
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() > 1:
+                    count += math.prod(parameter.shape)
     return count
 
 

@@ -53,7 +53,9 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
             misspelt: list[str] = []
             if "enabled" not in written:
                 misspelt = nearest("enabled", map(str, written), most=1)
-            written = {**{key: value for key, value in written.items() if key not in misspelt}, "enabled": True}
+            written = {**written, "enabled": True}
+            for key in misspelt:
+                written.pop(key, None)
         written = _without_gemms(schema, name, written, place)
         with problems.collecting():
             read[name] = ReadOptions(written, read_options(schema, name, written, place))

@@ -44,8 +44,11 @@ def _entries(data: Any) -> Mapping[Any, Any]:
     """Return conditions on shares by key: the index in a list, or the products of a percentage."""
     if not isinstance(data, Mapping):
         return dict(enumerate(data if isinstance(data, (list, tuple)) else [data]))
-    numbers = {name: number for name, number in data.items() if type(number) in (int, float)}
-    return {**data, **{name: f"{name} >= {number}%" for name, number in numbers.items()}}
+    entries = dict(data)
+    for name, number in data.items():
+        if type(number) in (int, float):
+            entries[name] = f"{name} >= {number}%"
+    return entries
 
 
 def _one_of(words: Iterable[str], problem: str) -> PlainValidator:

@@ -37,7 +37,7 @@ def config_hash(config: FlatConfig) -> str:
 
 def difference(first: FlatConfig, other: FlatConfig) -> str:
     """Describe the first difference between two configs: ``stats...freq is 1 in one and 2 in the other``."""
-    for key in [*first, *(key for key in other if key not in first)]:
+    for key in {**first, **other}:
         if first.get(key) != other.get(key):
             return f"{key} is {first.get(key, 'missing')} on one rank and {other.get(key, 'missing')} on another"
     return "none"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.counts import group_by_key, some_of
@@ -36,7 +36,6 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
         ConfigError: a statistic is not collected for the layer and tensor, or never in a step of DumpTensors; or
             activation overflow detection is off.
     """
-    by_name = {section.name: section for section in sections}
     for hit, entries in group_by_key((entry.sections, entry) for entry in plan.layers).items():
         written = entries[0].features.get(NAMESPACE, {}).values()
         schemas = [options.schema for options in written if isinstance(options, ReadOptions)]
@@ -49,8 +48,8 @@ def check_conditions(plan: Plan, sections: Iterable[Section], *, detects_overflo
             known = collected(schemas, str(target.tensor))
             for condition in target.options.when:
                 if text := _never_holds(condition, target, known, layers, detects_overflow=detects_overflow):
-                    place = _place([by_name[name] for name in hit], target.nested.path("when"))
-                    raise ConfigError(f"{place}: {text}")
+                    acting = (section for section in sections if section.name in hit)
+                    raise ConfigError(f"{next(_places(acting, target.nested.path('when')))}: {text}")
 
 
 def _never_holds(
@@ -79,12 +78,11 @@ def _never_holds(
     )
 
 
-def _place(sections: Sequence[Section], keys: KeyPath) -> str:
-    spelled: Iterable[tuple[Section, str]] = chain(
-        *(product([section], section.features.get(NAMESPACE, {})) for section in sections)
-    )
-    section, feature = next(pair for pair in spelled if schema_of(pair[1]) is DumpTensors)
-    return section.place(NAMESPACE, feature, *keys)
+def _places(sections: Iterable[Section], keys: KeyPath) -> Iterator[str]:
+    for section in sections:
+        for feature in section.features.get(NAMESPACE, {}):
+            if schema_of(feature) is DumpTensors:
+                yield section.place(NAMESPACE, feature, *keys)
 
 
 def no_detection() -> str:
@@ -143,11 +141,11 @@ class Collected:
 
 
 def collected(features: Sequence[FeatureSchema], tensor: str) -> dict[str, Collected]:
-    pairs = []
+    pairs: list[tuple[Request, Schedule]] = []
     for feature in features:
         for options in options_for(feature.targets, tensor, None):
             if isinstance(options, LoggedTensor):
-                pairs += [(request, options.schedule) for request in options.requests]
+                pairs += product(options.requests, [options.schedule])
     for feature in features:
         if isinstance(feature, LogGemmError):
             for target in feature.targets:

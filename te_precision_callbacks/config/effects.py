@@ -82,9 +82,11 @@ def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
     alike: dict[tuple[tuple[tuple[Pair, ...], tuple[str, ...]], ...], list[tuple[int, float]]] = {}
     for begin, following in itertools.pairwise(sorted(bounds)):
         first = int(begin)
-        effects_now = [effect.at(first) for effect in acting]
-        doing = tuple((effect.modifies, effect.high_precision) for effect in effects_now)
-        intervals = alike.setdefault(doing, [])
+        doing = []
+        for effect in acting:
+            now = effect.at(first)
+            doing.append((now.modifies, now.high_precision))
+        intervals = alike.setdefault(tuple(doing), [])
         if intervals and intervals[-1][1] == first - 1:
             first = intervals.pop()[0]
         intervals.append((first, following - 1))
@@ -103,6 +105,13 @@ class Acting(Protocol):
     def place(self, *keys: str | int) -> str: ...
 
 
+def _modified_by_both(effect: Effect, other: Effect) -> Pair | None:
+    for pair in effect.modifies:
+        if pair in other.modifies and _meets(effect.steps(*pair), other.steps(*pair)):
+            return pair
+    return None
+
+
 def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
     """Yield a message for each pair of features that conflict in the same layers.
 
@@ -116,8 +125,7 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
         for owner, other, others in acting[:number]:
             here = section.place(NAMESPACE, feature)
             there = owner.place(NAMESPACE, other)
-            shared = (pair for pair in effect.modifies if pair in others.modifies)
-            both = next((pair for pair in shared if _meets(effect.steps(*pair), others.steps(*pair))), None)
+            both = _modified_by_both(effect, others)
             if both is not None:
                 gemm, tensor = both
                 yield (

@@ -195,7 +195,7 @@ def _intervals(pairs: list[Any]) -> list[Any]:
                 f"has {shown(list(second))} after {shown(list(first))}. Give ranges in ascending order that do not"
                 " overlap."
             )
-    return [list(pair) for pair in pairs]
+    return list(map(list, pairs))
 
 
 Intervals = Annotated[
@@ -238,8 +238,11 @@ def words(field: FieldInfo) -> str:
         return f"one of {', '.join(get_args(kind))}"
     if kind is bool:
         return "True or False"
-    low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
-    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    low = None
+    high = None
+    for entry in metadata:
+        low = getattr(entry, "ge", low)
+        high = getattr(entry, "le", high)
     if high is None:
         return f"an integer >= {low}"
     return f"an integer from {low} to {high}"
@@ -248,8 +251,9 @@ def words(field: FieldInfo) -> str:
 def _entries(field: FieldInfo, entry: Any) -> str:
     item = item_of(field)
     if item is not None:
-        required = next(key for key, of_item in item.model_fields.items() if of_item.is_required())
-        return f"mappings with {required!r}"
+        for key, of_item in item.model_fields.items():
+            if of_item.is_required():
+                return f"mappings with {key!r}"
     description = _find_words(_plain(entry)[1])
     if description is not None:
         return description.text
@@ -257,7 +261,10 @@ def _entries(field: FieldInfo, entry: Any) -> str:
 
 
 def _find_words(metadata: Sequence[Any]) -> Words | None:
-    return next((entry for entry in metadata if isinstance(entry, Words)), None)
+    for entry in metadata:
+        if isinstance(entry, Words):
+            return entry
+    return None
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:

@@ -92,7 +92,8 @@ class Nested:
             if isinstance(names, str):
                 names = [names]
             if names is not None:
-                yield from ((name, self) for name in names)
+                for name in names:
+                    yield name, self
                 return
         yield None, self
 
@@ -145,8 +146,7 @@ class Level(BaseModel):
 
 def _given(value: Any) -> Any:
     if isinstance(value, Level):
-        fields = (key for key in type(value).model_fields if key in value.model_fields_set)
-        return {key: _given(getattr(value, key)) for key in fields}
+        return {key: _given(part) for key, part in value if key in value.model_fields_set}
     if isinstance(value, list):
         return [_given(entry) for entry in value]
     return value
@@ -203,7 +203,8 @@ class FeatureSchema(Level):
         """A target for each chosen tensor of each chosen GEMM; a single target if the feature chooses neither."""
         targets = []
         for gemm, outer in self.choices("gemm", self.nested):
-            targets += [self.target(gemm, tensor, nested) for tensor, nested in self.choices("tensor", outer)]
+            for tensor, nested in self.choices("tensor", outer):
+                targets.append(self.target(gemm, tensor, nested))
         return tuple(targets)
 
     def choices(self, what: Literal["tensor", "gemm"], nested: Nested) -> Iterable[tuple[str | None, Nested]]:
@@ -235,7 +236,7 @@ class FeatureSchema(Level):
         for target in self.targets:
             pair = target.gemm or "", target.tensor or ""
             by_target[pair] = getattr(target.options, "schedule", EVERY_STEP)
-        if all(schedule == EVERY_STEP for schedule in by_target.values()):
+        if set(by_target.values()) <= {EVERY_STEP}:
             return {}
         return by_target
 
@@ -279,8 +280,12 @@ class ModifyingFeatureSchema(
     TensorChoice[NameT, TensorItemT], GemmChoice[GemmItemT], FeatureSchema, Generic[NameT, TensorItemT, GemmItemT]
 ):
     def modifies(self) -> tuple[Pair, ...]:
-        listed = ((str(target.gemm), str(target.tensor)) for target in self.targets)
-        return tuple((gemm, tensor) for gemm, tensor in listed if tensor in TAKES_PART[gemm])
+        pairs = []
+        for target in self.targets:
+            gemm = str(target.gemm)
+            if target.tensor in TAKES_PART[gemm]:
+                pairs.append((gemm, str(target.tensor)))
+        return tuple(pairs)
 
     def check(self) -> None:
         super().check()

@@ -234,7 +234,10 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
 
 
 def _registered_name(name: str, known: Iterable[str]) -> str | None:
-    return next((candidate for candidate in known if candidate.casefold() == name.casefold()), None)
+    for candidate in known:
+        if candidate.casefold() == name.casefold():
+            return candidate
+    return None
 
 
 def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
@@ -300,11 +303,11 @@ def _other_layers_message(
 
 
 def _no_layer_message(section: Section, index: LayerIndex, upstream: LayerIndex | None) -> str:
-    names = [layer.name for layer in index.layers]
     hint = section.selector.instead(index)
     if not hint:
-        hint = f" The layers are: {', '.join(first_of(map(repr, names), 8))}."
+        hint = f" The layers are: {', '.join(first_of(map(repr, index.layer_names), 8))}."
     theirs = upstream and section.selector.select(upstream)
     if theirs:
         hint = f" {_BY_UPSTREAM}: here {some_of(index.layers[at].upstream[0] for at in theirs)}."
-    return f"{section.selector.place()}: the selector matches none of the {len(names)} layers.{hint}{_AS_WARNING}"
+    count = len(index.layers)
+    return f"{section.selector.place()}: the selector matches none of the {count} layers.{hint}{_AS_WARNING}"

@@ -345,8 +345,10 @@ dump_what_is_not_finite:
     def gemm_targets(self) -> tuple[Target[DumpTensorsGemmItem], ...]:
         if not self.gemms and not self.gemms_struct:
             return ()
-        chosen = (self.target(gemm, None, nested) for gemm, nested in self.choices("gemm", self.nested))
-        return tuple(replace(target, tensor=RESULT[cast(GemmName, target.gemm)]) for target in chosen)
+        targets = []
+        for gemm, nested in self.choices("gemm", self.nested):
+            targets.append(replace(self.target(gemm, None, nested), tensor=RESULT[cast(GemmName, gemm)]))
+        return tuple(targets)
 
     @property
     def every_target(self) -> tuple[Target[Level], ...]:
@@ -371,7 +373,10 @@ FEATURES = {schema.__name__: schema for schema in _SCHEMAS}
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    return next((model for name, model in FEATURES.items() if name.casefold() == feature.casefold()), None)
+    for name, model in FEATURES.items():
+        if name.casefold() == feature.casefold():
+            return model
+    return None
 
 
 UPSTREAM_FEATURE = "LogTensorStats"
@@ -382,11 +387,10 @@ def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
     """Map namespaces to the features that a session will find; custom features are in ``transformer_engine``."""
     known = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {UPSTREAM_FEATURE: None}}
     registry = sys.modules.get("nvdlfw_inspect.registry")  # includes features that the script has registered
-    if registry is None:
-        return {namespace: tuple(features) for namespace, features in known.items()}
-    for namespace, data in registry.Registry.data.items():
-        names = (*data.features, *(waiting.__name__ for waiting in data.deferred_features))
-        known.setdefault(namespace, {}).update(dict.fromkeys(names))
+    if registry is not None:
+        for namespace, data in registry.Registry.data.items():
+            names = (*data.features, *(waiting.__name__ for waiting in data.deferred_features))
+            known.setdefault(namespace, {}).update(dict.fromkeys(names))
     return {namespace: tuple(features) for namespace, features in known.items()}
 
 

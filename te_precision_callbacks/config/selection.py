@@ -68,19 +68,22 @@ class LayerIndex:
 
     def __init__(self, layers: Sequence[Layer], *, upstream: int | None = None) -> None:
         self.layers = layers
-        if upstream is None:
-            names_of = [(layer.name, *layer.aliases) for layer in layers]
-            self._types = [layer.types for layer in layers]
-            self._numbers = [_number_of(layer.name.removeprefix(layer.scope)) for layer in layers]
-        else:
-            names_of = [(layer.upstream[upstream],) for layer in layers]
-            self._types = [() for _ in layers]
-            self._numbers = [_upstream_number_of(name) for (name,) in names_of]
-        in_use = {names[0] for names in names_of}
-        self._names = []
-        for first, *more in names_of:
-            aliases = [name for name in more if name not in in_use]
-            self._names.append((first, *aliases))
+        self.layer_names = [layer.name for layer in layers]
+        self._names: list[tuple[str, ...]] = []
+        self._types: list[tuple[str, ...]] = []
+        self._numbers: list[int | None] = []
+        in_use = set(self.layer_names)
+        for layer in layers:
+            if upstream is None:
+                aliases = [name for name in layer.aliases if name not in in_use]
+                self._names.append((layer.name, *aliases))
+                self._types.append(layer.types)
+                self._numbers.append(_number_of(layer.name.removeprefix(layer.scope)))
+            else:
+                name = layer.upstream[upstream]
+                self._names.append((name,))
+                self._types.append(())
+                self._numbers.append(_upstream_number_of(name))
         self.numbers = sorted(number for number in set(self._numbers) if number is not None)
 
     @functools.cached_property
@@ -92,7 +95,7 @@ class LayerIndex:
         return by_name
 
     def near(self, word: str, key: str) -> list[str]:
-        names = [layer.name for layer in self.layers]
+        names = self.layer_names
         if key == EXACT:
             return nearest(word, names)
         parts = dict.fromkeys(".".join(names).split("."))
@@ -108,7 +111,7 @@ class LayerIndex:
         return any(word in types for types in self._types)
 
     def is_part(self, word: str) -> bool:
-        return any(f".{word}." in f".{layer.name}." for layer in self.layers)
+        return any(f".{word}." in f".{name}." for name in self.layer_names)
 
     def by_name(self, name: str) -> Sequence[int]:
         return self._by_name.get(name, ())
@@ -193,7 +196,10 @@ class LayerSelector:
         return sorted(selected & numbered)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
-        return next((index for index in indexes if self.select(index)), indexes[0])
+        for index in indexes:
+            if self.select(index):
+                return index
+        return indexes[0]
 
     def differs(self, index: LayerIndex, upstream: LayerIndex) -> bool:
         """Return whether nvidia-dlfw-inspect's names select other layers; layers without its numbers are ignored."""
@@ -232,9 +238,11 @@ class LayerSelector:
         elif self.pattern is not None:
             key = PATTERN
             words = _WORD.findall(self.pattern.pattern)
-        words = words[:MOST_SHOWN]
-        hint = "".join(_as_type(word, key, index) for word in words)
-        near = dict.fromkeys(itertools.chain.from_iterable(index.near(word, key) for word in words))
+        hint = ""
+        near: dict[str, None] = {}
+        for word in words[:MOST_SHOWN]:
+            hint += _as_type(word, key, index)
+            near |= dict.fromkeys(index.near(word, key))
         if near and not hint:
             return f" Similar names: {', '.join(map(repr, list(near)[:5]))}."
         return hint
@@ -242,7 +250,7 @@ class LayerSelector:
 
 def _number_of(name: str) -> int | None:
     """Return the first part of a name that is a number, else the first number that does not follow fc or gemm_."""
-    numbers = [part for part in name.split(".") if part.isdecimal()] or _NUMBER.findall(name)
+    numbers = list(filter(str.isdecimal, name.split("."))) or _NUMBER.findall(name)
     if numbers and len(numbers[0]) <= 6:
         return int(numbers[0])
     return None

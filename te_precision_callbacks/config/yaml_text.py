@@ -41,8 +41,10 @@ class Places:
 
     def __call__(self, section: str, *keys: str | int) -> str:
         """Format the position of a key, or of the nearest enclosing key: ``a.yaml, line 7 (section 'stats')``."""
-        path = (section, *keys)
-        mark = next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
+        path: KeyPath = (section, *keys)
+        while path and path not in self.marks:
+            path = path[:-1]
+        mark = self.marks.get(path)
         where = f"{self.name}, {mark}" if mark else self.name
         return f"{where} (section {shown(section)})"
 

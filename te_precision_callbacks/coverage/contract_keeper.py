@@ -194,12 +194,12 @@ class ContractKeeper:
     def _broken_clauses(self, coverage: Coverage) -> list[str]:
         broken = broken_clauses(self._contract, coverage)
         if self._differences is not None and coverage:
-            broken += [f"require_same=: {text}" for text in self._differences(coverage, "this run")]
+            for text in self._differences(coverage, "this run"):
+                broken.append(f"require_same=: {text}")
         return broken
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
-        listed = "\n".join(f"- {text}" for text in broken)
-        message = f"The run breaks its precision contract (require=){when}:\n{listed}"
+        message = "\n- ".join((f"The run breaks its precision contract (require=){when}:", *broken))
         offenders = _offenders(coverage)
         if offenders:
             message += "\nThe largest products that are not in low precision:\n" + "\n".join(offenders)
@@ -220,7 +220,7 @@ def left_out(contract: Contract, coverage: Coverage) -> str:
     """The reason if the shares or layers of a contract cannot be checked; empty if they can."""
     texts = list_uncounted(coverage)
     uncounted = itertools.chain(*coverage.not_counted.values())
-    is_required = any(re.search(*pair) for pair in itertools.product(contract.layers, uncounted))
+    is_required = any(itertools.starmap(re.search, itertools.product(contract.layers, uncounted)))
     if not texts or not (contract.share or is_required):
         return ""
     return (
@@ -261,8 +261,11 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
 
 def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for pattern, precision in contract.layers.items():
-        required = [product for product in coverage if product.macs and re.search(pattern, product.layer)]
-        others = [product for product in required if product.precision not in PRECISIONS[precision]]
+        others = [
+            product
+            for product in coverage
+            if product.macs and product.precision not in PRECISIONS[precision] and re.search(pattern, product.layer)
+        ]
         if others:
             first = max(others, key=lambda product: product.macs)
             text = (
@@ -302,18 +305,17 @@ def _offenders(coverage: Coverage) -> list[str]:
     by_cause = group_by_key(
         ((product.precision, product.reason, product.why), product) for product in coverage.in_high_precision
     )
-    rows = [(Coverage(products), cause) for cause, products in by_cause.items()]
-    rows.sort(key=lambda row: -row[0].macs())
     texts = []
-    for products, (precision, reason, why) in rows:
+    for products in sorted(map(Coverage, by_cause.values()), key=Coverage.macs, reverse=True):
+        first = products[0]
         share = percent(products.macs() / whole)
         gemms = ", ".join(dict.fromkeys(product.gemm for product in products))
         layers = fold_for_sentence(*dict.fromkeys(product.layer for product in products), most=3)
-        text = f"- {layers} {gemms}: {share} % in {precision.upper()}"
-        if reason:
-            text += f" ({why})"
-            if reason in REMEDIES:
-                text += f". Remedy: {REMEDIES[reason]}."
+        text = f"- {layers} {gemms}: {share} % in {first.precision.upper()}"
+        if first.reason:
+            text += f" ({first.why})"
+            if first.reason in REMEDIES:
+                text += f". Remedy: {REMEDIES[first.reason]}."
         texts.append(text)
     return first_of(texts, _MOST_OFFENDERS, "- and {} more")
 
@@ -343,7 +345,7 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bo
         kind: the name of the message; equal on all ranks.
         mean: whether products get the mean multiply-adds of the ranks that have them, instead of the sum.
     """
-    macs: dict[_Entry, int] = {}
+    macs: dict[_Entry, tuple[int, int]] = {}
     for product in own:
         entry = _Entry(
             product.layer,
@@ -356,8 +358,9 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bo
             product.reason,
             product,
         )
-        macs[entry] = macs.get(entry, 0) + product.macs
-    added = _sum_over_ranks({entry: (count, 1) for entry, count in macs.items()}, ranks, kind, _Entry)
+        before, _ = macs.get(entry, (0, 1))
+        macs[entry] = before + product.macs, 1
+    added = _sum_over_ranks(macs, ranks, kind, _Entry)
     products = []
     for entry, (total, count) in added.items():
         if mean:
@@ -372,7 +375,7 @@ def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[Stat
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
         sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
     added = _sum_over_ranks(sizes, ranks, kind, tuple[str, str])
-    return tuple(StateRow(*key, tensors=tensors, bytes=size) for key, (tensors, size) in added.items())
+    return tuple(StateRow(*key, *numbers) for key, numbers in added.items())
 
 
 def _sum_over_ranks(

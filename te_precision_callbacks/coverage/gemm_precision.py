@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,9 +68,11 @@ def _format_formats(formats: tuple[str, ...]) -> str:
     for place, text in enumerate(formats):
         if "->" in text:
             texts[place] = f"({text})"
-    if texts == list(formats) and all(" " in text and text.split()[0] == formats[0].split()[0] for text in formats):
-        texts[1:] = (text.split(maxsplit=1)[1] for text in formats[1:])
-    return " * ".join(texts)
+    joined = " * ".join(texts)
+    kind = formats[0].partition(" ")[0]
+    if all(text.startswith(f"{kind} ") for text in texts):
+        return joined.replace(f"* {kind} ", "* ")
+    return joined
 
 
 class Precision(AnyIteration[GemmPrecision]):
@@ -180,7 +181,7 @@ class PrecisionHistory:
         """
         flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | _EXCLUDED * excluded
         before = self.last_facts(layer)
-        after = tuple(facts.get(gemm, fact) for gemm, fact in zip(GEMMS, before, strict=True))
+        after = tuple(map(facts.get, GEMMS, before))
         after = self._facts.setdefault(after, after)
         self.changes += after != before
         changes = self._layers.setdefault(layer, [])
@@ -201,8 +202,12 @@ class PrecisionHistory:
         """Return whether GEMMs of a layer run both inside and outside of ``te.autocast`` for at most
         :data:`_MIXED_STEPS` iterations."""
         changes = self._layers.get(layer, [])[-2:]
-        mixed = [change for change in changes if change.is_mixed]
-        return mixed[-1:] == changes[-1:] and any(iteration < change.since + _MIXED_STEPS for change in mixed[:1])
+        if not changes or not changes[-1].is_mixed:
+            return False
+        first = changes[0]
+        if not first.is_mixed:
+            first = changes[-1]
+        return iteration < first.since + _MIXED_STEPS
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
@@ -235,7 +240,7 @@ class PrecisionHistory:
         for layer, changes in self._layers.items():
             key = tuple((since, id(facts), flags) for since, facts, flags in changes)
             if key not in known:
-                known[key] = [_merge_spans(spans) for spans in grouped(changes)]
+                known[key] = list(map(_merge_spans, grouped(changes)))
             for fields in known[key]:
                 yield GemmPrecision(layer, *fields)
 
@@ -245,7 +250,9 @@ def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
         begin = 0
         for fact, alike in itertools.groupby(change.facts[column] for change in changes):
             end = begin + len(list(alike))
-            flags = functools.reduce(operator.or_, (change.flags for change in changes[begin:end]))
+            flags = 0
+            for change in changes[begin:end]:
+                flags |= change.flags
             until = None
             if end < len(changes):
                 until = changes[end].since - 1
@@ -261,18 +268,21 @@ _Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bo
 
 def _merge_spans(spans: Sequence[_Span]) -> _Fields:
     """Merge the facts about one GEMM: all of its formats, or else its last reason for not running."""
-    seen: dict[GemmFact, bool] = {}
+    ran: dict[GemmFact, bool] = {}
+    not_run = NO_BACKWARD
+    excluded = False
     for span in spans:
-        seen[span.fact] = seen.get(span.fact, False) or span.seen
-    ran = [fact for fact in seen if fact.operands]
+        excluded |= span.excluded
+        if span.fact.operands:
+            ran[span.fact] = ran.get(span.fact, False) or span.seen
+        elif span.fact.is_left_out:
+            not_run = span.fact.not_run
+    if ran:
+        not_run = ""
     operands, recipe = _join_facts(ran)
-    is_seen = bool(ran) and all(seen[fact] for fact in ran)
-    not_run = ""
-    if not ran:
-        reasons = [span.fact.not_run for span in spans if span.fact.is_left_out] or [NO_BACKWARD]
-        not_run = reasons[-1]
+    is_seen = bool(ran) and all(ran.values())
     outside = spans[0].fact.outside if len(spans) == 1 else 0.0
-    excluded = (recipe == HIGH_PRECISION or outside > 0) and any(span.excluded for span in spans)
+    excluded &= recipe == HIGH_PRECISION or outside > 0
     return spans[0].gemm, operands, is_seen, not_run, spans[0].since, spans[-1].until, recipe, excluded, outside
 
 

@@ -122,7 +122,8 @@ class CoverageHistory:
         A step without a backward, such as a skipped batch, is treated like the step before it; before the first
         backward, like the step after it.
         """
-        self._counted = [counted for counted in self._counted if counted.since < iteration]
+        while self._counted and self._counted[-1].since >= iteration:
+            self._counted.pop()
         last = next(reversed(self._counted), None)
         now = CountedSteps(iteration, step.kinds, step.parts, {}, step.state or (), 1)
         if step.kinds.changes != self._kinds_changes and last is not None and last.kinds is step.kinds:
@@ -200,7 +201,7 @@ class CoverageHistory:
         """The products of an iteration; ``last`` is the run's last iteration, ``precision`` is as of ``iteration``."""
         if not self._counted:
             return Coverage(self._unobserved)
-        number = max(0, bisect_right([counted.since for counted in self._counted], iteration) - 1)
+        number = max(0, bisect_right(self._counted, iteration, key=lambda counted: counted.since) - 1)
         counted = self._counted[number]
         products = apply_precision(counted.products, counted.layers, list(precision), unconverted)
         return Coverage((*products, *self._unobserved), state=counted.state, steps=self._steps(number, last))
@@ -241,9 +242,11 @@ def _split_by_precision(
             if counted.until is not None:
                 before = min(before, counted.until)
             yield ProductSpan(replace(product, operands={}), order, None, counted.since, before)
-        ends = [end for end in (until, counted.until) if end is not None]
+        if until is None:
+            until = counted.until
+        elif counted.until is not None:
+            until = min(until, counted.until)
         since = max(since, counted.since)
-        until = min(ends, default=None)
         if until is None or until >= since:
             for part in _apply_precision(product, entry, facts, unconverted):
                 yield ProductSpan(part, order, entry, since, until)

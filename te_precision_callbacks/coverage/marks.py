@@ -10,7 +10,6 @@ Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -80,8 +79,10 @@ class NodesOfProducts:
                     node.metadata[_PRODUCTS] = here.waiting.pop(number)
             if not here.waiting:
                 break
-            edges = itertools.chain.from_iterable(node.next_functions for node in nodes)
-            nodes = [following for following, _ in edges]
+            following = []
+            for node in nodes:
+                following += node.next_functions
+            nodes = [node for node, _ in following]
         here.results = []
 
 
@@ -94,10 +95,13 @@ def products_of_node(node: Any) -> list[Any]:
 
 def mark_call(results: Iterable[Any], mark: object) -> bool:
     """Mark the autograd nodes of a forward's results; returns False if there are none."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn is not None]
-    for node in nodes:
-        node.metadata.setdefault(_CALL, mark)
-    return bool(nodes)
+    is_marked = False
+    for tensor in tensors_in(results):
+        node: Any = tensor.grad_fn
+        if node is not None:
+            node.metadata.setdefault(_CALL, mark)
+            is_marked = True
+    return is_marked
 
 
 def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:

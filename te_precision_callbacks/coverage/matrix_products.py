@@ -300,8 +300,12 @@ def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
     if is_capturing():
         _warn_of_capture()
         return None
-    bounds = zip(*(itertools.pairwise(tensor.tolist()) for tensor in (queries, keys)), strict=True)
-    return [(row_end - row, column_end - column) for (row, row_end), (column, column_end) in bounds]
+    rows = itertools.pairwise(queries.tolist())
+    columns = itertools.pairwise(keys.tolist())
+    lengths = []
+    for (row, row_end), (column, column_end) in zip(rows, columns, strict=True):
+        lengths.append((row_end - row, column_end - column))
+    return lengths
 
 
 @functools.cache

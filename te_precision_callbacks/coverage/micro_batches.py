@@ -252,8 +252,10 @@ class ModelCalls:
             call.has_backward = True
             if not call.is_counted and call.has_ended and call.kind in self._lack_backward:
                 self._forms[call.form].seek(call.kind)
-            waiting += [other for other in call.producers if id(other) not in known]
-            known.update(map(id, call.producers))
+            for producer in call.producers:
+                if id(producer) not in known:
+                    known.add(id(producer))
+                    waiting.append(producer)
         return counted
 
     @property

@@ -20,7 +20,7 @@ from te_precision_callbacks.coverage.precision_audit import format_of, quantizer
 from te_precision_callbacks.coverage.products import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
-from te_precision_callbacks.layers.naming import Model, modules_of, named_attention, roots_of
+from te_precision_callbacks.layers.naming import Model, NamedTorchModule, modules_of, named_attention, roots_of
 
 
 class ModelProducts(ModelWatch):
@@ -51,15 +51,17 @@ class ModelProducts(ModelWatch):
         ``names`` maps ids of modules to paths; ``operations`` are the layers of ``te.ops``.
         """
         self.close()
-        modules = {id(module): module for module in modules_of(model)}
-        paths = {key: names[key] for key in modules if key in names}
-        attentions = named_attention(model, names)
-        for key, path in attentions.items():
-            paths |= {id(part): path for part in modules[key].modules()}
+        named: dict[int, NamedTorchModule] = {}
+        for module in modules_of(model):
+            if id(module) in names:
+                named[id(module)] = names[id(module)], module
         self._operations = frozenset(operations)
-        self.attentions = attentions
-        self._kinds = CountedKinds(next((paths[id(root)] for root in roots_of(model) if id(root) in paths), ""))
-        self.watch(model, {key: (path, modules[key]) for key, path in paths.items()})
+        self.attentions = named_attention(model, names)
+        for key, path in self.attentions.items():
+            for part in named[key][1].modules():
+                named[id(part)] = path, part
+        self._kinds = CountedKinds(next((named[id(root)][0] for root in roots_of(model) if id(root) in named), ""))
+        self.watch(model, named)
 
     def take_step(self) -> CountedStep | None:
         """End a step. None if it had no products, or if counting has failed."""

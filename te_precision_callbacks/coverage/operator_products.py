@@ -6,7 +6,6 @@ of its autograd node; if a node has several, as in a compiled model, the operand
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -287,14 +286,17 @@ class OperatorProducts:
         alike = at_node
         if product.role in ("qk", "pv"):
             alike = [seen for seen in at_node if seen.role == product.role] or at_node
+        seen: SeenProduct
         first: SeenProduct = alike[0]
         if len(alike) == 1:
             return first
         weight = self.weights.find(product.a) or self.weights.find(product.b)
         if weight:
-            return next((seen for seen in reversed(alike) if seen.weight == weight), first)
+            for seen in reversed(alike):
+                if seen.weight == weight:
+                    return seen
+            return first
         by_activation = [*(self._activations.get(product.a) or ()), *(self._activations.get(product.b) or ())]
-        seen: SeenProduct
         for seen in [*by_activation, *alike]:
             fits = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
             if fits and seen in alike and seen.gradients < 1 + (seen.weight is None):
@@ -358,7 +360,8 @@ class KeptState:
                 self.reduced.append((self._call_now(), _type(tensor), _bytes(tensor)))
 
     def rows(self) -> tuple[StateRow, ...]:
-        self._add("parameter", self._parameters)
+        for parameter in self._parameters:
+            self._add("parameter", parameter)
         tensors: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         for (subject, dtype, _), size in self._rows.items():
@@ -375,20 +378,24 @@ class KeptState:
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
             of_model = set(map(id, self._parameters))
-            stepped = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
-            self._add("master_weight", (parameter for parameter in stepped if id(parameter) not in of_model))
+            stepped: list[torch.Tensor] = []
+            for group in optimizer.param_groups:
+                stepped += group["params"]
+            for parameter in stepped:
+                if id(parameter) not in of_model:
+                    self._add("master_weight", parameter)
             for parameter in stepped:
                 for name, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel() > 0 and value.dim():
-                        self._add({_MASTER: "master_weight"}.get(name, "optimizer_state"), (value,))
+                        self._add({_MASTER: "master_weight"}.get(name, "optimizer_state"), value)
             for subject, attribute in (("gradient", "grad"), ("main_grad", "main_grad")):
-                gradients = (getattr(parameter, attribute, None) for parameter in self._parameters)
-                self._add(subject, (tensor for tensor in gradients if tensor is not None))
+                for parameter in self._parameters:
+                    self._add(subject, getattr(parameter, attribute, None))
         except Exception as error:
             self._report("looking at the state of", type(optimizer).__name__, error)
 
-    def _add(self, subject: str, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
+    def _add(self, subject: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
             self._rows[subject, _type(tensor), id(tensor)] = _bytes(tensor)
 
 

@@ -77,8 +77,13 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
             spans.setdefault(key, (product, []))[1].append((span.since, span.until))
     alike: dict[tuple[_Span, ...], int] = {}  # few, even with thousands of layers
-    numbered = [(product, alike.setdefault(tuple(its_spans), len(alike))) for product, its_spans in spans.values()]
-    unknown = {number for product, number in numbered if product.macs and not product.precision}
+    numbered = []
+    unknown = set()
+    for product, its_spans in spans.values():
+        number = alike.setdefault(tuple(its_spans), len(alike))
+        numbered.append((product, number))
+        if product.macs and not product.precision:
+            unknown.add(number)
     changed = set()
     for since, until in itertools.chain.from_iterable(alike):
         changed.add(since)

@@ -153,8 +153,9 @@ class _ProductPlanner:
             if not is_known:
                 others[path] = module
                 continue
-            if self._ran is not None:
-                others |= dict.fromkeys(layer for layer in layers if layer not in self._reached)
+            for layer in layers:
+                if self._ran is not None and layer not in self._reached:
+                    others[layer] = None
             counted.update(map(id, module.parameters(recurse=False)))
         # A te.ops.Linear also holds the weight of the operation inside it.
         left = []
@@ -223,7 +224,8 @@ class _ProductPlanner:
         kept = kept_by_sections(sections)
         modified: set[object] = set()
         for section in sections:
-            modified.update(*(effect.modifies for effect in section.effects.values()))
+            for effect in section.effects.values():
+                modified.update(effect.modifies)
         has_region = self._recipe is not None and not (self._ran is not None and self._ran.enters_region)
         excluded = has_region and self._recipes.get(layer, in_force) is None
         self._facts[layer] = HighPrecisionFacts(kept, override or "")
@@ -276,7 +278,7 @@ class _ProductPlanner:
 def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:
     paths: list[str] = []
     for key, path in names.items():
-        is_inner = any(path.startswith(f"{outer}.") for outer in paths[-1:])
+        is_inner = paths and path.startswith(f"{paths[-1]}.")
         if not is_inner and any("Attention" in name for name in class_names(below[key])):
             paths.append(path)
     return tuple(paths)

@@ -104,10 +104,15 @@ class _Notes:
             by_gemm.setdefault(operand.gemm, {})[operand.tensor] = formats
         seen: list[GemmName] = []
         for gemm, operands in by_gemm.items():
-            tensors = [tensor for tensor in OPERANDS[gemm] if tensor in operands]
-            of_tensors = tuple((tensor, tuple(operands[tensor])) for tensor in tensors)
-            facts[gemm] = GemmFact(of_tensors, outside=_share_outside(operands[tensors[0]]))
-            if len(tensors) == len(OPERANDS[gemm]) and all(all(formats.values()) for formats in operands.values()):
+            of_tensors = []
+            is_seen = True
+            for tensor in OPERANDS[gemm]:
+                formats = operands.get(tensor, {})
+                is_seen = is_seen and bool(formats) and all(formats.values())
+                if formats:
+                    of_tensors.append((tensor, tuple(formats)))
+            facts[gemm] = GemmFact(tuple(of_tensors), outside=_share_outside(operands[of_tensors[0][0]]))
+            if is_seen:
                 seen.append(gemm)
         return facts, seen
 

@@ -126,14 +126,15 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
     """Sum the calls of a step by product, given each call's product and how often it ran."""
     by_name = group_by_key(((call.layer, call.gemm, call.is_of_backward), (call, times)) for call, times in seen)
     has_backward = any(backward for _, _, backward in by_name)
-    for (layer, gemm, backward), calls in by_name.items():
+    for (layer, gemm, backward), runs in by_name.items():
+        calls, times = zip(*runs, strict=True)
         # Sizes come from the largest call: others may have no rows, as for an expert without tokens.
-        first = max((call for call, _ in calls), key=lambda call: math.prod(call.sizes))
+        first: SeenProduct = max(calls, key=lambda call: math.prod(call.sizes))
         n, m, k, batch = first.sizes
         names = OPERAND_NAMES[gemm]
         if backward and gemm not in OPERANDS:
             names = _OF_BACKWARD
-        formats = map(join_with_arrows, zip(*(call.formats for call, _ in calls), strict=True))
+        formats = map(join_with_arrows, zip(*(call.formats for call in calls), strict=True))
         yield Product(
             layer,
             first.family,
@@ -143,12 +144,12 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
             m,
             k,
             batch,
-            round(sum(times for _, times in calls)),
-            round(sum(times * math.prod(call.sizes) for call, times in calls)),
+            round(sum(times)),
+            round(sum(number * math.prod(call.sizes) for call, number in runs)),
             dict(zip(names, formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
-            mask_share=_mask_share(calls),
+            mask_share=_mask_share(runs),
         )
         weight = first.weight
         if weight is None or gemm != "fprop" or not has_backward:
@@ -236,7 +237,9 @@ class CountedKinds:
         self._put(kind, seen, 1, 1, False)
 
     def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:
-        seen = list(itertools.chain.from_iterable(product.detached() for product in products))
+        seen = []
+        for product in products:
+            seen += product.detached()
         self._counted[kind] = _CountedCalls(seen, calls, backwards, lacks)
         self.changes += 1
 
@@ -249,6 +252,7 @@ class CountedKinds:
     def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
         """The products of a step with these calls, or their mean over several steps; uncounted products last."""
         weighted: list[tuple[SeenProduct, float]] = []
+        left: dict[tuple[str, str, bool], Product] = {}
         unknown = 0
         lacking = 0
         texts: dict[str, None] = {}
@@ -262,7 +266,12 @@ class CountedKinds:
                 alike = [counted]
                 lacking += backwards * counted.may_lack_backward
             for known in alike:
-                weighted += [(seen, times / len(alike) / steps) for seen, times in known.step_runs(forwards, backwards)]
+                for seen, times in known.step_runs(forwards, backwards):
+                    if seen.not_counted:
+                        left_out = Product.uncounted(seen.layer, seen.family, seen.not_counted, backward=seen.backward)
+                        left.setdefault((seen.layer, seen.not_counted, seen.backward), left_out)
+                    elif times:
+                        weighted.append((seen, times / len(alike) / steps))
             if isinstance(kind.form, str) and kind.form != OUTSIDE:
                 texts[kind.form] = None
         whole = sum(forwards for forwards, _ in parts.values())
@@ -278,13 +287,9 @@ class CountedKinds:
             ] = None
         if all(kind.form == OUTSIDE for kind in parts):
             texts[NOT_CALLED] = None
-        left: dict[tuple[str, str, bool], SeenProduct] = {}
-        for seen, _ in weighted:
-            if seen.not_counted:
-                left.setdefault((seen.layer, seen.not_counted, seen.backward), seen)
         return (
-            *sum_products((seen, times) for seen, times in weighted if not seen.not_counted and times),
-            *(Product.uncounted(layer, seen.family, what, backward=back) for (layer, what, back), seen in left.items()),
+            *sum_products(weighted),
+            *left.values(),
             *(Product.uncounted(self._root, "functional", what) for what in texts),
         )
 

@@ -84,10 +84,11 @@ def _layer_of(error: Exception, place: _FailedLayer | None, others: Mapping[int,
         if place.in_backward:
             where = "backward"
     else:
-        calls = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in _FORWARDS)
-        owners = (frame.f_locals.get("self") for frame in calls)
-        module = next((owner for owner in owners if id(owner) in others), None)
-        if module is None:
+        for frame, _ in walk_tb(error.__traceback__):
+            module = frame.f_locals.get("self")
+            if frame.f_code.co_name in _FORWARDS and id(module) in others:
+                break
+        else:
             return ""
         name = others[id(module)]
     return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(module).__name__})."
@@ -159,10 +160,11 @@ def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) ->
 
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _FailedLayer | None:
-    by_module = {id(named.module): named for named in modules}
+    by_module: dict[int, NamedModule] = {}
     # Parameters and quantizers belong to a single module, so they identify it in a backward.
     by_part: dict[int, NamedModule] = {}
     for named in modules:
+        by_module[id(named.module)] = named
         quantizers: Any = named.module.quantizers
         parts = itertools.chain(named.module.parameters(recurse=False), *filter(None, quantizers.values()))
         by_part.update(dict.fromkeys(map(id, parts), named))

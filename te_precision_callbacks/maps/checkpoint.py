@@ -90,7 +90,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     config_file = folder / "config.json"
     config = read_file(config_file) if config_file.exists() else {}
     sizes = {**config, **validated(dict[str, Any], config.get("text_config", {}), f"{config_file}: text_config")}
-    rows = [sizes.get(key) for key in _TABLES]
+    rows = list(map(sizes.get, _TABLES))
     dtype = _DTYPES.get(str(sizes.get("torch_dtype", sizes.get("dtype"))), "")
     modules: list[Module] = []
     formats: dict[str, ModuleFormats] = {}
@@ -135,10 +135,15 @@ def _format(name: str, tensor: _Tensor, tensors: Mapping[str, _Tensor]) -> Modul
     prefix = re.sub(r"weight(_packed)?$", "", name)
     if prefix == name:
         prefix = f"{name}_"
-    scales = {key: tensors[prefix + key] for key in _SCALES if prefix + key in tensors}
+    scales: dict[str, _Tensor] = {}
+    texts = []
+    for key in _SCALES:
+        if prefix + key in tensors:
+            found = tensors[prefix + key]
+            scales[key] = found
+            texts.append(f"{key} {found.dtype} {list(found.shape)}")
     scale = scales.get("weight_scale_inv", scales.get("weight_scale"))
-    listed = ", ".join(f"{key} {scale.dtype} {list(scale.shape)}" for key, scale in scales.items())
-    said = f"{tensor.file}: {tensor.dtype} {list(tensor.shape)}, {listed or 'no scale'}"
+    said = f"{tensor.file}: {tensor.dtype} {list(tensor.shape)}, {', '.join(texts) or 'no scale'}"
     columns = scale.shape[-1] if scale and scale.shape else 0
     shared = tensor.shape[-1] / columns if columns else 0.0
     if tensor.dtype == "U8" and 2 * shared in _FP4:  # two elements in a byte

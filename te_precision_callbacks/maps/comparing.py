@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -109,7 +109,7 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
         elif tensors:
             texts = (" and ".join(tensors), " and ".join(in_a), " and ".join(in_b))
             differences.append(Difference(name, other, *texts, a.modules[name].said, b.modules[other].said))
-    matched = {other for _, other in pairs}
+    matched = set(chain(*partners.values()))
     only_a = tuple(name for name, others in partners.items() if not others)
     only_b = tuple(name for name in b.modules if name not in matched)
     alone: list[str] = []
@@ -121,14 +121,13 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
 def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
     groups = group_by_key(((entry.tensors, entry.format_a, entry.format_b), entry) for entry in differences)
     for (tensors, first, second), alike in groups.items():
-        ours = join_names(dict.fromkeys(entry.a for entry in alike))
-        theirs = join_names(dict.fromkeys(entry.b for entry in alike))
+        in_a, in_b, _, _, _, said_a, said_b = zip(*alike, strict=True)
+        ours = join_names(dict.fromkeys(in_a))
+        theirs = join_names(dict.fromkeys(in_b))
         names = ours
         if ours != theirs:
             names += f" ({theirs} in B)"
-        said_a = fold_said(entry.said_a for entry in alike)
-        said_b = fold_said(entry.said_b for entry in alike)
-        yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {said_a}. B: {said_b}."
+        yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {fold_said(said_a)}. B: {fold_said(said_b)}."
 
 
 def fold_said(texts: Iterable[str]) -> str:

@@ -70,6 +70,6 @@ def logprobs_command(
 def _show(name: str, rows: dict[str, TokenDifference], limit: float) -> None:
     table = terminal.table(name, "tokens", "mean |d|", "max |d|", "mean |dp|", "KL (k1)", "KL (k3)", f"|d| > {limit:g}")
     for label, row in rows.items():
-        numbers = (f"{value:.3g}" for value in (row.mean, row.largest, row.probability, row.k1, row.k3))
+        numbers = map("{:.3g}".format, (row.mean, row.largest, row.probability, row.k1, row.k3))
         table.add_row(terminal.cell(label), f"{row.tokens:,}", *numbers, f"{100 * row.beyond:.3g} %")
     terminal.show(table)

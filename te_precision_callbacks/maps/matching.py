@@ -97,24 +97,23 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
     """Return the map of a precision file on the modules of a model, with findings about its rules."""
     names = [module.name for module in modules]
     deciding: dict[str, Rule] = {}
-    problems: dict[tuple[FindingKind, str, str], tuple[list[Rule], list[str]]] = {}
+    problems: dict[tuple[FindingKind, str, str], tuple[list[str], list[str], list[str]]] = {}
     for rule in file.rules:
         matched = _matched(file, rule, modules)
         problem = _problem(file, rule, matched, deciding, names)
         if problem is not None:
             kind, reason, found = problem
-            rules, affected = problems.setdefault((kind, form_of(rule.pattern), reason), ([], []))
-            rules.append(rule)
+            places, patterns, affected = problems.setdefault((kind, form_of(rule.pattern), reason), ([], [], []))
+            places.append(rule.place)
+            patterns.append(shown(rule.pattern))
             affected += found
         if rule.enabled:
             for module in matched:
                 deciding.setdefault(module.name, rule)
     formats = {module.name: _formats(path, file, module, deciding.get(module.name)) for module in modules}
     findings = []
-    for (kind, _, reason), (rules, affected) in problems.items():
-        places = join_names(rule.place for rule in rules)
-        patterns = join_names(shown(rule.pattern) for rule in rules)
-        text = f"{path}: {places} {patterns} {reason}"
+    for (kind, _, reason), (places, patterns, affected) in problems.items():
+        text = f"{path}: {join_names(places)} {join_names(patterns)} {reason}"
         if affected:
             text += f": {join_names(affected)}."
         findings.append(MapFinding(kind, text, tuple(affected)))
@@ -132,21 +131,21 @@ def _problem(
     file: RuleFile, rule: Rule, matched: Sequence[Module], deciding: Mapping[str, Rule], names: Iterable[str]
 ) -> tuple[FindingKind, str, list[str]] | None:
     """Return the kind of a rule's finding, its text, and the affected modules."""
-    free = [module for module in matched if module.name not in deciding]
+    free = {module.name: module for module in matched if module.name not in deciding}
     if not rule.enabled:
         reason = "takes no module, because it is not enabled (enabled: true is missing)"
-        return "disabled", reason, [module.name for module in free]
+        return "disabled", reason, list(free)
     if not matched:
         return "unmatched", f"takes no module.{nearest_names(rule.pattern, names)}", []
     if not free:
         earlier = join_names(str(deciding[module.name]) for module in matched)
         reason = f"takes no module, because an earlier entry ({earlier}) takes all it matches"
         return "shadowed", reason, [module.name for module in matched]
-    idle = [module.name for module in free if not rule.acts(file.default(module))]
+    idle = [name for name, module in free.items() if not rule.acts(file.default(module))]
     if idle:
         keys = "override_quantized_autocast, override_nonquantized_autocast"
         return "no_effect", f"has no effect in the recipe around these modules ({keys})", idle
-    inside = [module.name for module in free if _is_part_of_a_word(rule.pattern, module.name)]
+    inside = [name for name in free if _is_part_of_a_word(rule.pattern, name)]
     if inside:
         return "part_of_a_name", "matches only a part of a word in names", inside
     return None

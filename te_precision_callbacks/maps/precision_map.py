@@ -82,7 +82,7 @@ class PrecisionMap:
 
     def as_json(self) -> dict[str, Any]:
         modules = {name: formats._asdict() for name, formats in self.modules.items()}
-        return {KEY: SCHEMA, **vars(self), "modules": modules, "findings": [vars(finding) for finding in self.findings]}
+        return {KEY: SCHEMA, **vars(self), "modules": modules, "findings": list(map(vars, self.findings))}
 
 
 def map_from_json(data: Mapping[str, Any], place: str) -> PrecisionMap:
@@ -145,7 +145,7 @@ def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
 
 def nearest_names(pattern: str, names: Iterable[str]) -> str:
     """Return a sentence with the names that share most words with a pattern, folded by block."""
-    words = {word for word in re.split(r"[^\w]+", pattern) if len(word) > 1}
+    words = set(re.findall(r"\w{2,}", pattern))
     folded = sorted(fold_names(names), key=lambda name: (-len(words.intersection(name.split("."))), len(name)))
     return f" Nearest names: {', '.join(folded[:3]) or 'none'}."
 

@@ -90,9 +90,9 @@ def _partly_quantized(path: Path, result: PrecisionMap) -> Iterator[MapFinding]:
     fused = group_by_key((fused_name(name), name) for name in result.modules)
     kept: list[str] = []
     for parts in fused.values():
-        quantized = [name for name in parts if is_quantized(result.modules[name].weight)]
-        if quantized and len(quantized) < len(parts):
-            kept += [name for name in parts if name not in quantized]
+        high = [name for name in parts if not is_quantized(result.modules[name].weight)]
+        if len(high) < len(parts):
+            kept += high
     if kept:
         text = f"{path}: vLLM does not load a fused layer with only some parts in high precision: {join_names(kept)}."
         yield MapFinding("part_of_a_layer", text, tuple(kept))

@@ -148,7 +148,7 @@ def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[
 def _patterns(config: Mapping[str, Any], match: Match, *keys: str) -> list[Rule]:
     """Return the rules of the ignore list below one of some keys, which mean the same."""
     given = {key: config[key] for key in keys if config.get(key) is not None}
-    if len({str(entries) for entries in given.values()}) > 1:
+    if len(set(map(str, given.values()))) > 1:
         raise MapError(f"{' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
     for key, entries in given.items():
         names = enumerate(validated(list[str], entries, key))

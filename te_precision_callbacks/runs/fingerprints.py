@@ -14,7 +14,6 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -247,7 +246,7 @@ def with_recipes(
             does not show this, since its last forward may have been an evaluation in another precision.
     """
     module_of = modules_by_layer(modules)
-    recipes: dict[str, tuple[int, RecipeFingerprint]] = {}
+    recipes: dict[str, RecipeFingerprint] = {}
     layers = []
     for layer in fingerprint.layers:
         in_force = None
@@ -260,9 +259,10 @@ def with_recipes(
         else:
             layers.append(replace(layer, recipe=None))
             continue
-        number, _ = recipes.setdefault(str(recipe), (len(recipes), recipe))
-        layers.append(replace(layer, recipe=number))
-    return replace(fingerprint, recipes=tuple(recipe for _, recipe in recipes.values()), layers=tuple(layers))
+        key = str(recipe)
+        recipes.setdefault(key, recipe)
+        layers.append(replace(layer, recipe=list(recipes).index(key)))
+    return replace(fingerprint, recipes=tuple(recipes.values()), layers=tuple(layers))
 
 
 def recipe_fingerprint(recipe: Any) -> RecipeFingerprint:
@@ -271,7 +271,9 @@ def recipe_fingerprint(recipe: Any) -> RecipeFingerprint:
     if dataclasses.is_dataclass(recipe):
         names |= {entry.name for entry in dataclasses.fields(recipe)}
     for base in type(recipe).__mro__:
-        names |= {name for name, value in vars(base).items() if not callable(value) and not hasattr(value, "__get__")}
+        for name, value in vars(base).items():
+            if not callable(value) and not hasattr(value, "__get__"):
+                names.add(name)
     public = sorted(name for name in names if not name.startswith("_"))
     return RecipeFingerprint(type(recipe).__name__, dict(_flat((name, getattr(recipe, name)) for name in public)))
 
@@ -304,11 +306,17 @@ def _states(module: torch.nn.Module, direction: str, layers: int) -> list[Scalin
 
 
 def _weights(module: Any, number: int) -> Weights:
-    weights = te_modules.of(module).weights(module, number)
-    local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
-    sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
-    quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]
-    names = [type(weight).__name__ for weight in quantized] or [str(weight.dtype).partition(".")[2] for weight in local]
+    sharded = getattr(module, "tp_size", 1) > 1
+    quantized = []
+    classes: dict[str, None] = {}
+    dtypes: dict[str, None] = {}
+    for weight in te_modules.of(module).weights(module, number):
+        sharded = sharded or hasattr(weight, "_local_tensor")
+        local = getattr(weight, "_local_tensor", weight)  # a DTensor holds its shard (torch 2.13)
+        dtypes[str(local.dtype).partition(".")[2]] = None
+        if not QUANTIZED.isdisjoint(class_names(local)):
+            quantized.append(local)
+            classes[type(local).__name__] = None
     hashes = {}
     for direction, columnwise in (("rowwise", False), ("columnwise", True)):
         parts: list[torch.Tensor] = []
@@ -319,7 +327,7 @@ def _weights(module: Any, number: int) -> Weights:
     kind: Literal["high", "quantized"] = "high"
     if quantized:
         kind = "quantized"
-    return Weights(kind, ", ".join(dict.fromkeys(names)), hashes, sharded)
+    return Weights(kind, ", ".join(classes or dtypes), hashes, sharded)
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
@@ -402,8 +410,11 @@ class ResumeReport:
     @property
     def without_scales(self) -> tuple[str, ...]:
         """The layers with lost scales, so that their first step used scales of 1."""
-        lost = [finding for finding in self.findings if finding.what.startswith((_MISSING, _UNSAVED, _ONES))]
-        return tuple(dict.fromkeys(chain(*(finding.layers for finding in lost))))
+        layers: dict[str, None] = {}
+        for finding in self.findings:
+            if finding.what.startswith((_MISSING, _UNSAVED, _ONES)):
+                layers |= dict.fromkeys(finding.layers)
+        return tuple(layers)
 
     def __str__(self) -> str:
         on = ""
@@ -416,7 +427,7 @@ class ResumeReport:
                 f" (run {self.run}). {rest}"
             )
         head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"
-        return "\n".join([f"{head} {self.run}):", *(f"- {finding}" for finding in self.findings), rest])
+        return "\n- ".join((f"{head} {self.run}):", *map(str, self.findings))) + f"\n{rest}"
 
 
 def for_log(report: ResumeReport) -> ResumeReport:
@@ -457,8 +468,13 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], missing: Any = None) -> str:
-    values = ((name, before.get(name, missing), now.get(name, missing)) for name in sorted({*before, *now}))
-    return ", ".join(f"{name} {old} -> {new}" for name, old, new in values if old != new)
+    changes = []
+    for name in sorted({*before, *now}):
+        old = before.get(name, missing)
+        new = now.get(name, missing)
+        if old != new:
+            changes.append(f"{name} {old} -> {new}")
+    return ", ".join(changes)
 
 
 def _differences(
@@ -521,9 +537,14 @@ def _scaling_differences(
 
 
 def unsaved_layers(fingerprint: Fingerprint) -> ResumeFinding | None:
-    has_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
-    lacking = tuple(layer.name for layer in has_state if layer.unsaved)
+    with_state = 0
+    lacking = []
+    for layer in fingerprint.layers:
+        if layer.forward is not None and not layer.forward.is_new:
+            with_state += 1
+            if layer.unsaved:
+                lacking.append(layer.name)
     what = "The checkpoint does not have the scales and amax histories of these layers"
     if lacking:
-        return ResumeFinding(what, lacking, all_layers=len(lacking) == len(has_state))
+        return ResumeFinding(what, tuple(lacking), all_layers=len(lacking) == with_state)
     return None

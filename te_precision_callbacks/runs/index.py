@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -33,6 +33,12 @@ class Subject(NamedTuple):
     gemm: str
     statistic: str
     rank: int | None
+
+
+def subjects_of(table: pa.Table) -> Iterator[Subject]:
+    columns = table.select(Subject._fields).to_pydict().values()
+    for *names, rank in zip(*columns, strict=True):
+        yield Subject._make((*(name or "" for name in names), rank))
 
 
 _SUMMARY = np.dtype(
@@ -107,8 +113,7 @@ class SeriesIndex:
         nothing = summaries["count"] == 0
         columns = [
             pa.array(np.arange(len(subjects), dtype=np.int32)),
-            *(pa.array(texts, pa.string()).dictionary_encode() for texts in _columns(subjects)),
-            pa.array([subject.rank for subject in subjects], pa.int32()),
+            *subject_columns(subjects),
             pa.array(summaries["count"]),
             pa.array(summaries["first"], mask=nothing),
             pa.array(summaries["last"], mask=nothing),
@@ -118,8 +123,13 @@ class SeriesIndex:
         return pa.Table.from_arrays(columns, schema=SERIES)
 
 
-def _columns(subjects: list[Subject]) -> list[list[str]]:
-    return [list(map(str, map(itemgetter(place), subjects))) for place in range(len(Subject._fields) - 1)]
+def subject_columns(subjects: Collection[tuple[str | int | None, ...]]) -> list[pa.Array]:
+    """Return a column for each field of :class:`Subject`. Dictionaries of names are in order of first appearance."""
+    columns = []
+    for place in range(len(Subject._fields) - 1):
+        names = list(map(str, map(itemgetter(place), subjects)))
+        columns.append(pa.array(names, pa.string()).dictionary_encode())
+    return [*columns, pa.array([rank for *_, rank in subjects], pa.int32())]
 
 
 def sort_by_series(table: pa.Table) -> pa.Table:

@@ -14,7 +14,7 @@ import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import pairwise, product, starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from te_precision_callbacks.runs.index import (
     SeriesIndex,
     Subject,
     sort_by_series,
+    subjects_of,
 )
 from te_precision_callbacks.runs.recorded import (
     NotARunError,
@@ -67,7 +68,6 @@ from te_precision_callbacks.runs.tables import (
     SCALARS,
     SCHEMA_VERSION,
     STEPS,
-    SUBJECT,
     UNREADABLE,
     VALUES,
     VECTORS,
@@ -160,7 +160,7 @@ def _launch_of(run: Path) -> tuple[object, ...]:
     launch = facts.get("launch")
     if launch:
         return (launch,)
-    return tuple(facts.get(name) for name in _PROCESS)
+    return tuple(map(facts.get, _PROCESS))
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
@@ -259,18 +259,18 @@ class _Reader:
     counts: dict[Path, Mapping[str, object]] = field(default_factory=dict)
 
     def run(self) -> RecordedRun:
-        segments = tuple(self._segment(number, folder) for number, folder in self.folders.items())
+        segments = tuple(starmap(self._segment, self.folders.items()))
         ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
         self._note_missing(segments, ranks)
         folders: list[tuple[int, Path]] = []
         for number, of_rank in ranks.items():
             folders += product([number], of_rank.values())
-        steps = []
-        scalars = []
+        steps: list[tuple[int, pa.Table]] = []
+        scalars: list[tuple[int, pa.Table]] = []
         events = []
         for number, rank in folders:
-            steps += [(number, table) for table in self._tables(rank, "steps", STEPS)]
-            scalars += [(number, table) for table in self._tables(rank, "scalars", SCALARS)]
+            steps += product([number], self._tables(rank, "steps", STEPS))
+            scalars += product([number], self._tables(rank, "scalars", SCALARS))
             events += self._tables(rank, "events", EVENTS)
         for number, table in (*steps, *scalars):
             self._note_span(number, table["iteration"].to_numpy())
@@ -409,7 +409,8 @@ class _Reader:
         columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
             numbers: dict[int, int] = {}
-            firsts: list[tuple[int, int]] = []  # of each file, with its interval
+            firsts: list[int] = []  # of each file
+            intervals: list[int] = []
             for file in self._files(folder, name):
                 table = self._load(file.path, columns, schema)
                 if table is None:
@@ -420,7 +421,8 @@ class _Reader:
                 if not len(table):
                     continue
                 iterations = table["iteration"].to_numpy()
-                firsts.append((int(iterations.min()), file.interval))
+                firsts.append(int(iterations.min()))
+                intervals.append(file.interval)
                 self._note_span(segment, iterations)
                 series = _translated(table["series"], numbers).to_numpy()
                 if "value" in columns:
@@ -430,9 +432,9 @@ class _Reader:
                     self.index.note(series, iterations)
             # The first and the last steps of a file may have been dropped.
             begin, last = self.spans.get(segment, (0, 0))
-            begins = [begin, *(first for first, _ in firsts[1:]), min(last + 1, self.ends[segment])]
+            begins = [begin, *firsts[1:], min(last + 1, self.ends[segment])]
             rank = int(folder.name.partition("-")[2])
-            for (start, stop), (_, interval) in zip(pairwise(begins), firsts, strict=False):
+            for (start, stop), interval in zip(pairwise(begins), intervals, strict=False):
                 if interval > 1:
                     self.thinned.append(Thinned(rank, name, start, stop - 1, interval))
         return listed
@@ -447,10 +449,8 @@ class _Reader:
         new = np.array([number not in rank_numbers for number in wanted.tolist()], bool)
         if not new.any():
             return
-        named = table.select([*(name for name, _ in SUBJECT), "rank"]).take(pa.array(rows[new]))
-        columns = [named[name].to_pylist() for name in named.column_names]
-        for number, *names, rank in zip(wanted[new].tolist(), *columns, strict=True):
-            rank_numbers[number] = self.index.number(Subject._make([*(name or "" for name in names), rank]))
+        subjects = subjects_of(table.select(Subject._fields).take(pa.array(rows[new])))
+        rank_numbers.update(zip(wanted[new].tolist(), map(self.index.number, subjects), strict=True))
 
     def _read(self, rows: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
         try:
@@ -496,7 +496,7 @@ class _Reader:
                 gemms += _renumber(tables, gemms)
                 for name, table in tables.items():
                     by_table[name].append(table)
-        by_table["states"] = [table for table in by_table["states"] if len(table)][-1:] or by_table["states"][:1]
+        by_table["states"] = list(filter(len, by_table["states"]))[-1:] or by_table["states"][:1]
         return {name: pa.concat_tables(tables).combine_chunks() for name, tables in by_table.items()}
 
     def _fact(self, folder: Path, name: str, following: int | None) -> pa.Table:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.index import Subject, subjects_of
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 
 
@@ -137,9 +137,9 @@ def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
     for table, kind in (("values", "statistics"), ("vectors", "histograms")):
         own = [part for part in thinned if (part.rank, part.table) == (ranks[0], table)]
         if own:
-            span = f"{min(part.first for part in own):,} to {max(part.last for part in own):,}"
-            intervals = sorted({part.every for part in own})
-            every = " to ".join(f"{interval:,}" for interval in sorted({intervals[0], intervals[-1]}))
+            _, _, firsts, lasts, intervals = zip(*own, strict=True)
+            span = f"{min(firsts):,} to {max(lasts):,}"
+            every = " to ".join(map("{:,}".format, sorted({min(intervals), max(intervals)})))
             extremes = ""
             if table == "values":
                 extremes = ", and the lowest and highest value of each series"
@@ -278,12 +278,7 @@ class RecordedRun:
 
     @cached_property
     def subjects(self) -> list[Subject]:
-        columns = (self.series[name].to_pylist() for name in Subject._fields)
-        subjects = []
-        for *texts, rank in zip(*columns, strict=True):
-            names = [text or "" for text in texts]
-            subjects.append(Subject._make((*names, rank)))
-        return subjects
+        return list(subjects_of(self.series))
 
     @cached_property
     def curves(self) -> dict[str, Curve]:

@@ -78,8 +78,12 @@ def ranks_of(segment: Path) -> dict[int, Path]:
 
 
 def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
-    entries = ((name.fullmatch(entry.name), entry) for entry in folder.iterdir() if entry.is_dir())
-    return dict(sorted((int(match[1]), entry) for match, entry in entries if match is not None))
+    folders = {}
+    for entry in sorted(folder.iterdir()):
+        match = name.fullmatch(entry.name)
+        if match and entry.is_dir():
+            folders[int(match[1])] = entry
+    return dict(sorted(folders.items()))
 
 
 def make_segment(run: Path) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from te_precision_callbacks.runs.index import subject_columns
 from te_precision_callbacks.runs.recorded import Status
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
@@ -71,10 +72,7 @@ class _SeriesNames:
 
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
         if not self._columns or len(self._columns[0]) < len(self._numbers):
-            *subjects, ranks = zip(*self._numbers, strict=True)
-            # In order of first appearance, so that the dictionaries of a stream only grow.
-            self._columns = [pa.array(texts, pa.string()).dictionary_encode() for texts in subjects]
-            self._columns.append(pa.array(ranks, pa.int32()))
+            self._columns = subject_columns(self._numbers)  # the dictionaries of a stream only grow
         rows = pa.array(series, pa.int32())
         return [column.take(rows) for column in self._columns]
 

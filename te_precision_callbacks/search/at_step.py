@@ -78,5 +78,8 @@ class SearchAtStep:
         result = self.result
         for line in (f"In high precision: {', '.join(result.high) or 'nothing'}.", *result.describe()):
             _logger.info("%s", line)
-        metrics = {"low_share": result.low_share, "cosine": result.effect.cosine, "cosine_low": result.all_low.cosine}
-        return {f"te_search/{name}": value for name, value in metrics.items()}
+        return {
+            "te_search/low_share": result.low_share,
+            "te_search/cosine": result.effect.cosine,
+            "te_search/cosine_low": result.all_low.cosine,
+        }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -218,8 +218,12 @@ def _means(sums: torch.Tensor) -> tuple[float, float, float]:
     return float(error), float(cosine), float(norm)
 
 
-def _version_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    return None if gradient is None else (id(gradient), gradient._version)
+def _gradient_versions(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, int] | None]:
+    versions: list[tuple[int, int] | None] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        versions.append(None if gradient is None else (id(gradient), gradient._version))
+    return versions
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,7 +244,7 @@ def mean_over_ranks(values: torch.Tensor) -> Any:
 def run_closure(closure: Closure, batch: Any, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     """Call the closure; raises a SearchError if it fails, steps the optimizer, runs the backward, or gives no loss."""
     before = [parameter._version for parameter in parameters]
-    gradients = [_version_of(parameter.grad) for parameter in parameters]
+    gradients = _gradient_versions(parameters)
     try:
         loss = closure(batch)
     except (torch.OutOfMemoryError, PrecisionDebugError):
@@ -253,7 +257,7 @@ def run_closure(closure: Closure, batch: Any, parameters: Sequence[torch.nn.Para
             f"The closure changed {len(changed)} of {len(parameters)} parameters: it must not step the optimizer."
             " Return the loss of the batch; the search runs the backward and, to confirm, steps optimizer=."
         )
-    if gradients != [_version_of(parameter.grad) for parameter in parameters]:
+    if gradients != _gradient_versions(parameters):
         raise SearchError("The closure ran the backward. Return the loss of the batch; the search runs the backward.")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise SearchError(

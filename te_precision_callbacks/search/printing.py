@@ -43,7 +43,7 @@ def show(result: SearchResult, folder: Path) -> None:
         for line in result.describe():
             terminal.show_text(line, hanging=2)
     terminal.show_notes(result.notes)
-    terminal.show_text(f"Written: {', '.join(sorted(str(path) for path in folder.glob('*')))}.")
+    terminal.show_text(f"Written: {', '.join(sorted(map(str, folder.glob('*'))))}.")
 
 
 def _effect(effect: GradientEffect) -> str:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import name_of_recipe
 from te_precision_callbacks.check.factory import format_failure
@@ -172,7 +173,7 @@ def search(
             raise OptionError(f"{name}={value} must be {least} or more.")
     if optimizer is None:
         seeds = 0
-    elif set(itertools.chain(*(group["params"] for group in optimizer.param_groups))).isdisjoint(model.parameters()):
+    elif set(held_ids(optimizer)).isdisjoint(map(id, model.parameters())):
         raise SearchError("optimizer= has no parameter of the model, so short trainings would change nothing.")
     for pattern in together:
         try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.search.measuring import GradientEffect
@@ -29,8 +29,11 @@ class Costs:
     """
 
     def __init__(self, products: Sequence[Product], recipe: str, device: Device | None) -> None:
-        self._layers = group_by_key((product.layer, product) for product in products)
-        self._macs: dict[tuple[str, str], int] = {(product.layer, product.gemm): product.macs for product in products}
+        self._layers: dict[str, list[Product]] = defaultdict(list)
+        self._macs: dict[tuple[str, str], int] = {}
+        for product in products:
+            self._layers[product.layer].append(product)
+            self._macs[product.layer, product.gemm] = product.macs
         self._recipe = recipe
         self._device = device
         self._all_low: dict[str, float] = {}
@@ -144,11 +147,12 @@ def frontier(measured: Sequence[MeasuredGroup], all_low: GradientEffect, costs: 
         return cost <= 0, entry.effect.error / max(cost, 1e-12)
 
     order = sorted(leaves, key=value, reverse=True)
-    total = sum(entry.effect.error for entry in order) or 1.0
+    errors = [entry.effect.error for entry in order]
+    total = sum(errors) or 1.0
     points = []
     for count in range(len(order) + 1):
         choice = merged("", (entry.group for entry in order[:count])).switches
-        left = all_low.error * sum(entry.effect.error for entry in order[count:]) / total
+        left = all_low.error * sum(errors[count:]) / total
         kept = order[count - 1].group.name if count else ""
         points.append(Point(kept, choice, costs.low_share(choice), costs.extra_ms(choice), left))
     return points

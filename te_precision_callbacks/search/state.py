@@ -36,7 +36,7 @@ class TrainingState:
             self._optimizer_state = {key: dict(entry) for key, entry in optimizer.state.items()}
             for entry in self._optimizer_state.values():
                 tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
-            self._groups = [_options(group) for group in optimizer.param_groups]
+            self._groups = list(map(_options, optimizer.param_groups))
         self._tensors = {tensor: tensor.detach().to("cpu", copy=True) for tensor in tensors}
         self._generators: dict[Callable[[Any], object], Any] = {
             random.setstate: random.getstate(),

@@ -54,7 +54,7 @@ def sweep(
     splits: dict[str, Callable[[LayerGroup], list[LayerGroup]]] = {"block": lambda block: blocks[block.name]}
     if by_gemm:
         splits |= {"layer": split_by_gemm, "gemm": split_by_operand}
-    groups = [merged(name, members) for name, members in blocks.items()]
+    groups = list(map(merged, blocks, blocks.values()))
     measured: list[MeasuredGroup] = []
     parents: list[int] = []
     for level in ("block", "layer", "gemm", "operand"):

@@ -75,15 +75,18 @@ class Units:
     def __init__(self, model: Model) -> None:
         if not isinstance(model, torch.nn.Module):
             raise SearchError("A search needs a single model, a torch.nn.Module.")
-        operations = list(itertools.chain(*(operation.names for operation in named_operations(model))))
+        operations: list[str] = []
+        for operation in named_operations(model):
+            operations += operation.names
         if operations:
             raise SearchError(f"A search cannot switch operations of te.ops: {', '.join(operations[:3])}.")
         modules = named_te_modules(model)
         if not modules:
             raise SearchError("The model has no layers of Transformer Engine, so there is nothing to search.")
+        self.modules: dict[str, torch.nn.Module] = {}
         for entry in modules:
             _require_plain(entry.module, entry.name)
-        self.modules = {entry.name: entry.module for entry in modules}
+            self.modules[entry.name] = entry.module
         self._names = [(module, module.name) for module in model.modules() if "name" in vars(module)]
         assign_names(model)
         self.all: dict[str, Unit] = {}
@@ -91,11 +94,15 @@ class Units:
         for entry in modules:
             module: Any = entry.module
             row = te_modules.of(module)
-            parts = [module.name] if row.groups else [module.name + part for part in row.layers(module)]
-            of_part = [entry.names] if row.groups else [(name,) for name in entry.names]
-            for name, layers in zip(parts, of_part, strict=True):
+            parts: dict[str, tuple[str, ...]] = {}
+            if row.groups:
+                parts[module.name] = entry.names
+            else:
+                for part, layer in zip(row.layers(module), entry.names, strict=True):
+                    parts[module.name + part] = (layer,)
+            for name, layers in parts.items():
                 self.all[name] = Unit(name, layers, entry.name)
-            self._parts[module] = parts
+            self._parts[module] = list(parts)
         self.switches: Choice = frozenset(itertools.product(self.all, GEMMS))
 
     def restore(self) -> None:
@@ -166,7 +173,7 @@ class Units:
                 handle.remove()
         products = []
         for name, sizes in calls.items():
-            macs = sum(math.prod(size) for size in sizes)
+            macs = sum(map(math.prod, sizes))
             for gemm, (n, m, k) in gemm_sizes(*max(sizes)).items():
                 if (name, gemm) in left_out:
                     continue

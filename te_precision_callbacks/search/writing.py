@@ -109,8 +109,9 @@ def write_megatron(path: Path, choice: Choice, units: Units, low: Any) -> list[s
     path.write_text(yaml.safe_dump({"configs": {"high_precision": config}, "matchers": matchers}, sort_keys=False))
     modules = [Module(name, "", True, class_names(module)) for name, module in units.modules.items()]
     read = open_map(path, modules=modules, around=Surroundings(recipe=name_of_recipe(low)))
-    known = [name for name in wanted if name in read.modules]
-    wrong = [name for name in known if is_quantized(read.modules[name].weight) == (name in kept)]
+    wrong = [
+        name for name in wanted if name in read.modules and is_quantized(read.modules[name].weight) == (name in kept)
+    ]
     if wrong or read.findings:
         problem = "; ".join(finding.text for finding in read.findings) or ", ".join(wrong[:4])
         raise SearchError(f"{path} does not express the choice: {problem}. Use {RECIPE} instead.")

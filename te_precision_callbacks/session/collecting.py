@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from array import array
@@ -110,13 +109,20 @@ class StepCollector:
             values = self._scalars.read()
             table = results.series
             own = [table.intern(*parse_log_name(name, self._layers.names)) for name in names]
-            series = np.concatenate([*(part.series for part in measured), np.array(own, dtype=np.int32)])
-            numbers = np.concatenate([*(part.values for part in measured), np.array(values)])
-            histograms = dict(itertools.chain.from_iterable(part.histograms.items() for part in measured))
+            local = self._is_local
+            all_series = []
+            all_values = []
+            histograms: dict[int, tuple[float, ...]] = {}
+            for part in measured:
+                local = local or part.local
+                all_series.append(part.series)
+                all_values.append(part.values)
+                histograms |= part.histograms
+            series = np.concatenate([*all_series, np.array(own, dtype=np.int32)])
+            numbers = np.concatenate([*all_values, np.array(values)])
         except Exception as error:
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
-        local = self._is_local or any(part.local for part in measured)
         # When ranks are disconnected, sinks get the first rank's values; at the end, each rank writes its remainder.
         left_to_first = local and not ending.is_remainder and not ranks.leads
         reduced = len(series) - len(own) if left_to_first or (ranks.several and not local) else 0

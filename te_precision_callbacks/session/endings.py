@@ -287,7 +287,7 @@ class ClosingReport:
             speed="" if trace is None else shell_command("te-precision", "speed", run_folder),
             ended_by="" if error is None else summarize_error(error),
         )
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.write("\n".join((*lines, "")))
 
 
 def summarize_error(error: BaseException) -> str:
@@ -343,4 +343,4 @@ def closing_lines(
     lines += [f"  {finding.severity}: {finding}" for finding in shown]
     if len(shown) < len(findings):
         lines.append(f"  and {len(findings) - len(shown)} more{'' if remedy or not diagnose else f': {diagnose}'}")
-    return [visible(line) for line in (*lines, *ran, *last)]
+    return list(map(visible, (*lines, *ran, *last)))

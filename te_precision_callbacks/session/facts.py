@@ -217,10 +217,12 @@ class RunFacts:
         weights = self._weights()
         families: dict[str, str] = {}
         since: dict[str, int] = {}
+        names = set()
         for row in gemms:
             families.setdefault(row["layer"], row["family"])
             since[row["layer"]] = min(row["since"], since.get(row["layer"], row["since"]))
         for info in infos:
+            names.add(info.name)
             yield {
                 "scope": info.scope,
                 "layer": info.name,
@@ -234,7 +236,6 @@ class RunFacts:
                 "sections": list(info.sections),
                 "since": begin,
             }
-        names = {info.name for info in infos}
         for layer in self._model.layers.other_ranks_products:
             if layer.name not in names:
                 names.add(layer.name)
@@ -249,15 +250,16 @@ class RunFacts:
         for named in self._model.layers.modules:
             row = te_modules.of(named.module)
             for number, layer in enumerate(named.layers):
-                parts = row.weights(named.module, number)
-                weights = [getattr(weight, "_local_tensor", weight) for weight in parts]
-                quantized = any(not QUANTIZED.isdisjoint(class_names(weight)) for weight in weights)
-                dtypes = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in weights)
-                columns[layer.name] = {
-                    "params": sum(weight.numel() for weight in weights),
-                    "weight_dtype": ", ".join(dtypes),
-                    "primary_weights": "quantized" if quantized else "high",
-                }
+                params = 0
+                dtypes: dict[str, None] = {}
+                kind = "high"
+                for weight in row.weights(named.module, number):
+                    local = getattr(weight, "_local_tensor", weight)
+                    params += local.numel()
+                    dtypes[str(local.dtype).partition(".")[2]] = None
+                    if not QUANTIZED.isdisjoint(class_names(local)):
+                        kind = "quantized"
+                columns[layer.name] = {"params": params, "weight_dtype": ", ".join(dtypes), "primary_weights": kind}
         return columns
 
     def _products(self, precision: Iterable[GemmPrecision]) -> tuple[list[Row], list[Row]]:

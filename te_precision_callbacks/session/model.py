@@ -222,8 +222,10 @@ class ObservedModel:
         planned = self._plan(model)
         sections = flat_config(options.config.enabled_sections, planned.sections)
         config = {"layer_names": repr(options.layer_names), **sections}
-        agreed = {name: getattr(options, name) for name in ("strict", "debug", "require", "early_steps")}
-        require_equal({**config, **{name: repr(value) for name, value in agreed.items()}}, inspector.iteration, ranks)
+        agreed = dict(config)
+        for name in ("strict", "debug", "require", "early_steps"):
+            agreed[name] = repr(getattr(options, name))
+        require_equal(agreed, inspector.iteration, ranks)
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with only activation overflow detection" if watched else "without precision debugging"
@@ -259,10 +261,10 @@ class ObservedModel:
         fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_observes)
         stay = [key for key, changed in fused.items() if not changed]
         own_plan = self._refused.leave(own_plan, model, modules, effects, stay)
-        refused = self._refused.modules
-        left = {named.name for named in modules if id(named.module) in refused}
-        not_fused = {name: why for name, why in not_fused.items() if name not in left}
-        fused = {key: changed for key, changed in fused.items() if key not in refused}
+        for named in modules:
+            if id(named.module) in self._refused.modules:
+                fused.pop(id(named.module), None)
+                not_fused.pop(named.name, None)
         return _Planned(own_plan, sections, fused, not_fused)
 
     def layers_of(self, names: Iterable[str]) -> list[str]:
@@ -342,9 +344,8 @@ class ObservedModel:
                 yield names[id(module)], module
 
     def holds(self, *modules: torch.nn.Module | None) -> bool:
-        asked = set(map(id, modules))
         held = itertools.chain.from_iterable(root.modules() for root in self.roots)
-        return any(id(module) in asked for module in held)
+        return not set(map(id, modules)).isdisjoint(map(id, held))
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return itertools.chain.from_iterable(root.parameters() for root in self.roots)
@@ -362,8 +363,7 @@ class ObservedModel:
                         yield f"{path}.{own}" if path else own, parameter, module
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = set(held_ids(optimizer))
-        return any(id(parameter) in held for parameter in self.parameters())
+        return not set(held_ids(optimizer)).isdisjoint(map(id, self.parameters()))
 
     def end_step(self) -> None:
         self.hooks.end_step()
@@ -414,8 +414,9 @@ class ObservedModel:
         unobserved: dict[str, str] = {}
         for named in self.layers.modules if reasons else ():
             if id(named.module) in reasons:
-                names = (name for name in named.names if name not in observed and not self._refused.why(name))
-                unobserved |= dict.fromkeys(names, reasons[id(named.module)])
+                for name in named.names:
+                    if name not in observed and not self._refused.why(name):
+                        unobserved[name] = reasons[id(named.module)]
         if unobserved != self._unobserved:
             self._unobserved = unobserved
             self._results.coverage.put_unobserved(unobserved)

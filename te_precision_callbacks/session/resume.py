@@ -156,8 +156,12 @@ class ResumeAudit:
     def _modules(self) -> Sequence[NamedModule]:
         if self._model is not None:
             return self._model.layers.modules
-        there = ((reference(), name, layers) for reference, name, layers in self._left)
-        return [NamedModule(module, name, layers) for module, name, layers in there if module is not None]
+        modules = []
+        for reference, name, layers in self._left:
+            module = reference()
+            if module is not None:
+                modules.append(NamedModule(module, name, layers))
+        return modules
 
     # ------------------------------------------------------------------ restoring
 
@@ -315,7 +319,7 @@ class ResumedLoss:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.restored = [float(loss) for loss in state.get("losses", ())]
+        self.restored = list(map(float, state.get("losses", ())))
         self._recent = deque(self.restored, _KEPT)
 
     def take_restored(self, values: Mapping[str, Any]) -> list[float]:

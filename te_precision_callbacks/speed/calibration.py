@@ -8,6 +8,7 @@ reference backend; those times are never used for a GPU.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import statistics
 import time
@@ -96,8 +97,8 @@ def gemm_key(shape: Shape, recipe: str) -> str:
 
 
 def cast_key(recipe: str, operand: str, rows: int, columns: int, directions: tuple[bool, bool]) -> str:
-    words = [word for word, wanted in zip(("rowwise", "columnwise"), directions, strict=True) if wanted]
-    return f"cast {recipe} {operand} {rows}x{columns} {'+'.join(words)}"
+    words = "+".join(itertools.compress(("rowwise", "columnwise"), directions))
+    return f"cast {recipe} {operand} {rows}x{columns} {words}"
 
 
 def calibrate(

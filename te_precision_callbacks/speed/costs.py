@@ -167,8 +167,10 @@ def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, 
     for operand in get_args(OperandName):
         rowwise = ROWWISE[operand]
         columnwise = COLUMNWISE[operand]
-        first = next((gemm for gemm in (rowwise, columnwise) if gemm in low), None)
-        if first is not None:
+        first = columnwise
+        if rowwise in low:
+            first = rowwise
+        if first in low:
             with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
             yield operand, first, (with_rows, columnwise in low)
 

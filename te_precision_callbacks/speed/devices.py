@@ -206,7 +206,10 @@ def device_named(name: str) -> Device:
 
 def device_reported(name: str) -> Device | None:
     """Return the device with this name in ``torch.cuda.get_device_name``; None if unknown."""
-    return next((device for device in known_devices().values() if name in device.reported_as), None)
+    for device in known_devices().values():
+        if name in device.reported_as:
+            return device
+    return None
 
 
 def _from_file(path: Path) -> Device:

@@ -16,7 +16,7 @@ from typing import Any
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
-from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage
+from te_precision_callbacks.coverage.coverage import REMEDIES, Coverage, Product, Reason
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.layers.folding import fold_for_sentence, form_of
 from te_precision_callbacks.speed.calibration import Calibration
@@ -197,16 +197,24 @@ def _layers_of(times: Iterable[ProductTime]) -> list[str]:
 
 
 def _low_and_cast_ms(times: Sequence[ProductTime]) -> tuple[float, float]:
-    return sum(time.low_ms for time in times), sum(time.cast_ms for time in times)
+    low_ms = 0.0
+    cast_ms = 0.0
+    for time in times:
+        low_ms += time.low_ms
+        cast_ms += time.cast_ms
+    return low_ms, cast_ms
 
 
 def _use_low_precision(
     times: Sequence[ProductTime], device: Device, recipe: str, table: Calibration | None
 ) -> Iterator[Advice]:
-    in_high = (time.product for time in times if not time.recipe and time.gemm in GEMMS)
-    of_reason = ((p.reason, p) for p in in_high if p.reason is not None and p.reason in REMEDIES)
-    for reason, products in group_by_key(of_reason).items():
-        in_low = time_products([(product, recipe) for product in products], device, table=table)
+    in_high: dict[Reason, list[tuple[Product, str]]] = defaultdict(list)
+    for time in times:
+        reason = time.product.reason
+        if reason is not None and reason in REMEDIES and not time.recipe and time.gemm in GEMMS:
+            in_high[reason].append((time.product, recipe))
+    for reason, products in in_high.items():
+        in_low = time_products(products, device, table=table)
         without_gain = layers_without_gain(in_low)
         better = [time for time in in_low if time.layer not in without_gain]
         if not better:
@@ -267,11 +275,11 @@ def layer_rows(speed: StepSpeed, measured: Mapping[str, float] | None = None) ->
     layers = group_by_key((time.layer, time) for time in speed.times)
     groups: dict[object, list[str]] = defaultdict(list)
     for name, times in layers.items():
-        products = ((time, time.product) for time in times)
-        kind = tuple(
-            (t.gemm, p.backward, t.shape, p.calls, t.recipe, t.source, p.why, p.mask_share) for t, p in products
-        )
-        groups[form_of(name), kind].append(name)
+        kind = []
+        for t in times:
+            p = t.product
+            kind.append((t.gemm, p.backward, t.shape, p.calls, t.recipe, t.source, p.why, p.mask_share))
+        groups[form_of(name), tuple(kind)].append(name)
     rows = []
     for names in groups.values():
         times = layers[names[0]]
@@ -311,17 +319,22 @@ def _reasons(time: ProductTime) -> Iterable[str]:
 
 
 def _notes(times: Sequence[ProductTime], device: Device) -> Iterable[str]:
-    if not device.is_measured and any(time.is_low and time.source == "model" for time in times):
+    unknown = 0
+    wide = 0
+    has_modeled = False
+    for time in times:
+        unknown += math.isnan(time.low_ms)
+        wide += not time.recipe and time.product.precision not in ("bf16", "fp16", "")
+        has_modeled |= time.is_low and time.source == "model"
+    if has_modeled and not device.is_measured:
         yield (
             f"The constants of the cost model were measured on {device.fitted.measured_on}, not on {device.title}, so"
             " the intervals are wider. Use --calibrate to measure on the GPU itself."
         )
-    unknown = sum(math.isnan(time.low_ms) for time in times)
     if unknown:
         yield (
             f"The cost of {many(unknown, 'product')} in low precision is unknown (attention, products without a"
             " weight, or an unknown FP8 recipe) and not in the totals."
         )
-    wide = sum(not time.recipe and time.product.precision not in ("bf16", "fp16", "") for time in times)
     if wide:
         yield f"{many(wide, 'product')} in FP32 or FP64: timed as BF16, but slower."

@@ -204,7 +204,8 @@ def time_products(
         if kind not in cache:
             casts = _casts_of_layer(layer, device, table)
             cache[kind] = [_time_of(p, recipe, *casts.get(p.gemm, (0.0, 0.0)), device, table) for p, recipe in layer]
-        times += [replace(time, product=product) for time, (product, _) in zip(cache[kind], layer, strict=True)]
+        for time, (product, _) in zip(cache[kind], layer, strict=True):
+            times.append(replace(time, product=product))
     return times
 
 
@@ -266,10 +267,16 @@ def _calls_of(product: Product) -> float:
 def _casts_of_layer(
     layer: Iterable[tuple[Product, str]], device: Device, table: Calibration | None
 ) -> dict[str, tuple[float, float | None]]:
-    low = {product.gemm: (product, recipe) for product, recipe in layer if recipe in RECIPES and product.gemm in GEMMS}
+    products: dict[str, Product] = {}
+    recipes: dict[str, str] = {}
+    for product, recipe in layer:
+        if recipe in RECIPES and product.gemm in GEMMS:
+            products[product.gemm] = product
+            recipes[product.gemm] = recipe
     casts: dict[str, tuple[float, float | None]] = {}
-    for operand, first, directions in cast_users({gemm: recipe for gemm, (_, recipe) in low.items()}):
-        product, recipe = low[first]
+    for operand, first, directions in cast_users(recipes):
+        product = products[first]
+        recipe = recipes[first]
         device.check_recipe(recipe)
         rows, columns = operand_sizes(operand, first, shape_of(product))
         calls = 1.0

@@ -183,7 +183,7 @@ def plan_memory(
             planner.plan_torch_linear(paths[id(module)], module)
     for operation in named_operations(model):
         planner.not_planned |= dict.fromkeys(operation.names, "operations of te.ops are not planned.")
-    texts = {recipe_text(chosen) for chosen in (recipe, *planner.recipes.values())} - {""}
+    texts = set(map(recipe_text, (recipe, *planner.recipes.values()))) - {""}
     notes = []
     if tokens is None and calls is None:
         notes.append(
@@ -437,12 +437,11 @@ def show(memory: Memory) -> None:
     table = terminal.table("", "planned", "in high precision", "added")
     for column in table.columns[1:]:
         column.justify = "right"
-    kinds = [(KINDS[kind], sums) for kind, sums in memory.by_kind().items()]
-    for name, (low, high) in [*kinds, ("all on the device", memory.bytes())]:
+    for kind, (low, high) in {**memory.by_kind(), "all on the device": memory.bytes()}.items():
         added = size(low - high)
         if low > high:
             added = f"+{added}"
-        table.add_row(*map(terminal.cell, (name, size(low), size(high), added)))
+        table.add_row(*map(terminal.cell, (KINDS.get(kind, kind), size(low), size(high), added)))
     terminal.show(table)
     for lives, text in _LIVES.items():
         change = memory.added(lives=lives)

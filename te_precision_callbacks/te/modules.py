@@ -74,8 +74,11 @@ class ModuleRow(NamedTuple):
     def features(self, module: Any) -> list[tuple[int, int]]:
         """Return in_features and out_features of each layer on this rank."""
         if self.parameters:
-            shapes = [getattr(module, name).shape for name in self.parameters]
-            return [(in_features, out_features) for out_features, in_features in shapes]
+            sizes = []
+            for name in self.parameters:
+                out_features, in_features = getattr(module, name).shape
+                sizes.append((in_features, out_features))
+            return sizes
         return [(module.in_features, module.out_features)] * len(self.layers(module))
 
     def tokens(self, module: Any, rows: int, splits: Sequence[Any] | None, *, in_backward: bool = False) -> list[int]:
@@ -86,7 +89,7 @@ class ModuleRow(NamedTuple):
         """
         count = len(self.layers(module))
         if self.groups:
-            return [int(tokens) for tokens in splits or [0] * count]
+            return list(map(int, splits or [0] * count))
         # With sequence parallelism, the operand that is not split over features is split over tokens.
         is_split = module.sequence_parallel and (
             self.is_mlp or module.parallel_mode == ("row" if in_backward else "column")
@@ -166,7 +169,11 @@ def _cached(function: Callable[[type], ResultT]) -> Callable[[type], ResultT]:
 @_cached
 def find(kind: type) -> ModuleRow | None:
     """Return the row of a class; None for a class without known GEMMs."""
-    return next((row for base in kind.__mro__ if (row := _ROWS.get(f"{base.__module__}.{base.__name__}"))), None)
+    for base in kind.__mro__:
+        row = _ROWS.get(f"{base.__module__}.{base.__name__}")
+        if row is not None:
+            return row
+    return None
 
 
 def of(module: torch.nn.Module) -> ModuleRow:

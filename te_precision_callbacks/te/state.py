@@ -166,9 +166,11 @@ class CapturedPrecision(NamedTuple):
     @classmethod
     def of(cls, layers: Collection[Any]) -> CapturedPrecision:
         """Read the precision that modules and operations have now."""
-        metas = [meta_of(layer) for layer in layers if getattr(layer, "fp8", True)]
-        states = [meta[FORWARD] for meta in metas if FORWARD in meta]
-        return cls(bool(states), next(iter(states), None))
+        for layer in layers:
+            meta = meta_of(layer)
+            if getattr(layer, "fp8", True) and FORWARD in meta:
+                return cls(True, meta[FORWARD])
+        return cls(False, None)
 
     @property
     def matches_current_recipe(self) -> bool:

@@ -112,11 +112,14 @@ def recipes_here() -> dict[str, Any]:
 
     emulated = "reference backend at {}.{}".format(*target.capability())
     place = emulated if reference.is_installed() else "this GPU"
+    refusals = {}
     try:
-        answers = {name: getattr(quantization, row.check)() for name, row in RECIPES.items()}
+        for recipe, row in RECIPES.items():
+            runs, why = getattr(quantization, row.check)()
+            if not runs:
+                refusals[recipe] = why
     except Exception as error:  # a compiled build without a GPU, for example
         return dataclasses.asdict(Recipes(place, failure=f"{type(error).__name__}: {error}"))
-    refusals = {recipe: why for recipe, (runs, why) in answers.items() if not runs}
     return dataclasses.asdict(Recipes(place, refusals))
 
 
@@ -169,7 +172,9 @@ def examine(log_dir: Path) -> Machine:
 
 def log_folder(folder: Path) -> LogFolder:
     path = folder.expanduser().absolute()
-    place = next(parent for parent in (path, *path.parents) if parent.exists())
+    place = path
+    while not place.exists():
+        place = place.parent
     why_not_writable = ""
     try:
         if not place.is_dir():

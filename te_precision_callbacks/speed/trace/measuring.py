@@ -210,7 +210,10 @@ _OPERATORS: tuple[_Row, ...] = (
 
 
 def _first(rows: tuple[_Row, ...], name: str) -> NamedKernel | None:
-    return next((NamedKernel(row.kind, row.format) for row in rows if re.search(row.pattern, name)), None)
+    for row in rows:
+        if re.search(row.pattern, name):
+            return NamedKernel(row.kind, row.format)
+    return None
 
 
 @functools.cache
@@ -352,12 +355,15 @@ def _rows(work: Mapping[TraceEvent, NamedKernel], steps: int) -> tuple[MeasuredP
 def _notes(trace: Trace, work: Mapping[TraceEvent, NamedKernel]) -> Iterable[str]:
     if not trace.kernels:
         yield "The trace has no GPU events, so the times are of operators on the host."
-    products = [event for event, known in work.items() if known.kind in ("gemm", "attention")]
-    without = sum(not event.context.layer for event in products)
+    products = 0
+    without = 0
+    for event, known in work.items():
+        if known.kind in ("gemm", "attention"):
+            products += 1
+            without += not event.context.layer
     if without:
         yield (
-            f"{without} of {len(products)} GEMM and attention kernels ran outside of all ranges: their layers are"
-            " unknown."
+            f"{without} of {products} GEMM and attention kernels ran outside of all ranges: their layers are unknown."
         )
 
 
@@ -380,7 +386,7 @@ def _show_kinds(step: MeasuredStep) -> None:
     passes: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in step.products:
         passes[row.kind, row.format][row.of_pass or "other"] += row.ms
-    known = {row.of_pass or "other" for row in step.products}
+    known = set[str]().union(*passes.values())
     columns = [name for name in _PASSES if name in known]
     rows = []
     for (kind, form), ms in step.by_kind().items():
