@@ -9,8 +9,8 @@ processor time.
 statistics  The model of examples/byte_lm.py trains in FP8, with all six tensors of all of its layers watched in every
             step. On the debug path, the other side is the same YAML under plain nvidia-dlfw-inspect and Transformer
             Engine's feature folder, to the end of debug_api.step(); both write their statistics to a file. On the fused
-            path all tensors are watched but the output of fc1 and the dgrad of fc2; the results of norms and of
-            activation functions, which are written in FP8 alone, are computed once more.
+            path all tensors are watched but the output of fc1 and the dgrad of fc2; on a GPU, the results of norms and
+            of activation functions, which are written in FP8 alone, are computed once more.
 default     The default config, for a Llama of transformers that Accelerate has converted: start, first step and stop
             together; a collection step; five other steps.
 watch       A step that is no collection step, for the same model: processor time of the session's own functions, as a
