@@ -361,6 +361,7 @@ class ParameterWatch:
         self._is_due = True
         self._has_sampled = False
         self._has_begun = False
+        self._has_updated = False
 
     def begin(self, iteration: int) -> None:
         if not self._has_begun:
@@ -393,6 +394,7 @@ class ParameterWatch:
                 rate = group.get("lr", 1.0)
                 if isinstance(rate, torch.Tensor) or rate:
                     self.last_update = iteration
+                    self._has_updated = True
                 if isinstance(rate, (int, float)):
                     rates.append(float(rate))
             self._rises += self._schedules.setdefault(optimizer, _Schedule()).note(rates, iteration)
@@ -704,6 +706,9 @@ class ParameterWatch:
             if (reference.shape, reference.dtype) != (codes.shape, codes.dtype):
                 parameter.note_changed(self._iteration, 1.0)
                 return
+            rate = held.group.get("lr")
+            if isinstance(rate, float) and rate == 0:
+                parameter.still = (self._iteration, -1)  # up to now, nothing had to change it
             note = functools.partial(parameter.note_changed, self._iteration)
             self._batches.add("changed", torch.ne, (codes, reference), note)
         if gradient is not None and (now := sample(parameter.weight)) is not None:
@@ -818,8 +823,9 @@ class ParameterWatch:
 
     # ------------------------------------------------------------------ problems
 
-    def _new_problems(self) -> list[Problem]:
-        problems = [problem for problem in self._problems() if (problem.what, problem.name) not in self._reported]
+    def _new_problems(self, *, at_last: bool = False) -> list[Problem]:
+        found = self._problems(at_last=at_last)
+        problems = [problem for problem in found if (problem.what, problem.name) not in self._reported]
         self._reported.update((problem.what, problem.name) for problem in problems)
         self._arrived.clear()
         without = [parameter for parameter, _ in self._without_gradient()]
@@ -844,7 +850,7 @@ class ParameterWatch:
     def _held_parameters(self) -> set[int]:
         return {id(entry.parameter) for _, held in self._held.values() for entry in held}
 
-    def _problems(self) -> Iterator[Problem]:
+    def _problems(self, *, at_last: bool) -> Iterator[Problem]:
         without = self._without_gradient()
         similar = Counter(
             form_of(parameter.name) for parameter in self._parameters.values() if parameter.has_gradient and without
@@ -877,8 +883,9 @@ class ParameterWatch:
             if parameter.writes.found is not None:
                 what, since, of_sample = parameter.writes.found
                 yield Problem(what, parameter.name, since, of_sample)
-        if self._optimizer_steps and self._ended - self.last_update >= UNSTEPPED:
-            yield Problem("unstepped", "", self.last_update + 1, self._ended - self.last_update)
+        steps = self._ended - self.last_update
+        if self._optimizer_steps and (steps >= UNSTEPPED or (at_last and steps >= SPAN and not self._has_updated)):
+            yield Problem("unstepped", "", self.last_update + self._has_updated, steps)
         for schedule in self._schedules.values():
             if schedule.rises_again and schedule.zero_at is not None:
                 yield Problem("rises_again", "", schedule.zero_at, 100 * schedule.last / schedule.largest)
@@ -998,7 +1005,7 @@ class ParameterWatch:
         self._read()
         self._pending_read = self._batches.start_copy()
         self._read()
-        problems = self._new_problems()
+        problems = self._new_problems(at_last=True)
         problems += self._nonfinite(self._finite.end_step(iteration, at_last=True))
         broken = _find_nonfinite([(name, local_part(weight)) for name, weight, _ in self._model.named_parameters()])
         return problems + [Problem("nonfinite", name, iteration, 0) for name in broken]

@@ -128,6 +128,18 @@ def test_sparse_gradients_are_no_failure(tmp_path: Path, caplog: pytest.LogCaptu
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("late", [0, 1], ids=["all groups", "a group"])
+def test_a_learning_rate_of_0_in_the_first_steps(tmp_path: Path, late: int) -> None:
+    model = Model()
+    groups = [model.head.parameters(), (*model.embedding.parameters(), *model.blocks.parameters())]
+    optimizer = torch.optim.AdamW([{"params": list(group)} for group in groups], lr=1e-3)
+    rates = [lambda step: float(step >= 14)] * 2
+    rates[:late] = [lambda step: 1.0] * late
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+    verdict = train(tmp_path, model, optimizer, after=schedule.step, steps=20)
+    assert not of_parameters(verdict)
+
+
 def test_warm_up_from_0(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model)
@@ -147,8 +159,8 @@ def test_warm_up_from_0(tmp_path: Path) -> None:
 def test_a_model_that_stands_still(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
     model = Model()
     (result,) = of_parameters(train(tmp_path, model, make(model)))
-    assert (result.rule, result.severity) == ("frozen-weight", "warning")
-    assert "learning rate" in result.remedy
+    assert (result.rule, result.severity, result.since) == ("frozen-weight", "warning", 0)
+    assert "learning rate" in result.seen + result.remedy
 
 
 @pytest.mark.parametrize(("steps", "finds"), [(40, True), (24, False)])
