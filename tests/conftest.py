@@ -188,7 +188,7 @@ def global_state() -> dict[str, Any]:
             for item in [logging.getLogger(name)]
         },
         "open files": sorted(target for target in map(_target, _descriptors()) if "nvdlfw" in target),
-        "environment": {key: value for key, value in os.environ.items() if key.startswith("NVDLFW")},
+        "environment": {key: os.environ[key] for key in os.environ if key.startswith("NVDLFW")},
     }
 
 
