@@ -126,7 +126,7 @@ def main(rank: int, folder: Path) -> None:
 
     train(folder / "alone", model())
     train(folder / "experts alone", Experts(rank))
-    train(folder / f"local {rank}" / "local numbers", model(), reduces_statistics=False)
+    train(folder / "local numbers", model(), reduces_statistics=False)
     net = model()
     train(folder / "averaged", net, reduce=lambda: averaged(net.parameters()))
     forgotten = model()

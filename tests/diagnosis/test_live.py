@@ -173,18 +173,27 @@ def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -
     assert ends == ([("no-low-precision", "note", 12)] if explicit else [("hole", "warning", 12)])
 
 
-def test_the_second_half_outside_of_autocast(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("until", "severity", "seen"),
+    [
+        (0, "note", "2 of 4 similar layers run outside of te.autocast"),
+        (10, "warning", "ran in high precision after steps in low precision: runs outside of te.autocast"),
+    ],
+)
+def test_the_second_half_outside_of_autocast(tmp_path: Path, until: int, severity: str, seen: str) -> None:
+    """From the beginning, and from a step on: without a majority of alike layers."""
     net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(4)))
 
     def loss(step: int) -> torch.Tensor:
         with in_fp8(step):
             out = net[:2](torch.randn(16, 32))
-        return net[2:](out).square().sum()
+        with in_fp8(step) if step < until else nullcontext():
+            return net[2:](out).square().sum()
 
-    verdict = trained(tmp_path, net, sgd(net, 1e-6), loss=loss, around=outside)
+    verdict = trained(tmp_path, net, sgd(net, 1e-6), steps=16, loss=loss, around=outside, logs=False)
     (finding,) = (item for item in verdict if item.rule == "hole")
-    assert (finding.severity, finding.layers) == ("note", ("2", "3"))
-    assert finding.seen == "2 of 4 similar layers run outside of te.autocast"
+    assert (finding.severity, finding.layers, finding.since) == (severity, ("2", "3"), until or None)
+    assert finding.seen == seen
 
 
 @pytest.mark.parametrize("begin", [1, 12])
@@ -196,21 +205,6 @@ def test_low_precision_that_begins_after_a_warm_up(tmp_path: Path, begin: int) -
     for checked in (verdict, diagnose(tmp_path)):
         assert not [item for item in checked if item.rule in ("hole", "no-low-precision")]
         assert "no-low-precision" in checked.checked
-
-
-def test_layers_that_leave_low_precision_without_a_majority_of_alike_ones(tmp_path: Path) -> None:
-    net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(4)))
-
-    def loss(step: int) -> torch.Tensor:
-        with in_fp8(step):
-            out = net[:2](torch.randn(16, 32))
-        with in_fp8(step) if step < 10 else nullcontext():
-            return net[2:](out).square().sum()
-
-    verdict = trained(tmp_path, net, sgd(net, 1e-6), steps=16, loss=loss, around=outside, logs=False)
-    (finding,) = (item for item in verdict.wrong if item.rule == "hole")
-    assert (finding.rule, finding.layers, finding.since) == ("hole", ("2", "3"), 10)
-    assert finding.seen == "ran in high precision after steps in low precision: runs outside of te.autocast"
 
 
 def test_a_parameter_without_requires_grad_in_the_optimizer(tmp_path: Path) -> None:

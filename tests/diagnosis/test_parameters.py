@@ -579,7 +579,7 @@ def drop(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
     ],
 )
 def test_what_changes_in_a_run(tmp_path: Path, change: Any, steps: int, place: tuple[Any, ...], seen: str) -> None:
-    model = Model(3)
+    model = Model()
     parts = [{"params": part.parameters()} for part in (model.embedding, model.blocks, model.head)]
     optimizer = torch.optim.AdamW(parts, 1e-3)
     loss = model.loss_after(functools.partial(change, model, optimizer))

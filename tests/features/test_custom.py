@@ -318,15 +318,6 @@ def wrong(method: str) -> str:
     return rf"feature Broken (failed in|returned .* from) {method} for the layer 'linear'"
 
 
-@pytest.mark.parametrize(
-    "method", ["fp8_gemm_enabled", "modify_tensor", "inspect_tensor", "inspect_tensor_postquantize"]
-)
-def test_a_call_that_raises(tmp_path: Path, method: str) -> None:
-    with plain({"Broken": EVERYWHERE}, tmp_path, classes=[giving(method, slip)]):
-        with pytest.raises(FeatureError, match=wrong(method) + ": AttributeError: a slip in the feature"):
-            train(linear())
-
-
 ANSWERS = (1, 0, None, "yes", (True,), (True, 1, 2), (1, 2), (True, 1.5), (True, True), [True, 1])
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     **{
@@ -334,6 +325,10 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         for method in CALLS
         if method.endswith("_enabled")
         for answer in ANSWERS[: None if method == "inspect_tensor_enabled" else 1]  # one function reads all
+    },
+    **{
+        f"{method} raises": (method, slip, ": AttributeError: a slip in the feature")
+        for method in ("fp8_gemm_enabled", "modify_tensor", "inspect_tensor", "inspect_tensor_postquantize")
     },
     "inspect_tensor tensor": ("inspect_tensor", lambda tensor, **_: tensor, "expected nothing"),
     "inspect_tensor False": ("inspect_tensor", lambda **_: False, "expected nothing"),
@@ -345,7 +340,9 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize(("method", "give", "message"), WRONG.values(), ids=WRONG)
-def test_an_answer_of_a_wrong_type(tmp_path: Path, method: str, give: Callable[..., Any], message: str) -> None:
+def test_a_call_that_raises_or_has_an_answer_of_a_wrong_type(
+    tmp_path: Path, method: str, give: Callable[..., Any], message: str
+) -> None:
     with plain({"Broken": EVERYWHERE}, tmp_path, classes=[giving(method, give)]):
         with pytest.raises(FeatureError, match=wrong(method) + ".*" + message):
             train(linear())

@@ -158,12 +158,21 @@ def test_quantized_weights(tmp_path: Path, recipe: str) -> None:
     assert_sees_the_same(compiled, eager)
 
 
-@pytest.mark.parametrize("module", ["LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
-def test_beside_modules_that_run_between_graphs(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"module": module} for module in ("LayerNormLinear", "LayerNormMLP", "TransformerLayer")),
+        {"unobserved_steps": 2},
+    ],
+    ids=str,
+)
+def test_beside_modules_that_run_between_graphs_and_compiled_before_the_session(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     recipe = RECIPES["current scaling"]
-    compiled = trained(tmp_path / "compiled", recipe, module=module)
-    assert_same_training(compiled, trained(tmp_path, recipe, module=module, observed=False))
-    assert_sees_the_same(compiled, trained(tmp_path / "eager", recipe, module=module, compiles=False))
+    compiled = trained(tmp_path / "compiled", recipe, **options)
+    assert_same_training(compiled, trained(tmp_path, recipe, **options, observed=False))
+    assert_sees_the_same(compiled, trained(tmp_path / "eager", recipe, **options, compiles=False))
 
 
 @pytest.mark.parametrize("recipe", ["current scaling", "delayed scaling"])
@@ -186,13 +195,6 @@ def test_steps_without_statistics_do_not_compile_again_and_again(tmp_path: Path)
     compiled = trained(tmp_path / "compiled", recipe, statistics(freq=2))
     assert_same_training(compiled, alone)
     assert len(compiled.graphs) <= len(alone.graphs) + 1, "once for steps in which nothing is observed"
-
-
-def test_a_model_that_was_compiled_before_the_session(tmp_path: Path) -> None:
-    recipe = RECIPES["current scaling"]
-    compiled = trained(tmp_path / "compiled", recipe, unobserved_steps=2)
-    assert_same_training(compiled, trained(tmp_path, recipe, unobserved_steps=2, observed=False))
-    assert_sees_the_same(compiled, trained(tmp_path / "eager", recipe, unobserved_steps=2, compiles=False))
 
 
 def test_the_overflow_detector_changes_no_graph(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "delayed": recipes.DelayedScaling,
 }
 
-HIDDEN = 128
+HIDDEN = 64
 
 
 @contextmanager
@@ -30,11 +30,11 @@ def on_gpu_of(name: str) -> Iterator[None]:
 
 
 class Block(torch.nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up = te.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=dtype)
-        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, params_dtype=dtype)
-        self.down = te.Linear(HIDDEN, HIDDEN, params_dtype=dtype)
+        self.up = te.LayerNormLinear(width, width, params_dtype=dtype)
+        self.mlp = te.LayerNormMLP(width, 2 * width, params_dtype=dtype)
+        self.down = te.Linear(width, width, params_dtype=dtype)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -43,12 +43,14 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    def __init__(self, recipe: Any, blocks: int = 3, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, recipe: Any, blocks: int = 3, dtype: torch.dtype = torch.bfloat16, *, width: int = HIDDEN
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dtype = dtype
         self.recipe = recipe
-        self.blocks = torch.nn.ModuleList(Block(dtype) for _ in range(blocks))
+        self.blocks = torch.nn.ModuleList(Block(width, dtype) for _ in range(blocks))
         self.dropout = torch.nn.Dropout(0.1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -74,11 +76,11 @@ def closure_of(model: torch.nn.Module) -> Callable[[Any], torch.Tensor]:
     return closure
 
 
-def batches(seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(seed: int = 0, width: int = HIDDEN) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
+    mixing = torch.randn(width, width, generator=generator) / width**0.5
     while True:
-        inputs = torch.randn(128, HIDDEN, generator=generator)
+        inputs = torch.randn(width, width, generator=generator)
         yield inputs.bfloat16(), torch.tanh(inputs @ mixing)
 
 

@@ -18,6 +18,7 @@ from te_precision_callbacks import (
 )
 from te_precision_callbacks.session import InspectSession
 from tests.accelerate import loops
+from tests.combinations import half
 from tests.conftest import Keeper, feature, statistics
 from tests.lightning import models as lightning
 from tests.training import train
@@ -189,26 +190,25 @@ AGAIN, MICRO_BATCHES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("kinds", "warns"),
-    [
-        (("train", "nothing"), AGAIN),
-        (("train", *["nothing"] * 2), AGAIN),
-        (("train", *["nothing"] * 4), AGAIN),
-        (("micro-batch", "train"), MICRO_BATCHES),
-        ((*["micro-batch"] * 3, "train"), MICRO_BATCHES),
-        (("train",), ""),
-        (("train", "train", "nothing"), ""),
-        (("train", "forward"), ""),  # a rollout before each training
-        (("train", "forward", "forward"), ""),
-        (("first net", "second net"), ""),  # a GAN
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("set_to_none", [True, False])
+LOOPS = [
+    (("train", "nothing"), AGAIN),
+    (("train", *["nothing"] * 2), AGAIN),
+    (("train", *["nothing"] * 4), AGAIN),
+    (("micro-batch", "train"), MICRO_BATCHES),
+    ((*["micro-batch"] * 3, "train"), MICRO_BATCHES),
+    (("train",), ""),
+    (("train", "train", "nothing"), ""),
+    (("train", "forward"), ""),  # a rollout before each training
+    (("train", "forward", "forward"), ""),
+    (("first net", "second net"), ""),  # a GAN
+]
+
+
+@pytest.mark.parametrize(("loop", "set_to_none"), half(LOOPS, [True, False]), ids=str)
 def test_a_loop_that_steps_too_often(
-    kinds: tuple[str, ...], warns: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, set_to_none: bool
+    loop: tuple[tuple[str, ...], str], set_to_none: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    kinds, warns = loop
     nets = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     with InspectSession(CONFIG, model=nets, log_dir=tmp_path) as session:

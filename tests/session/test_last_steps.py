@@ -134,7 +134,7 @@ def test_a_full_disk_at_that_moment(
         assert session.flush(30)
         with files_up_to(1 << 13):
             signal.raise_signal(signal.SIGUSR1)
-            session.flush(30)
+            assert not session.flush(1)
             train(session, model, 2)
         train(session, model, 2)
         assert session.iteration == 6

@@ -379,11 +379,11 @@ SIZE = 16
 EVERY = 5
 
 CONFIG: dict[str, Any] = {
-    **statistics(layers=["0", "1"], tensors=["activation", "gradient", "weight"]),
-    "fp8": feature("LogFp8TensorStats", ["2", "3"], tensors=["activation"], stats=["underflows%"]),
-    "fake": feature("FakeQuant", ["4"], gemms=["fprop"], tensors=["activation", "weight"], quant_format="FP8E4M3"),
-    "scaling": feature("PerTensorScaling", ["5"], gemms=["fprop"], tensors=["activation", "weight"]),
-    "disabled": feature("DisableQuantizationGEMM", ["6", "7"], gemms=["dgrad"]),
+    **statistics(layers=["0"], tensors=["activation", "gradient", "weight"]),
+    "fp8": feature("LogFp8TensorStats", ["1"], tensors=["activation"], stats=["underflows%"]),
+    "fake": feature("FakeQuant", ["2"], gemms=["fprop"], tensors=["activation", "weight"], quant_format="FP8E4M3"),
+    "scaling": feature("PerTensorScaling", ["3"], gemms=["fprop"], tensors=["activation", "weight"]),
+    "disabled": feature("DisableQuantizationGEMM", ["4"], gemms=["dgrad"]),
 }
 
 
@@ -424,7 +424,7 @@ def growth(
 
 @pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    net = torch.nn.Sequential(*(te.Linear(SIZE, SIZE) for _ in range(8)))
+    net = torch.nn.Sequential(*(te.Linear(SIZE, SIZE) for _ in range(5)))
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
         session.step()
         writers: list[WriterThread] = [item for item in gc.get_objects() if issubclass(type(item), WriterThread)]

@@ -11,6 +11,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 from te_precision_callbacks.session import InspectSession
+from tests.combinations import pairs
 from tests.conftest import Keeper, feature, statistics
 from tests.training import train
 
@@ -184,13 +185,14 @@ def test_the_first_step_of_delayed_scaling_is_nobodys_worst(
 
 
 @pytest.mark.usefixtures("trusted_checkpoints")
-@pytest.mark.parametrize(("length", "steps"), [(4, 9), (64, 3), (1, 3)])
-@pytest.mark.parametrize("restores", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("length_and_steps", "restores", "micro_batches"), pairs([(4, 9), (64, 3), (1, 3)], [True, False], [1, 3])
+)
 def test_scales_that_a_resume_without_the_sessions_state_has_lost(
-    tmp_path: Path, length: int, steps: int, restores: bool, micro_batches: int
+    tmp_path: Path, length_and_steps: tuple[int, int], restores: bool, micro_batches: int
 ) -> None:
     """A history may be full, began later than the optimizer, or has one row."""
+    length, steps = length_and_steps
     recipe, nets = DelayedScaling(amax_history_len=length), [_two_layers(), _two_layers()]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets]
     for step in range(steps):
