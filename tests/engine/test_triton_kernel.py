@@ -847,7 +847,7 @@ def loads(code: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("compiles")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_a_whole_tensor_is_read_16_bytes_at_a_time(dtype: torch.dtype) -> None:
     code = ptx(torch.zeros(64, 64, dtype=dtype).t())
     assert_reads_16_bytes(code, dtype)
