@@ -161,7 +161,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Unquantized(threading.local):
-    """The last result of a kernel that quantizes what it computes, in high precision, if this thread wants it.
+    """The last result of a quantizing kernel before its quantization, if this thread wants it.
 
     The reference backend sets it; kernels of a GPU have this result in registers only.
     """

@@ -202,7 +202,7 @@ def _remedy(reason: Reason) -> str:
 
 
 def _recomputed_layers(facts: Facts) -> tuple[str, ...]:
-    """Return the layers whose forward ran in low precision, and which a checkpoint recomputes in high precision."""
+    """Return the layers with a forward in low precision that a checkpoint recomputes in high precision."""
     names = []
     for layer in facts.layers_that_ran:
         for reason, _ in layer.reasons.values():
