@@ -1,8 +1,8 @@
 """Measures the effect of optimizer steps on weights, in collection steps, without waiting for the device.
 
 - :data:`UNCHANGED`: percentage of sampled elements of matrices in 16 bits or fewer, with a gradient, that a step leaves
-  unchanged. An update below half a unit in the last place is lost, unless the optimizer keeps a master weight or the
-  rounding error.
+  unchanged; of a quantized weight those with the same code, whatever its scale. An update below half a unit in the last
+  place is lost, unless the optimizer keeps a master weight or the rounding error.
 - :data:`BELOW_EPS`: percentage of weights with a gradient below the ``eps`` that Adam adds to its root mean square, so
   the update is almost 0.
 """
@@ -17,8 +17,9 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.base.failures import ObservationFailures
+from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.scalars import ScalarBuffer
-from te_precision_callbacks.parameters.weight_samples import local_part, sample, sampled_view, stack_equal
+from te_precision_callbacks.parameters.weight_samples import local_part, raw_codes, sampled_view, stack_equal
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
@@ -90,25 +91,27 @@ class UpdateWatch:
                 return
             weights: list[torch.Tensor] = []
             values: list[torch.Tensor] = []
-            gradients: list[torch.Tensor] = []
+            has_gradient: list[torch.Tensor] = []
             below: list[torch.Tensor] = []
             for group in optimizer.param_groups:
                 sampled = list(_sampled_gradients(group["params"]))
                 if sampled and _adds_eps(group):
                     below.append(_are_below_eps([gradient for _, gradient in sampled], float(group["eps"])))
                 for weight, gradient in sampled:
-                    if weight.dtype in _ROUNDED and weight.dim() > 1 and not _compensates_rounding(optimizer, weight):
-                        now = sample(weight)
-                        if now is not None and now.values.shape == gradient.shape:
-                            weights.append(weight)
-                            values.append(now.values)
-                            gradients.append(gradient)
+                    is_rounded = weight.dtype in _ROUNDED or is_quantized(local_part(weight))
+                    if is_rounded and weight.dim() > 1 and not _compensates_rounding(optimizer, weight):
+                        view = sampled_view(raw_codes(weight))
+                        weights.append(weight)
+                        values.append(view)
+                        # Codes may be packed or transposed.
+                        has = gradient != 0
+                        has_gradient.append(has if has.shape == view.shape else has.any().expand(view.shape))
             if below:
                 are_below = torch.cat(below)
                 self._count(BELOW_EPS, are_below, torch.ones_like(are_below))
             for places, then in stack_equal(values):
-                has_gradient = torch.stack([gradients[place] for place in places]) != 0
-                self._before.append(([weights[place] for place in places], then, has_gradient))
+                counted = torch.stack([has_gradient[place] for place in places])
+                self._before.append(([weights[place] for place in places], then, counted))
         except Exception as error:
             self._before.clear()
             self._failures.report("checking a step of", type(optimizer).__name__, error)
@@ -122,9 +125,9 @@ class UpdateWatch:
                 self._known.add(optimizer)
                 if self._model.is_trained_by(optimizer):
                     self.adds_eps = bool(self.adds_eps) or any(map(_adds_eps, optimizer.param_groups))
-            for weights, then, has_gradient in before:
-                samples = filter(None, map(sample, weights))
-                self._count(UNCHANGED, torch.stack([now.values for now in samples]) == then, has_gradient)
+            for weights, then, counted in before:
+                now = torch.stack([sampled_view(raw_codes(weight)) for weight in weights])
+                self._count(UNCHANGED, now == then, counted)
 
 
 def _adds_eps(group: Mapping[str, Any]) -> bool:

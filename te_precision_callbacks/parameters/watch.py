@@ -96,6 +96,9 @@ KEPT = 8
 """Every how many columns of a sample are kept for comparisons with overwritten weights, and the samples of each weight
 that are kept: the first one and the last ones."""
 
+MOST_LEFT_OUT = 8
+"""The most weights of a shape without a master weight, for which those with one are found by their values."""
+
 LATE = 8
 """Steps after which a weight that is equal to an earlier sample again was restored."""
 
@@ -341,6 +344,7 @@ class ParameterWatch:
         self._listed: list[tuple[int, int]] | None = None  # id and size of the parameters at the last refresh
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], list[_Held]]]
         self._held = weakref.WeakKeyDictionary()
+        self._unmatched: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
         self._clearing: weakref.WeakKeyDictionary[Optimizer, _Clearing] = weakref.WeakKeyDictionary()
@@ -374,8 +378,9 @@ class ParameterWatch:
         for parameter in self._parameters.values():
             if parameter.gap is not None:
                 parameter.gap.unhook()
-        for cache in (self._parameters, self._held, self._masters, self._clearing, self._unread, self.around_backward):
+        for cache in (self._parameters, self._held, self._unmatched, self._masters, self._clearing, self._unread):
             cache.clear()
+        self.around_backward.clear()
         self._listed = None
 
     # ------------------------------------------------------------------ before a step of an optimizer
@@ -512,34 +517,55 @@ class ParameterWatch:
             if master is not None:
                 owners[id(master)] = parameter
         starts = _starts_of_shards([state.weight for state in self._parameters.values()])
-        pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]
-        pairs = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
-        held = [
-            _Held(owners[id(tensor)], tensor, group, starts.get(id(tensor)))
-            for tensor, group in pairs
-            if id(tensor) in owners
-        ]
-        held = held or self._match_by_values(pairs)
-        self._held[optimizer] = groups, held
-        return held
+        held: list[_Held] = []
+        left: list[tuple[torch.Tensor, Mapping[str, Any]]] = []
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if id(tensor) in owners:
+                    held.append(_Held(owners[id(tensor)], tensor, group, starts.get(id(tensor))))
+                elif tensor.requires_grad or tensor.grad is not None:
+                    left.append((tensor, group))
+        matched = self._match_by_values(left, held)
+        self._unmatched[optimizer] = bool(left) and not matched
+        self._held[optimizer] = groups, held + matched
+        return held + matched
 
-    def _match_by_values(self, pairs: list[tuple[torch.Tensor, Mapping[str, Any]]]) -> list[_Held]:
-        trained = [entry for entry in self._parameters.values() if entry.weight.requires_grad]
-        shapes = [entry.weight.shape for entry in trained]
-        if not pairs or [tensor.shape for tensor, _ in pairs] != shapes:
+    def _match_by_values(self, left: list[tuple[torch.Tensor, Mapping[str, Any]]], held: list[_Held]) -> list[_Held]:
+        """Match tensors of an optimizer to the weights that they are master weights of: by shape, order and values.
+
+        All or none are matched, since those of another model may have some values in common, such as norms of 1. If
+        weights of a shape are left out of the optimizer, values decide which; where these are equal, as of biases, the
+        other weights of their modules.
+        """
+        taken = {entry.parameter for entry in held}
+        tensors: dict[torch.Size, list[torch.Tensor]] = {}
+        for tensor, _ in left:
+            tensors.setdefault(tensor.shape, []).append(tensor)
+        weights: dict[torch.Size, list[_Parameter]] = {shape: [] for shape in tensors}
+        for parameter in self._parameters.values():
+            if parameter.weight.requires_grad and parameter not in taken and parameter.weight.shape in weights:
+                weights[parameter.weight.shape].append(parameter)
+        if any(not 0 <= len(weights[shape]) - len(tensors[shape]) <= MOST_LEFT_OUT for shape in tensors):
             return []
-        held = [_Held(entry, *pair) for entry, pair in zip(trained, pairs, strict=True)]
-        shares: list[float] = []
-        batches = BatchedChecks()
-        for entry in held:
-            _compare_with_master(batches, entry, sampled_view(local_part(entry.tensor)), shares.append)
-        batches.launch()
-        read = batches.start_copy()
-        if read is not None:
-            read()
-        if shares and max(shares) < APART:
-            return held
-        return []
+        alike = _alike(tensors, weights)
+        partners: dict[int, _Parameter] = {}
+        left_out: set[torch.nn.Module] = set()
+        for shape, of_shape in tensors.items():
+            choices = [alike[id(tensor)] for tensor in of_shape]
+            if len(of_shape) < len(weights[shape]) and all(len(choice) == 1 for choice in choices):
+                chosen = [choice[0] for choice in choices]
+                partners.update(zip(map(id, of_shape), chosen, strict=True))
+                left_out.update(parameter.module for parameter in weights[shape] if parameter not in chosen)
+        for shape, of_shape in tensors.items():
+            if id(of_shape[0]) not in partners:
+                candidates = [parameter for parameter in weights[shape] if parameter.module not in left_out]
+                if len(candidates) != len(of_shape):
+                    return []
+                partners.update(zip(map(id, of_shape), candidates, strict=True))
+        matched = [_Held(partners[id(tensor)], tensor, group) for tensor, group in left]
+        if not all(entry.parameter in alike[id(entry.tensor)] for entry in matched):
+            return []
+        return matched if any(entry.tensor.dim() > 1 for entry in matched) else []
 
     def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
         for parameter, tensor in held:
@@ -828,11 +854,11 @@ class ParameterWatch:
         problems = [problem for problem in found if (problem.what, problem.name) not in self._reported]
         self._reported.update((problem.what, problem.name) for problem in problems)
         self._arrived.clear()
-        without = [parameter for parameter, _ in self._without_gradient()]
-        if self._trains and all(
-            parameter.has_gradient or any((what, parameter.name) in self._reported for what in _NEVER_REACHED)
-            for parameter in without
-        ):
+        is_complete = self._trains and not self.unmatched
+        for parameter, _ in self._without_gradient():
+            is_told = any((what, parameter.name) in self._reported for what in _NEVER_REACHED)
+            is_complete = is_complete and (is_told or parameter.has_gradient)
+        if is_complete:
             self.checked.add("missing-gradient")
         return problems
 
@@ -846,6 +872,22 @@ class ParameterWatch:
             return []
         held = self._held_parameters()
         return [gap for gap in gaps if id(gap[0]) in held or not held]
+
+    @property
+    def unmatched(self) -> list[str]:
+        """The optimizers with tensors that are not found among the weights, if a weight in 16 bits or fewer is in none.
+
+        Nothing is concluded from a weight without an optimizer then.
+        """
+        optimizers = [type(optimizer).__name__ for optimizer, is_unmatched in self._unmatched.items() if is_unmatched]
+        if optimizers:
+            held = self._held_parameters()
+            for parameter in self._parameters.values():
+                weight = parameter.weight
+                is_narrow = weight.dtype.itemsize <= 2 or is_quantized(local_part(weight))
+                if is_narrow and weight.requires_grad and id(parameter) not in held:
+                    return optimizers
+        return []
 
     def _held_parameters(self) -> set[int]:
         return {id(entry.parameter) for _, held in self._held.values() for entry in held}
@@ -984,6 +1026,8 @@ class ParameterWatch:
                     parameter.note_kept(clearing.iteration, is_kept=bool(was_kept))
 
     def _unheld_parameters(self) -> Iterator[Problem]:
+        if self.unmatched:
+            return
         held = self._held_parameters()
         unheld = []
         is_new = False
@@ -1080,6 +1124,35 @@ def _is_replaced(span: float, now: torch.Tensor, before: torch.Tensor, last: tor
     is_far = (changed > OTHERWISE * span * ordinary) & (changed > REPLACED * torch.maximum(size, last_size))
     replaced: torch.Tensor = is_far & (ordinary > 0) & (size > 0)
     return replaced[:, None, None].expand_as(now)
+
+
+def _alike(
+    tensors: Mapping[torch.Size, Sequence[torch.Tensor]], weights: Mapping[torch.Size, Sequence[_Parameter]]
+) -> dict[int, list[_Parameter]]:
+    """Return id of a tensor -> the weights of its shape, near its place, that differ from it by rounding at most.
+
+    A weight that cannot be sampled is like the tensor in its place, if there are as many of them.
+    """
+    batches = BatchedChecks()
+    shares: dict[tuple[int, _Parameter], float] = {}
+    for shape, of_shape in tensors.items():
+        surplus = len(weights[shape]) - len(of_shape)
+        for place, tensor in enumerate(of_shape):
+            view = sampled_view(local_part(tensor))
+            for parameter in weights[shape][place : place + surplus + 1]:
+                shares[id(tensor), parameter] = float(surplus > 0)
+                note = functools.partial(shares.__setitem__, (id(tensor), parameter))
+                _compare_with_master(batches, _Held(parameter, tensor, {}), view, note)
+    batches.launch()
+    read = batches.start_copy()
+    if read is not None:
+        read()
+    alike: dict[int, list[_Parameter]] = {}
+    for (tensor_id, parameter), share in shares.items():
+        alike.setdefault(tensor_id, [])
+        if share < APART:
+            alike[tensor_id].append(parameter)
+    return alike
 
 
 def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:

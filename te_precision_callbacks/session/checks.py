@@ -284,6 +284,7 @@ class ParameterChecks:
         self._replicas = Replicas(model, context.ranks)
         self._watch = ParameterWatch(model, context.failures)
         self._checked: set[str] = set()
+        self._unmatched: list[str] = []
         self.begin = self._watch.begin
         self.remove = self._watch.remove
         self.stepped = self._watch.stepped
@@ -332,9 +333,11 @@ class ParameterChecks:
 
     def _record(self, problems: list[Problem], iteration: int, *, of_all: bool) -> None:
         checked = self._watch.checked | self._replicas.checked
-        if not problems and checked <= self._checked:
+        unmatched = self._watch.unmatched
+        if not problems and checked <= self._checked and unmatched == self._unmatched:
             return
         self._checked |= checked
+        self._unmatched = unmatched
         if any(problem.what.startswith("nonfinite") for problem in problems):
             self._every_step.read()  # it may know where they began
         unique = {(problem.what, problem.name): problem for problem in problems}.values()
@@ -344,7 +347,7 @@ class ParameterChecks:
             names = [problem.name for problem in alike[:MOST_NAMES]]
             since = min(problem.since for problem in alike)
             rows.append({"what": what, "names": names, "since": since, "number": alike[0].number})
-        data = {"checked": sorted(checked), "problems": rows, "of_all": of_all}
+        data = {"checked": sorted(checked), "problems": rows, "of_all": of_all, "unmatched": unmatched}
         text = "Parameters were checked"
         severity: Severity = "info"
         if problems:

@@ -408,20 +408,29 @@ def test_updates_that_are_lost_and_gradients_below_eps(
 
 @pytest.mark.usefixtures("any_gpu")
 @pytest.mark.parametrize(
-    "recipe", [Float8CurrentScaling(), MXFP8BlockScaling(), Float8BlockScaling(), NVFP4BlockScaling()]
+    ("recipe", "dtype"),
+    [
+        (Float8CurrentScaling(), torch.bfloat16),
+        (Float8CurrentScaling(), torch.float32),
+        (MXFP8BlockScaling(), torch.float32),
+        (Float8BlockScaling(), torch.bfloat16),
+        (NVFP4BlockScaling(), torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize(("lr", "rules"), [(1e-7, ["lost-updates"]), (1e3, [])])
-def test_updates_of_weights_that_exist_only_quantized(tmp_path: Path, recipe: Any, lr: float, rules: list[str]) -> None:
+def test_updates_of_weights_that_exist_only_quantized(
+    tmp_path: Path, recipe: Any, lr: float, dtype: torch.dtype, rules: list[str]
+) -> None:
     stand_for((10, 0))
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=recipe):
-        net = te.Linear(128, 128, params_dtype=torch.bfloat16)
+        net = te.Linear(128, 128, params_dtype=dtype)
     verdict = trained(
         tmp_path,
         net,
         torch.optim.SGD(net.parameters(), lr=lr),
         steps=21,
-        loss=lambda step: net(torch.randn(128, 128, dtype=torch.bfloat16)).float().sum(),
+        loss=lambda step: net(torch.randn(128, 128, dtype=dtype)).float().sum(),
         around=lambda step: te.autocast(recipe=recipe),
         logs=False,
     )

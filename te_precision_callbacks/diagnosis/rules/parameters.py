@@ -175,6 +175,16 @@ class ParameterRule(RuleCheck):
         self._on_several_ranks = on_several_ranks
         self.applies = not on_several_ranks
         self._missing: dict[str, set[str]] = {}
+        self._unmatched: Sequence[str] = ()
+
+    @property
+    def why_not(self) -> str:
+        if self._unmatched and not self._on_several_ranks:
+            return (
+                f"the tensors that {' and '.join(self._unmatched)} steps are neither weights of the model nor found as"
+                " their master weights, by shape, order and values"
+            )
+        return super().why_not
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         if self._on_several_ranks:
@@ -186,6 +196,7 @@ class ParameterRule(RuleCheck):
             return
         if self._rule in event.data.get("checked", ()):
             self.note_data(event.iteration)
+        self._unmatched = event.data.get("unmatched", ())
         for row in event.data.get("problems", ()):
             kind = _KINDS[self._rule].get(row["what"])
             if kind is not None:
