@@ -3,7 +3,7 @@
 import copy
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -757,12 +757,24 @@ def test_regular_writes_and_averages_in_an_evaluation_are_silent(tmp_path: Path)
 
 
 class Masters:
-    """An optimizer of float32 masters that copies them into the weights: at once, a step late, or never."""
+    """An optimizer of float32 masters that copies them into the weights: at once, a step late, or never.
 
-    def __init__(self, model: torch.nn.Module, copies: str, lr: float) -> None:
-        self.weights = list(model.parameters())
+    Args:
+        weights: those with a master; by default all of the model.
+        arrange: masters -> what the optimizer is made of.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        copies: str,
+        lr: float,
+        weights: Sequence[torch.nn.Parameter] = (),
+        arrange: Callable[[list[torch.nn.Parameter]], Any] = list,
+    ) -> None:
+        self.weights = list(weights) or list(model.parameters())
         self.masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in self.weights]
-        self.optimizer = torch.optim.Adam(self.masters, lr=lr)
+        self.optimizer = torch.optim.Adam(arrange(self.masters), lr=lr)
         self.copies = copies
         self.optimizer.register_step_pre_hook(lambda *_: self.take_gradients())
         self.optimizer.register_step_post_hook(lambda *_: self.copy())
@@ -811,6 +823,70 @@ def test_masters_that_do_not_reach_the_weights_are_found(tmp_path: Path, kind: s
     assert [(item.rule, item.severity) for item in result] == [("frozen-weight", "error")] * (copies != "at once")
     text = "one step earlier" if copies == "late" else "more than rounding"
     assert all(text in item.seen for item in result)
+
+
+def quantized_blocks(blocks: int = 3) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        return torch.nn.Sequential(*(te.LayerNormLinear(64, 64, params_dtype=torch.bfloat16) for _ in range(blocks)))
+
+
+def train_masters(folder: Path, model: torch.nn.Module, masters: Masters) -> Verdict:
+    return trained(
+        folder,
+        model,
+        masters.optimizer,
+        loss=lambda step: model(torch.randn(64, 64, dtype=torch.bfloat16)).float().square().mean(),
+        around=lambda step: te.autocast(recipe=Float8CurrentScaling()),
+        steps=20,
+    )
+
+
+def in_two_groups(masters: list[torch.nn.Parameter]) -> Any:
+    return [
+        {"params": [master for master in masters if (master.dim() > 1) == is_matrix]} for is_matrix in (True, False)
+    ]
+
+
+def flat(masters: list[torch.nn.Parameter]) -> Any:
+    """One tensor with the values of all masters."""
+    whole = torch.nn.Parameter(torch.cat([master.detach().flatten() for master in masters]))
+    whole.grad = torch.zeros_like(whole)
+    return [whole]
+
+
+@pytest.mark.parametrize("arrange", [list, in_two_groups])
+@pytest.mark.parametrize("copies", ["at once", "never"])
+def test_masters_of_quantized_weights_alone_and_in_groups(tmp_path: Path, arrange: Any, copies: str) -> None:
+    model = quantized_blocks()
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() == 1]
+    if arrange is list:
+        masters = Masters(model, copies, 1e-3, matrices, lambda of_matrices: [*of_matrices, *others])
+    else:
+        masters = Masters(model, copies, 1e-3, arrange=arrange)
+    verdict = train_masters(tmp_path, model, masters)
+    assert [finding.rule for finding in of_parameters(verdict)] == ["frozen-weight"] * (copies == "never")
+    assert_checked(verdict)
+
+
+def test_a_layer_without_masters_is_left_out_of_the_optimizer(tmp_path: Path) -> None:
+    """The biases of all layers are 0: they are told apart by the matrices beside them."""
+    model = quantized_blocks()
+    masters = Masters(model, "at once", 1e-3, [*model[0].parameters(), *model[2].parameters()])
+    (result,) = of_parameters(train_masters(tmp_path, model, masters))
+    assert (result.rule, result.layers) == ("missing-gradient", ("1",))
+
+
+@pytest.mark.parametrize("arrange", [flat, lambda masters: masters[::-1]], ids=["flat", "reversed"])
+def test_masters_that_cannot_be_matched_are_said_and_not_blamed(tmp_path: Path, arrange: Any) -> None:
+    model = quantized_blocks()
+    verdict = train_masters(tmp_path, model, Masters(model, "at once", 1e-3, arrange=arrange))
+    assert not of_parameters(verdict)
+    reasons = {item.rule: item.why for item in verdict.not_checked}
+    for rule in ("missing-gradient", "frozen-weight"):
+        assert reasons[rule].startswith("the tensors that Adam steps are neither weights of the model nor")
+    assert "neither weights of the model" in str(verdict)
 
 
 @pytest.mark.parametrize("restores", [False, True])
