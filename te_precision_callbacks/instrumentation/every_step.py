@@ -114,7 +114,7 @@ class EveryStep:
                         codes = tensor._transpose if codes is None else codes
                         part = codes, self._numbers[int(tensor._fp8_dtype)], tensor._scale_inv, slot, place, MAGNITUDE
                         amax = getattr(tensor._quantizer, "amax", None)
-                        if amax is not None:
+                        if amax is not None and not (name == "weight" and getattr(tensor, "requires_grad", False)):
                             tensors.append(of_amax(amax, slot, place))
                     else:
                         tensors += self._parts(tensor, slot, place)
@@ -202,9 +202,11 @@ class EveryStep:
             codes = tensor._transpose if codes is None else codes
             if not codes.numel():
                 return []
+            largest = [Largest(codes, number, tensor._scale_inv, slot, place)]
             amax = getattr(tensor._quantizer, "amax", None)
-            of_quantizer = [] if amax is None else [of_amax(amax, slot, place)]
-            return [Largest(codes, number, tensor._scale_inv, slot, place), *of_quantizer]
+            if amax is not None and not getattr(tensor, "requires_grad", False):  # a weight is not cast in its forward
+                largest.append(of_amax(amax, slot, place))
+            return largest
         stored = read_stored(tensor, columnwise=tensor._rowwise_data is None)
         if stored is None or not stored.codes.numel():
             return []

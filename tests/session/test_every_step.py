@@ -290,6 +290,29 @@ def test_a_weight_that_gets_other_values_of_the_same_size(tmp_path: Path) -> Non
     assert (finding.layers, finding.tensor, finding.since) == (("linear",), "weight", 22)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_a_weight_that_exists_only_quantized_is_read_from_its_codes(recipe: str, tmp_path: Path) -> None:
+    """The quantizer of delayed scaling has the amax of the last copy into the weight."""
+    sizes = []
+    with te.quantized_model_init(recipe=RECIPES[recipe]()):
+        model = Blocks(recipe)
+
+    def calls(step: int) -> dict[str, Any]:
+        sizes.append(float(model.linear.weight.dequantize().abs().max()))
+        return {}
+
+    def after(step: int, model: Blocks) -> None:
+        if step == 22:
+            codes = model.linear.weight
+            (codes._data if recipe != "block" else codes._rowwise_data).zero_()
+
+    train(model, 26, tmp_path, after=after, calls=calls)
+    data = json.loads(show(tmp_path, "--last-steps", "--json"))
+    numbers = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+    assert sizes[23] == 0
+    assert numbers["linear", "weight"] == pytest.approx(sizes, rel=5e-3)
+
+
 def test_the_share_of_a_weight_that_a_step_changes(tmp_path: Path) -> None:
     """The sample's share is near that of all elements, in float64."""
     shares = []
