@@ -510,8 +510,8 @@ RULES = (
         silent=(
             "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
             " writes, such as clamping; averaged weights that are swapped in for an evaluation, and out again."
-            " Smaller writes through .data and flat buffers, which do not raise the version, and old values of other"
-            " steps: see diverging-loss"
+            " Smaller writes through .data and flat buffers, which do not raise the version, old values of other steps,"
+            " and other values than 0 in weights that exist only quantized: see diverging-loss"
         ),
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
