@@ -331,6 +331,8 @@ class ParameterWatch:
     Attributes:
         checked: rules that had enough data.
         last_update: the last iteration with an optimizer step at a learning rate above 0.
+        unmatched: the optimizers with tensors that are not found among the weights, if a weight in 16 bits or fewer is
+            in none. Nothing is concluded from a weight without an optimizer then.
         around_backward: a context around each backward, while gradients of a sampled step may be cleared.
     """
 
@@ -355,6 +357,7 @@ class ParameterWatch:
         self._arrived: list[Problem] = []
         self._decays: dict[str, Problem] = {}
         self.last_update = 0
+        self.unmatched: list[str] = []
         self._first = 0
         self._ended = 0
         self._optimizer_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -772,6 +775,7 @@ class ParameterWatch:
                 self._has_sampled = False
             if self.is_due:
                 self._refresh()
+                self.unmatched = self._find_unmatched()
             if ("rises_again", "") not in self._reported:
                 is_complete |= any([schedule.rises_again for schedule in self._schedules.values()])  # noqa: C419  # as below
             if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
@@ -873,12 +877,7 @@ class ParameterWatch:
         held = self._held_parameters()
         return [gap for gap in gaps if id(gap[0]) in held or not held]
 
-    @property
-    def unmatched(self) -> list[str]:
-        """The optimizers with tensors that are not found among the weights, if a weight in 16 bits or fewer is in none.
-
-        Nothing is concluded from a weight without an optimizer then.
-        """
+    def _find_unmatched(self) -> list[str]:
         optimizers = [type(optimizer).__name__ for optimizer, is_unmatched in self._unmatched.items() if is_unmatched]
         if optimizers:
             held = self._held_parameters()
