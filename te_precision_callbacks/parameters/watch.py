@@ -534,11 +534,11 @@ class ParameterWatch:
         return held + matched
 
     def _match_by_values(self, left: list[tuple[torch.Tensor, Mapping[str, Any]]], held: list[_Held]) -> list[_Held]:
-        """Match tensors of an optimizer to the weights that they are master weights of: by shape, order and values.
+        """Find the weights of an optimizer's master weights, by shape, order and values.
 
-        All or none are matched, since those of another model may have some values in common, such as norms of 1. If
-        weights of a shape are left out of the optimizer, values decide which; where these are equal, as of biases, the
-        other weights of their modules.
+        All or none are found, since tensors of another model may have some values in common, such as norms of 1. If
+        weights of a shape are left out of the optimizer, values decide which; where all are equal, as in biases, the
+        other weights of their modules decide.
         """
         taken = {entry.parameter for entry in held}
         tensors: dict[torch.Size, list[torch.Tensor]] = {}
