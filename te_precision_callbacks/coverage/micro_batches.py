@@ -93,15 +93,6 @@ class ModelCall:
     def is_discarded(self) -> bool:
         return not self.may_have_backward and self.graph is not None and self.graph() is None
 
-    def reach(self, number: int, values: Iterable[Any]) -> None:
-        path = self.path
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                path = hash((path, number, value.shape))
-            elif isinstance(value, (bool, str)):
-                path = hash((path, value))
-        self.path = hash((path, number))
-
 
 class _RunningCall(threading.local):
     call: ModelCall | None = None

@@ -185,11 +185,17 @@ class ModelWatch:
                 call = self.calls.outside
             try:
                 if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
-                    call.path = hash((call.path, number, arguments[0].shape))
+                    path = hash((call.path, number, arguments[0].shape))
                 else:
-                    call.reach(number, (*arguments, *keywords.values()))
-                if attends is not None:
-                    call.reach(number, (attends(),))
+                    path = hash((call.path, number))
+                    for value in (*arguments, *keywords.values()):
+                        if value is None:
+                            continue
+                        if isinstance(value, torch.Tensor):
+                            path = hash((path, value.shape))
+                        elif isinstance(value, (bool, str)):
+                            path = hash((path, value))
+                call.path = path if attends is None else hash((path, attends()))
             except Exception as error:
                 self.fail(error)
             if not is_te:

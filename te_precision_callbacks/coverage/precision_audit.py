@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -69,12 +69,32 @@ class LayerOperand(NamedTuple):
     tensor: str
 
 
-SeenOperand = tuple[LayerOperand, Format]
-
-
 class LayerGemm(NamedTuple):
     layer: str
     gemm: GemmName
+
+
+class ExpectedGemms(NamedTuple):
+    """The GEMMs that a forward and its backward will run.
+
+    Attributes:
+        run: the GEMMs that will run.
+        left_out: GEMM that the backward skips -> the reason.
+        formats: of the operands, if no GEMM of a layer is seen.
+    """
+
+    run: Sequence[LayerGemm]
+    left_out: Mapping[LayerGemm, str]
+    formats: Mapping[LayerOperand, Format]
+
+
+class SeenGemm(NamedTuple):
+    """A GEMM that ran; ``recipe`` is empty without one."""
+
+    layer: str
+    gemm: GemmName
+    recipe: str
+    operands: Sequence[tuple[LayerOperand, Format]]
 
 
 @dataclass
@@ -127,9 +147,16 @@ def _share_outside(calls: Mapping[Format, int]) -> float:
 class PrecisionAudit:
     """Notes the formats of all operands in a step, of GEMMs that ran and of expected ones, and writes their changes to
     the history.
+
+    Attributes:
+        seen: GEMMs that ran.
+        expected: GEMMs that forwards have announced, by id.
+            Both wait until the notes are read: all at once takes less time.
     """
 
     def __init__(self, iterations: Iterations) -> None:
+        self.seen: list[SeenGemm] = []
+        self.expected: dict[int, ExpectedGemms] = {}
         self._unseen: dict[str, dict[LayerOperand, Format]] = {}
         self._history = PrecisionHistory(iterations)
         self._iteration: int | None = None
@@ -152,6 +179,7 @@ class PrecisionAudit:
         self._end()
 
     def _end(self) -> None:
+        self._take_waiting()
         for layer, formats in self._unseen.items():
             if not self._now[layer].formats:  # in a compiled model the tap does not know the layer of a GEMM
                 self.plan(formats)
@@ -161,11 +189,14 @@ class PrecisionAudit:
         self._now.clear()
 
     def abandon(self) -> None:
+        self.seen.clear()
+        self.expected.clear()
         self._unseen.clear()
         self._now.clear()
 
     @property
     def lacks_backward(self) -> bool:
+        self._take_waiting()
         return bool(self._now) and not self._had_backward
 
     def note_backward(self) -> None:
@@ -182,6 +213,7 @@ class PrecisionAudit:
 
     def _write(self) -> None:
         """Copy the notes of this iteration, which may continue, to the history; cheap, since they rarely change."""
+        self._take_waiting()
         if self._iteration is None or not self._now:
             return
         self._history.ran(self._iteration)
@@ -229,38 +261,40 @@ class PrecisionAudit:
             notes.excluded |= excluded and not made.recipe
             notes.formats.setdefault(operand, {}).setdefault(made, 0)
 
-    def expect(
-        self, gemms: Iterable[LayerGemm], left_out: Mapping[LayerGemm, str], formats: Mapping[LayerOperand, Format]
-    ) -> None:
-        """Note a forward's GEMMs: which will run, which its backward skips and why, and formats if none is seen."""
-        for (layer, gemm), reason in left_out.items():
-            self._now[layer].left_out[gemm] = reason
-        for layer, gemm in gemms:
-            self._now[layer].expected[gemm] = None
-        for operand, made in formats.items():
-            self._unseen.setdefault(operand.layer, {})[operand] = made
-
     def note(self, event: GemmEvent) -> None:
         if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
             return
-        self.note_seen(event.layer, event.gemm, event.recipe, seen_operands(event))
+        self.note_seen(seen_gemm(event))
 
-    def note_seen(self, layer: str, gemm: GemmName, recipe: str, operands: Iterable[SeenOperand]) -> None:
-        self._had_backward |= gemm != "fprop"
-        notes = self._now[layer]
-        if gemm == "fprop" and not (recipe or is_in_backward()) and _is_in_autocast():
-            notes.excluded = True
-        for operand, made in operands:
-            calls = notes.formats.setdefault(operand, {})
-            calls[made] = calls.get(made, 0) + 1
+    def note_seen(self, seen: SeenGemm) -> None:
+        if seen.gemm == "fprop" and not (seen.recipe or is_in_backward()) and _is_in_autocast():
+            self._now[seen.layer].excluded = True
+        self.seen.append(seen)
+
+    def _take_waiting(self) -> None:
+        for run, left_out, unseen in self.expected.values():
+            for (layer, gemm), reason in left_out.items():
+                self._now[layer].left_out[gemm] = reason
+            for layer, gemm in run:
+                self._now[layer].expected[gemm] = None
+            for operand, made in unseen.items():
+                self._unseen.setdefault(operand.layer, {})[operand] = made
+        self.expected.clear()
+        for layer, gemm, _, operands in self.seen:
+            self._had_backward |= gemm != "fprop"
+            formats = self._now[layer].formats
+            for operand, made in operands:
+                calls = formats.setdefault(operand, {})
+                calls[made] = calls.get(made, 0) + 1
+        self.seen.clear()
 
 
-def seen_operands(event: GemmEvent) -> tuple[SeenOperand, ...]:
-    seen = []
+def seen_gemm(event: GemmEvent) -> SeenGemm:
+    operands = []
     for operand in event.operands:
         text = format_of_data(operand.data) + MODIFIED * _is_modified(operand)
-        seen.append((LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe)))
-    return tuple(seen)
+        operands.append((LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe)))
+    return SeenGemm(event.layer, event.gemm, event.recipe, operands)
 
 
 def _is_in_autocast() -> bool:

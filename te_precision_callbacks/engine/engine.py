@@ -16,6 +16,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -47,6 +48,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     RANGE_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
+    Again,
     BlockPlaces,
     BlockScaledTensor,
     ColumnPlaces,
@@ -62,7 +64,7 @@ from te_precision_callbacks.engine.quantization import (
     simulate,
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
-from te_precision_callbacks.engine.slots import Asked, SegmentKey, Segments, SlotRange
+from te_precision_callbacks.engine.slots import Asked, DeviceSlots, SegmentKey, Segments, SlotRange
 from te_precision_callbacks.gemm_error.codes import CodeCheck
 from te_precision_callbacks.gemm_error.kernel_check import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.gemm_events import Watched
@@ -247,41 +249,46 @@ class StatisticsEngine:
         if ready is None:
             return None
         passes = [_PreparedPass(pass_, fp8_format(watched.rowwise) is E5M2) for pass_ in ready.passes]
-        return Prepared(passes, ready.asked, ready.moves, ready.device, self._placements, ready.once)
+        return Prepared(passes, measuring._values.dtype, ready)
+
+    def prepare_gemm(self, tensors: Sequence[tuple[int, Prepared]]) -> PreparedGemm:
+        """Return how the tensors of a GEMM were measured; each with its place among the arguments of measure_again."""
+        on = [self._slots.devices[prepared.ready.device] for _, prepared in tensors]
+        asked = [prepared.ready.asked for _, prepared in tensors]
+        once = frozenset[SegmentKey]().union(*(prepared.ready.once for _, prepared in tensors))
+        return PreparedGemm(tensors, self._slots.moves, self._placements, on[0] if on else None, asked, once)
 
     def measure_again(
-        self,
-        tensors: Sequence[tuple[int, Prepared]],
-        all_values: Sequence[Any],
-        operands: Sequence[Any],
-        iteration: int,
+        self, prepared: PreparedGemm, all_values: Sequence[Any], operands: Sequence[Any], iteration: int
     ) -> None:
-        """Measure tensors like earlier ones; a failure of the pass is reported.
+        """Measure the tensors of a GEMM like those of an earlier one; a failure of the pass is reported.
 
         Args:
-            tensors: the place of each tensor in the two next arguments, and how to measure it.
-            all_values: the operands and the result of a GEMM, in high precision.
-            operands: the operands as its GEMM reads them.
+            all_values: the operands and the result, in high precision.
+            operands: the operands as the GEMM reads them.
 
         Raises:
             Differs: a tensor must be measured by :meth:`note` and :meth:`measure`; none was measured.
         """
+        if prepared.moves != self._slots.moves or prepared.placements is not self._placements:
+            raise Differs("placement")
+        on = prepared.on
         pending: list[Pending] = []
-        for place, prepared in tensors:
+        for place, (passes, dtype, ready) in prepared.tensors:
             values = all_values[place]
-            if prepared.moves != self._slots.moves or prepared.placements is not self._placements:
-                raise Differs("placement")
-            if values.device != prepared.device:
+            if values.dtype is not dtype:
+                raise Differs("dtype")
+            if values.device != ready.device:
                 raise Differs("device")
             if not values.numel():
                 raise Differs("empty")
-            if prepared.once and not prepared.once.isdisjoint(self._weights_seen):
-                if prepared.once <= self._weights_seen:
+            if ready.once and not ready.once.isdisjoint(self._weights_seen):
+                if ready.once <= self._weights_seen:
                     continue
                 raise Differs("weight")
             if type(values) not in PLAIN:
                 values = values.detach()
-            for (form, places, of_blocks), e5m2 in prepared.passes:
+            for (form, places, of_blocks), e5m2 in passes:
                 one: tuple[object, ...]
                 if form is None:
                     one = values, None, None, False, places, None, _NO_BLOCKS
@@ -298,24 +305,30 @@ class StatisticsEngine:
                         raise Differs("shape")
                     one = values, None, None, False, places, held, of_blocks
                 pending.append(tuple.__new__(Pending, one))  # Pending() would call a Python function
-        device = prepared.device
-        if pending and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-            raise Differs("autograd")
-        if pending and device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
-            raise Differs("capture")
-        self.has_news = True
-        self.iteration = iteration
-        if pending:
+        if pending and on is not None:
+            if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                raise Differs("autograd")
+            if on.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+                raise Differs("capture")
             try:
-                vectors = self._slots.devices[device].current()
-                kernels.add(pending, vectors.sums, vectors.maxima)
+                vectors = on.last
+                if vectors is None or vectors.handle != on.handle_now():
+                    vectors = on.current()
+                left: Sequence[Pending] = pending
+                again = prepared.again.get(len(pending))
+                if again is not None:
+                    left = again(pending, vectors.sums, vectors.maxima, vectors.handle)
+                if left:
+                    kernels.add(left, vectors.sums, vectors.maxima)
+                    prepared.again[len(pending)] = kernels.again(pending)
             except Exception as error:
-                key = prepared.asked[0][0].key
+                key = prepared.asked[0][0][0].key
                 self.on_failure("observing", f"{key.layer} {key.tensor}", error)
                 return
-        for _, prepared in tensors:
-            self._slots.asked.append(prepared.asked)
-            self._weights_seen |= prepared.once
+        self.has_news = True
+        self.iteration = iteration
+        self._slots.asked += prepared.asked
+        self._weights_seen |= prepared.once
 
     def _warn_captured(self, watched: Watched) -> None:
         if self.notices.first("captured"):
@@ -599,19 +612,30 @@ class _PreparedPass(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """How a tensor was measured.
-
-    Attributes:
-        moves, device, placements: if they differ, the slots do too.
-        asked, once: see :class:`_CachedPasses`.
-    """
+    """How a tensor was measured, and its dtype in high precision."""
 
     passes: Sequence[_PreparedPass]
-    asked: Asked
+    dtype: torch.dtype
+    ready: _CachedPasses
+
+
+@dataclass(slots=True)
+class PreparedGemm:
+    """How the tensors of a GEMM were measured.
+
+    Attributes:
+        moves, placements: if they differ, the slots do too.
+        asked, once: of all tensors; see :class:`_CachedPasses`.
+        again: number of tensors, without a weight that was measured -> how to measure them by the last ones' launches.
+    """
+
+    tensors: Sequence[tuple[int, Prepared]]
     moves: int
-    device: torch.device
     placements: Mapping[str, Placement]
+    on: DeviceSlots | None
+    asked: Sequence[Asked]
     once: frozenset[SegmentKey]
+    again: dict[int, Again | None] = field(default_factory=dict)
 
 
 class Differs(Exception):

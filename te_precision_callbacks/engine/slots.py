@@ -85,30 +85,34 @@ class _Vectors:
         self.maxima[: used[1]].fill_(NOTHING)
 
 
-class _Device:
+class DeviceSlots:
     """The vectors of a device, one pair for each stream; longer ones come first.
 
     Attributes:
+        handle_now: returns the handle of the current stream; 0 for a device without streams.
         used: numbers of sums and of maxima that segments have.
+        last: the vectors that :meth:`current` returned last; None once a segment was added.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._handle_now = raw_stream_of(device)
+        self.device = device
+        self.handle_now = raw_stream_of(device)
         self.used = (0, 0)
+        self.last: _Vectors | None = None
         self._vectors: list[_Vectors] = []
 
     def current(self) -> _Vectors:
         """Return the vectors of the current stream, valid until a segment is added."""
-        handle = self._handle_now()
+        handle = self.handle_now()
         sums, maxima = self.used
         for vectors in self._vectors:
             if vectors.handle == handle and vectors.lengths[0] >= sums and vectors.lengths[1] >= maxima:
+                self.last = vectors
                 return vectors
         lengths = max(_FIRST_CAPACITY, 2 * sums), max(_FIRST_CAPACITY, 2 * maxima)
-        made = _Vectors(self._device, handle, lengths)
-        self._vectors.insert(0, made)  # longest first
-        return made
+        self.last = _Vectors(self.device, handle, lengths)
+        self._vectors.insert(0, self.last)  # longest first
+        return self.last
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._vectors:
@@ -134,7 +138,8 @@ class _Device:
         The current stream keeps its longest vectors. Vectors of other streams are dropped, since only their own stream
         may reset them.
         """
-        handle = self._handle_now()
+        handle = self.handle_now()
+        self.last = None
         self._vectors = [vectors for vectors in self._vectors if vectors.handle == handle][:1]
         for vectors in self._vectors:
             vectors.reset(self.used)
@@ -156,7 +161,7 @@ class Segments:
     version: int = 0
     moves: int = 0
     asked: list[Asked] = field(default_factory=list)
-    devices: dict[torch.device, _Device] = field(default_factory=dict)
+    devices: dict[torch.device, DeviceSlots] = field(default_factory=dict)
 
     def segment(
         self,
@@ -171,10 +176,11 @@ class Segments:
         if segment is None or (segment.device != device and not self._is_measured(segment)):
             on = self.devices.get(device)
             if on is None:
-                on = _Device(device)
+                on = DeviceSlots(device)
                 self.devices[device] = on
             sum_start, maximum_start = on.used
             on.used = sum_start + len(sums), maximum_start + len(maxima)
+            on.last = None
             if segment is None:
                 segment = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
                 self.segments[key] = segment

@@ -6,11 +6,12 @@ arguments of the modules' autograd Functions (``pytorch/module``).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,6 +23,9 @@ ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
 
 PlainTensors = dict[tuple[int, str], Any]
 """(Layer index, tensor name) -> tensor before quantization."""
+
+FindTensors = Callable[[Sequence[Any]], PlainTensors]
+"""Finds the tensors before quantization among the arguments of an autograd Function's forward."""
 
 GemmTensors = tuple[Any, Any, Any]
 """A, B and the result of a GEMM."""
@@ -36,19 +40,7 @@ GROUPED_TENSOR_GEMM = ("A", "B", "out")
 user's wrapper with ``*arguments``.
 """
 
-_READ = {"A", "B", "out", "layout", "accumulate", "m_splits"}.union(*(row.arguments() for row in MODULES.values()))
-
-
-class Sources(NamedTuple):
-    """Tensors before quantization among the arguments of an autograd Function's forward.
-
-    Attributes:
-        parameters: the parameters that are read.
-        find: maps the parameters' values by name to the tensors by (layer index, tensor name).
-    """
-
-    parameters: tuple[str, ...]
-    find: Callable[[Mapping[str, Any]], PlainTensors]
+_READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp"}
 
 
 def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer:
@@ -72,8 +64,7 @@ def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> Argume
     if missing and rest is not None:
         return lambda arguments: dict(zip(known, arguments, strict=False))
     if missing:
-        name = getattr(function, "__qualname__", str(function))
-        raise TypeError(f"{name} of this Transformer Engine has no parameter {missing}; its tensors are not observed")
+        raise _missing(function, missing)
 
     def named(arguments: Sequence[Any]) -> dict[str, Any]:
         given = dict(zip(fixed, arguments, strict=False))
@@ -111,16 +102,39 @@ def is_grouped_tensor(operand: Any) -> bool:
     return hasattr(operand, "split_into_quantized_tensors")
 
 
-def autograd_functions() -> tuple[tuple[Any, Sources], ...]:
-    """Return the modules' autograd Functions, and the tensors before quantization in their forwards."""
-    return tuple((row.function(), _sources_of(row)) for row in MODULES.values())
+def autograd_functions() -> Iterator[tuple[Any, Callable[[], FindTensors]]]:
+    """Yield the modules' autograd Functions, and what finds the tensors before quantization in their forwards."""
+    for row in MODULES.values():
+        function = row.function()
+        yield function, functools.partial(_tensors_of, row, function.forward)
 
 
-def _sources_of(row: ModuleRow) -> Sources:
+def _tensors_of(row: ModuleRow, forward: Callable[..., Any]) -> FindTensors:
+    """Raises TypeError: a parameter is missing, as in another TE version."""
     if row.groups:
-        return Sources(("inp", "m_splits", "weights_and_biases"), _sources_of_experts)
-    tensors = row.arguments()
-    return Sources(tuple(tensors), lambda given: plain_tensors({key: given[name] for name, key in tensors.items()}))
+        named = argument_namer(forward, ("inp", "m_splits", "weights_and_biases"))
+        return lambda arguments: _tensors_of_experts(named(arguments))
+    positions = list(inspect.signature(forward).parameters)
+    places = []
+    for name, place in row.arguments().items():
+        if name not in positions:
+            raise _missing(forward, name)
+        places.append((positions.index(name), place))
+
+    def find(arguments: Sequence[Any]) -> PlainTensors:
+        tensors: PlainTensors = {}
+        for position, place in places:
+            tensor = arguments[position]
+            if type(tensor) in PLAIN or _is_plain_subclass(tensor):
+                tensors[place] = tensor
+        return tensors
+
+    return find
+
+
+def _missing(function: Callable[..., Any], names: str) -> TypeError:
+    name = getattr(function, "__qualname__", str(function))
+    return TypeError(f"{name} of this Transformer Engine has no parameter {names}; its tensors are not observed")
 
 
 def forward_arguments(module: Any) -> dict[str, Any]:
@@ -130,7 +144,7 @@ def forward_arguments(module: Any) -> dict[str, Any]:
     return dict(frame.f_locals)
 
 
-def _sources_of_experts(given: Mapping[str, Any]) -> PlainTensors:
+def _tensors_of_experts(given: Mapping[str, Any]) -> PlainTensors:
     activation = given["inp"]
     splits = _rows(given["m_splits"])
     weights = given["weights_and_biases"]
@@ -151,7 +165,8 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> PlainTensors:
     matrix = gradient.reshape(-1, gradient.shape[-1])
     splits = getattr(ctx, "m_splits", None)
     if splits is None:
-        return plain_tensors({(layers - 1, "gradient"): matrix})
+        is_plain = type(matrix) in PLAIN or _is_plain_subclass(matrix)
+        return {(layers - 1, "gradient"): matrix} if is_plain else {}
     return plain_tensors({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 

@@ -17,6 +17,11 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmOperand, Kept
 from te_precision_callbacks.speed.trace.range_names import layer_range, module_of
 
+NEXT_HALF = {("fprop", -1): 0, ("fprop", 2): 0, ("fprop", 0): 1, ("fprop", 1): 1}
+NEXT_HALF |= {("dgrad", -1): 1, ("dgrad", 2): 1, ("dgrad", 0): 1, ("dgrad", 1): 0}
+NEXT_HALF |= {("wgrad", half): half for half in (-1, 0, 1, 2)}
+"""GEMM of a LayerNormMLP, and :attr:`Forward.half` -> the index of its layer."""
+
 
 class Forward:
     """A forward of a module, with its backward.
@@ -76,10 +81,6 @@ class Forward:
         self.watched: set[tuple[int, str]] | None = None
         self.norm: Any = None
 
-    def wants(self, index: int, tensor: str) -> bool:
-        """Return whether listeners need a tensor that no GEMM has read yet."""
-        return (index, tensor) in self.wanted and (index, tensor) not in self.read
-
     def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
         key = index, tensor
         first = key not in self.read
@@ -102,10 +103,7 @@ class Forward:
         """
         if expert is not None or not self.halves:
             return expert or 0
-        if gemm == "fprop":
-            self.half = 0 if self.half in (-1, 2) else 1
-        elif gemm == "dgrad":
-            self.half = 1 if self.half in (-1, 0, 2) else 0
+        self.half = NEXT_HALF[gemm, self.half]
         return self.half
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,10 @@ from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
-from te_precision_callbacks.coverage.gemm_precision import Format
 from te_precision_callbacks.coverage.model_watch import hide_operators
 from te_precision_callbacks.coverage.precision_audit import (
+    ExpectedGemms,
     LayerGemm,
-    LayerOperand,
     PrecisionAudit,
     formats_of_fused_path,
     gemms_left_out,
@@ -69,7 +68,6 @@ from te_precision_callbacks.te.state import (
     delayed_states,
     last_forward,
     meta_of,
-    recipe_of_module,
 )
 
 
@@ -94,8 +92,6 @@ class DelayedScalingLayers:
     def snapshot(self, module: Any, iteration: int) -> None:
         """Read a module's state in a training forward, without waiting for the device."""
         known = self._snapshots.get(id(module))
-        if known is not None and known.scale is getattr(meta_of(module).get(FORWARD), "scale", None):
-            return
         states = list(delayed_states(module)) if module.fp8 else []
         if states and (known is None or known.scale is not states[0].scale):
             with hide_operators():  # in the step whose operators are counted
@@ -160,20 +156,6 @@ def scales_in_graph(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[
                     yield f"{layer}_{tensor}_cur_amax", history[-1, position]
 
 
-class _ExpectedGemms(NamedTuple):
-    """The GEMMs that a forward and its backward will run.
-
-    Attributes:
-        state: what they follow from.
-        formats: of their operands, if no feature acts.
-    """
-
-    state: Sequence[object]
-    left_out: Mapping[LayerGemm, str]
-    gemms: Sequence[LayerGemm]
-    formats: Mapping[LayerOperand, Format]
-
-
 class DebugPathDecisions:
     """The replacements of ``is_debug_iter`` and ``no_debug_features_active``.
 
@@ -183,6 +165,7 @@ class DebugPathDecisions:
         ran: ids of watched modules with a training forward in this iteration.
         current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
+        new_states: ids of modules with other quantizers than in the last :meth:`check_scales`.
     """
 
     def __init__(
@@ -205,10 +188,11 @@ class DebugPathDecisions:
         self._scalars = scalars
         self._upstream_is_debug_iter: Callable[[Any], bool] = bool
         self.ran: set[int] = set()
+        self.new_states: set[int] = set()
         self._checked_cache: set[int] = set()
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
-        self._expected: dict[int, _ExpectedGemms] = {}
+        self._expected: dict[int, tuple[list[object], ExpectedGemms]] = {}  # what they follow from, and the GEMMs
         self._captured: dict[int, tuple[torch.nn.Module, tuple[Schedule, ...] | None]] = {}
 
     def forget_forwards(self) -> None:
@@ -345,14 +329,23 @@ class DebugPathDecisions:
         ``graph_in_fp8``: whether a compiled graph, in which the tap sees each GEMM, runs the module in FP8. The module
         does not have its state of this forward yet.
         """
-        fprop_only = kind is ForwardKind.SILENT
         try:
             fp8 = bool(module.fp8) if graph_in_fp8 is None else graph_in_fp8
-            state = last_forward(module) if idle else None
-            self.watched.resting.note_training(module, state, fp8=fp8)
+            left = last_forward(module) if idle else None
+            self.watched.resting.trained_in_fp8[id(module)] = fp8
+            self.watched.resting.seen_in[id(module)] = left
             sees_all = graph_in_fp8 is not None
-            expected = self._expected_gemms(module, None if sees_all else state, fprop_only=fprop_only)
-            self._audit.expect(expected.gemms, expected.left_out, expected.formats)
+            state: list[object] = [kind, self.current.input_needs_gradient]
+            if left is not None and not sees_all:
+                state += [left, getattr(left[2], "backward_override", None)]
+            for parameter in module._parameters.values():
+                state.append(parameter is not None and parameter.requires_grad)
+            known = self._expected.get(id(module))
+            if known is None or known[0] != state:
+                known = state, self._expected_gemms(module, None if sees_all else left, kind)
+                self._expected[id(module)] = known
+                self.new_states.add(id(module))
+            self._audit.expected[id(known[1])] = known[1]
             if sees_all or idle:
                 return
         except Exception as error:
@@ -366,29 +359,23 @@ class DebugPathDecisions:
                 " precision outside of the debug path, where no feature is called",
             )
 
-    def _expected_gemms(self, module: Any, left: tuple[object, ...] | None, *, fprop_only: bool) -> _ExpectedGemms:
+    def _expected_gemms(self, module: Any, left: tuple[object, ...] | None, kind: ForwardKind) -> ExpectedGemms:
         """Return the GEMMs that a forward announces; with formats if ``left`` is the state that it has left."""
         layers = self.watched.layers[id(module)]
-        needs = self.current.input_needs_gradient
-        trained = [parameter is not None and parameter.requires_grad for parameter in module._parameters.values()]
-        state: list[object] = [layers, fprop_only, needs, trained]
-        if left is not None:
-            state += [left, getattr(recipe_of_module(module), "backward_override", None)]
-        known = self._expected.get(id(module))
-        if known is not None and known.state == state:
-            return known
-        left_out = {} if fprop_only else gemms_left_out(module, layers, input_needs_gradient=needs)
-        gemms = itertools.starmap(LayerGemm, itertools.product(layers, GEMMS[:1] if fprop_only else GEMMS))
         formats = {} if left is None else formats_of_fused_path(module, layers, fp8=module.fp8)
-        formats = select_fprop(formats) if fprop_only else formats
+        if kind is ForwardKind.SILENT:
+            fprops = [LayerGemm(layer, "fprop") for layer in layers]
+            return ExpectedGemms(fprops, {}, select_fprop(formats))
+        left_out = gemms_left_out(module, layers, input_needs_gradient=self.current.input_needs_gradient)
+        gemms = itertools.starmap(LayerGemm, itertools.product(layers, GEMMS))
         run = [gemm for gemm in gemms if gemm not in left_out]
         unseen = {operand: made for operand, made in formats.items() if operand[:2] not in left_out}
-        expected = _ExpectedGemms(state, left_out, run, unseen)
-        self._expected[id(module)] = expected
-        return expected
+        return ExpectedGemms(run, left_out, unseen)
 
     def check_scales(self, module: Any, iteration: int) -> None:
+        """Read a module's state of delayed scaling, if it is new."""
         try:
+            self.new_states.discard(id(module))
             self.delayed_scaling.snapshot(module, iteration)
         except Exception as error:
             self._failures.report("reading the scales of", str(module.name), error)

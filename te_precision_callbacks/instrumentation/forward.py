@@ -259,7 +259,8 @@ class ForwardHooks:
         layers = watched.layers[id(module)]
         if compiled is not None and id(module) in watched.armed and kind is not ForwardKind.EVALUATION:
             self.answers.enter_compiled(module, kind, compiled)
-        if not watched.is_on_fused_path(module, iteration):
+        changed = watched.fused.get(id(module))
+        if changed != () and not watched.is_on_fused_path(module, iteration):
             self._fused_observation.leave(layers)
             return ()
         if compiled is None and not self.answers.enter_fused(module, kind, tensor):
@@ -267,12 +268,13 @@ class ForwardHooks:
         if kind is not ForwardKind.OBSERVED:
             return ()
         needed, upcoming = self._fused_observation.query(layers, iteration)
-        if changed := watched.fused[id(module)]:
+        if changed:
             upcoming += [step for schedule in changed if (step := schedule.at(iteration)[1]) is not None]
         module.__dict__["next_iter_when_debug_should_be_run"] = min(upcoming, default=None)
         if not needed:
             return ()
-        self.answers.check_scales(module, iteration)
+        if id(module) in self.answers.new_states:
+            self.answers.check_scales(module, iteration)
         if self.answers.current.has_quantized_input and (0, "activation") in needed:
             self.answers.report_quantized_input(module)
         return needed

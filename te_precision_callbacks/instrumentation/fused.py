@@ -27,7 +27,7 @@ from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.planning import LayerPlan, Plan
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import LogGemmError
-from te_precision_callbacks.engine.engine import Prepared, StatisticsEngine
+from te_precision_callbacks.engine.engine import Prepared, PreparedGemm, StatisticsEngine
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, Watched
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
@@ -300,8 +300,8 @@ class FusedObservation:
                 quantizer = getattr(given, "_quantizer", None)
                 yield Watched(event.layer, tensor, self.iteration, high, given, given, quantizer, group), watchers
 
-    def prepare(self, event: GemmEvent) -> list[tuple[int, Prepared]] | None:
-        """Prepare to measure tensors like a GEMM's: 0 for operand A, 1 for B, 2 for the result.
+    def prepare(self, event: GemmEvent) -> PreparedGemm | None:
+        """Prepare to measure tensors like a GEMM's: at 0 operand A, at 1 B, at 2 the result.
 
         None if a feature does more than measure, or a statistic needs more than a pass over its tensor.
         """
@@ -309,12 +309,12 @@ class FusedObservation:
 
         due = self.due.get(event.layer)
         if due is None:
-            return []
+            return self._engine.prepare_gemm([])
         watching = itertools.chain.from_iterable(due.watchers.values())
         if any(type(feature).observe is not StatisticsFeature.observe for _, feature, _ in watching):
             return None
         places: dict[str, int] = {event.a.tensor: 0, event.b.tensor: 1}
-        tensors = []
+        tensors: list[tuple[int, Prepared]] = []
         for watched, watchers in self._watched(event, due):
             requested = [options.requests_for(is_quantized=has_scale(watched.rowwise)) for _, _, options in watchers]
             asked = [requests for requests in requested if requests]
@@ -323,7 +323,7 @@ class FusedObservation:
                 tensors.append((places.get(watched.tensor, 2), prepared))
             elif asked:
                 return None
-        return tensors
+        return self._engine.prepare_gemm(tensors)
 
 
 def _query_watchers(watchers: _Watchers, iteration: int) -> _Due:

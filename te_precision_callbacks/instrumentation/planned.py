@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import PLAIN, scaling_mode
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit, SeenOperand, seen_operands
-from te_precision_callbacks.engine.engine import Differs, Prepared, StatisticsEngine
-from te_precision_callbacks.instrumentation.current_call import Forward
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit, SeenGemm, seen_gemm
+from te_precision_callbacks.engine.engine import Differs, PreparedGemm, StatisticsEngine
+from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, Forward
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms
 from te_precision_callbacks.layers.forwards import ForwardKind
@@ -30,17 +30,17 @@ _OPERAND = ("class", "dtype", "quantizer", "order", "high precision")
 _FIELDS = ("gemm", "layer", "recipe", "features", "class", *_OPERAND, *_OPERAND)
 _MOST_PLANS = 64
 
+_PLACES = {
+    (gemm, index): ((index, tensors[1]), (index, tensors[0]))
+    for gemm, tensors in OPERANDS.items()
+    for index in range(2)
+}
+"""GEMM and index of its layer -> layer index and name of operands A and B."""
+
 
 class GemmPlan(NamedTuple):
-    """A plan of a GEMM.
-
-    Attributes:
-        tensors: 0 for operand A, 1 for operand B or 2 for the result; and how to measure it.
-    """
-
-    layer: str
-    seen: Sequence[SeenOperand]
-    tensors: Sequence[tuple[int, Prepared]]
+    seen: SeenGemm
+    prepared: PreparedGemm
 
 
 Plans: TypeAlias = dict[Key, GemmPlan | None]
@@ -53,6 +53,7 @@ class GemmPlans:
     Attributes:
         declined: why a GEMM went to the listeners -> number of GEMMs.
         followed: number of GEMMs that followed a plan.
+        of_modules: id of a module -> its plans; None if a feature selects GEMMs of its layers.
     """
 
     def __init__(
@@ -68,20 +69,17 @@ class GemmPlans:
         self._fused = fused
         self._engine = engine
         self._selected = selected
-        self._of_modules: dict[int, Plans | None] = {}
+        self.of_modules: dict[int, Plans | None] = {}
 
     def forget(self) -> None:
-        self._of_modules.clear()
+        self.of_modules.clear()
 
-    def of_module(self, module: Any, layers: Sequence[str]) -> Plans | None:
-        """Return the plans of a module; None if its GEMMs have none, since a feature selects GEMMs of its layers."""
-        if id(module) not in self._of_modules:
-            try:
-                selects = any(any(map(selected.of_layer, layers)) for selected in self._selected)
-            except Exception:  # a listener fails likewise, and reports it
-                return None
-            self._of_modules[id(module)] = None if selects else {}
-        return self._of_modules[id(module)]
+    def add_module(self, module: Any, layers: Sequence[str]) -> None:
+        try:
+            selects = any(any(map(selected.of_layer, layers)) for selected in self._selected)
+        except Exception:  # a listener fails likewise, and reports it
+            return
+        self.of_modules[id(module)] = None if selects else {}
 
     def follow(self, forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Key | None:
         """Observe a GEMM by its plan; return the key of a GEMM that must go to the listeners."""
@@ -94,31 +92,34 @@ class GemmPlans:
             gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
             if forward.kind is not ForwardKind.OBSERVED or (half == 2 and gemm == "fprop"):
                 raise Differs("recomputed")
-            index = forward.next_layer_index(gemm, None) if forward.halves else 0
-            layer = forward.layers[index]
+            index = 0
+            if forward.halves:
+                index = NEXT_HALF[gemm, half]
+                forward.half = index
+            due = self._fused.due.get(forward.layers[index])
             out = result[0]
-            due = self._fused.due.get(layer)
-            features = None if due is None else due.number
-            fields: list[object] = [gemm, layer, forward.recipe, features, type(out)]
+            key = gemm, index, forward.recipe, None if due is None else due.number, type(out)
+            places = _PLACES[gemm, index]
             values: list[Any] = []
-            for given, tensor in zip(operands, OPERANDS[gemm][::-1], strict=True):
+            for given, place in zip(operands, places, strict=True):
                 kind = type(given)
-                place = index, tensor
                 before = high.get(place)
-                values.append(given if before is None else before)
                 if kind in PLAIN:
-                    fields += kind, given.dtype, None, place in read, before is None
+                    key += kind, given.dtype, None, place in read, before is None
                 else:
-                    dtype = int(getattr(given, "_fp8_dtype", -1))
-                    fields += kind, dtype, type(given._quantizer), place in read, before is None
-            key = tuple(fields)
+                    key += (
+                        kind,
+                        int(getattr(given, "_fp8_dtype", -1)),
+                        type(given._quantizer),
+                        place in read,
+                        before is None,
+                    )
+                values.append(given if before is None else before)
             plan = plans.get(key)
             if plan is None:
                 raise Differs("not planned" if key in plans else _difference(key, plans))
-            self._audit.note_seen(layer, gemm, forward.recipe, plan.seen)
-            if plan.tensors:
-                values.append(out)
-                self._engine.measure_again(plan.tensors, values, operands, self._fused.iteration)
+            values.append(out)
+            self._engine.measure_again(plan.prepared, values, operands, self._fused.iteration)
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
@@ -128,11 +129,14 @@ class GemmPlans:
             if reason == "placement":
                 plans.pop(key, None)
             return key
+        if forward.recipe:
+            self._audit.seen.append(plan.seen)
+        else:
+            self._audit.note_seen(plan.seen)
         self.followed += 1
         forward.events += 1
-        for tensor in OPERANDS[gemm]:
-            place = index, tensor
-            read.add(place)
+        read.update(places)
+        for place in places:
             high.pop(place, None)
         return None
 
@@ -141,15 +145,15 @@ class GemmPlans:
         plans = forward.plans
         if plans is None or not key or key in plans:
             return
-        tensors = None
+        prepared = None
         if all(map(_has_known_format, event.operands)):
             try:
-                tensors = self._fused.prepare(event)
+                prepared = self._fused.prepare(event)
             except Exception as error:
                 self.declined[type(error).__name__] += 1
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        plans[key] = None if tensors is None else GemmPlan(event.layer, seen_operands(event), tensors)
+        plans[key] = None if prepared is None else GemmPlan(seen_gemm(event), prepared)
 
 
 def _has_known_format(operand: GemmOperand) -> bool:

@@ -24,7 +24,12 @@ from te_precision_callbacks.te.state import last_forward
 
 
 class RestingLayers:
-    """Checks resting modules at the end of a step, and arms modules with a precision that was not seen before."""
+    """Checks resting modules at the end of a step, and arms modules with a precision that was not seen before.
+
+    Attributes:
+        trained_in_fp8: id of a module -> whether its last training forward, while armed, ran in FP8.
+        seen_in: the same -> the state that this forward has left; None if a feature acted, unlike in a resting module.
+    """
 
     def __init__(self, audit: PrecisionAudit, query_again: Callable[[torch.nn.Module], None]) -> None:
         self._audit = audit
@@ -43,24 +48,11 @@ class RestingLayers:
         self._last_state: dict[int, tuple[object, ...]] = {}
         self._ran: Mapping[int, set[TrainingForward]] | None = None
         self._new: list[torch.nn.Module] = []
-        self._trained_in_fp8: dict[int, bool] = {}
-        self._seen_in: dict[int, tuple[object, ...]] = {}
+        self.trained_in_fp8: dict[int, bool] = {}
+        self.seen_in: dict[int, tuple[object, ...] | None] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}
         self._round_robin = RoundRobin(list(modules.values()))
         self._queried: dict[int, list[list[dict[LayerOperand, Format]]]] = {}
-
-    def note_training(self, module: torch.nn.Module, state: tuple[object, ...] | None, *, fp8: bool) -> None:
-        """Record a training forward of an armed module.
-
-        Args:
-            state: the state that it has left; None if a feature acts in it, so that it runs unlike a resting module.
-            fp8: whether it runs in FP8.
-        """
-        self._trained_in_fp8[id(module)] = fp8
-        if state is None:
-            self._seen_in.pop(id(module), None)
-        else:
-            self._seen_in[id(module)] = state
 
     def add(self, module: torch.nn.Module) -> None:
         self._new.append(module)
@@ -117,13 +109,13 @@ class RestingLayers:
         """Record the precision of a module in its first resting step: FP8 or not, as in its last armed step."""
         key = id(module)
         state = last_forward(module)
-        fp8 = self._trained_in_fp8.get(key)
+        fp8 = self.trained_in_fp8.get(key)
         self._last_state.pop(key, None)
         if fp8 is None or state is None:
             return
         if module.fp8 == fp8:
             self._last_state[key] = state
-        if state == self._seen_in.get(key):
+        if state == self.seen_in.get(key):
             return
         formats = formats_of_fused_path(module, self._layers[key], fp8=fp8)
         if not self._audit.holds(formats):

@@ -5,8 +5,8 @@ Read from Transformer Engine 2.20.2. While installed, the tap replaces:
 - ``general_gemm``, ``general_grouped_gemm`` and ``general_grouped_gemm_for_grouped_tensor``
   (``pytorch/cpp_extensions/gemm.py``) in every Python module that imports them: TE's modules, ``te.ops``, and users'
   modules.
-- The modules' ``prepare_forward`` and ``end_forward``, and ``forward`` and ``backward`` of their autograd Functions.
-  The layer is stored in the autograd context, since a backward runs in another thread.
+- The modules' ``prepare_forward``, ``end_forward`` of attention, and ``forward`` and ``backward`` of their autograd
+  Functions. The layer is stored in the autograd context, since a backward runs in another thread.
 - ``fused_attn_fwd`` and ``fused_attn_bwd`` (``pytorch/cpp_extensions/fused_attn.py``), and ``forward`` and ``backward``
   of ``FusedAttnFunc``.
 - ``apply_normalization`` and ``_act_func`` of LayerNormLinear and LayerNormMLP (``tap_parts.py``).
@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,18 +38,17 @@ from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
-from te_precision_callbacks.coverage.precision_audit import recipe_in_force, recipe_of_operator
+from te_precision_callbacks.coverage.precision_audit import recipe_of_operator, recipe_text
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.arguments import (
     GEMM,
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
-    ArgumentNamer,
     Callers,
+    FindTensors,
     GemmsOfCall,
     GemmTensors,
     PlainTensors,
-    Sources,
     argument_namer,
     autograd_functions,
     gemms_of_experts,
@@ -79,8 +78,11 @@ from te_precision_callbacks.layers.gemm_events import (
 )
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import recipe_in_use
 
 logger = logging.getLogger(__name__)
+
+ReadT = TypeVar("ReadT")
 
 
 class _Listening(NamedTuple):
@@ -125,7 +127,9 @@ class GemmTap:
         self.operations = OperationsTap(classify, self._running, self._report_silent)
         self._listening = _Listening()
         self._layers: Mapping[int, Sequence[str]] = {}
+        self._mlps: set[int] = set()
         self._observed: Mapping[int, Any] = {}
+        self._name_of_recipe: tuple[Any, str] = (None, "")
         self._callers = Callers()
         self._compiled = CompiledLinears(self._begin_compiled)
         self._seams = Replacements(keeps_later=True)
@@ -148,6 +152,7 @@ class GemmTap:
     ) -> None:
         """Set the modules and their layers by id, and the ``te.ops`` operations; their GEMMs are always reported."""
         self._layers = layers
+        self._mlps = {key for key, module in modules.items() if te_modules.of(module).is_mlp}
         self._compiled.modules = [module for module in modules.values() if is_compiled_operator(module)]
         self.operations.watch(operations)
 
@@ -215,12 +220,14 @@ class GemmTap:
                 wrapped[id(own)] = wrappers[name](own)
             self._seams.replace(module, name, wrapped[id(own)])
         module_class = base.TransformerEngineBaseModule
-        for name, wrap in (("prepare_forward", self._wrap_prepare), ("end_forward", self._wrap_end)):
-            self._seams.replace(module_class, name, wrap(getattr(module_class, name)))
+        self._seams.replace(module_class, "prepare_forward", self._wrap_prepare(module_class.prepare_forward))
+        attention_class = te_modules.attention_class()
+        self._seams.replace(attention_class, "end_forward", self._wrap_end(attention_class.end_forward))
         if linear._linear_op is None:
             self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
-        for function, sources in (*autograd_functions(), (backends.FusedAttnFunc, Sources((), lambda given: {}))):
-            self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, sources)))
+        for function, make_find in (*autograd_functions(), (backends.FusedAttnFunc, lambda: _find_none)):
+            find_tensors = self._reader(function.forward, make_find)
+            self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, find_tensors)))
             self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward)))
         for owner in (layernorm_linear, layernorm_mlp):
             self._seams.replace(owner, "apply_normalization", self._unfused.wrap_norm(owner.apply_normalization))
@@ -269,7 +276,8 @@ class GemmTap:
         if layers is None or not (self._every_step.is_on or self._running.has_ranges):
             return unobserved_forward()
         try:
-            entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=te_modules.of(module).is_mlp, has_events=False)
+            halves = id(module) in self._mlps
+            entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
             if self._every_step.is_on and self._kind(module, compiled) is ForwardKind.OBSERVED:
                 entered.watched = set()
         except Exception as error:
@@ -286,14 +294,18 @@ class GemmTap:
     def _make_forward(self, module: Any, tensor: Any, compiled: Any = None) -> Forward:
         """Make the forward of a module, given its input; ``compiled``: the arguments of its operator in a graph."""
         try:
-            halves = te_modules.of(module).is_mlp
             if compiled is None:
                 kind = self._classify(module)
-                recipe = recipe_in_force(module, fp8=module.fp8)
+                recipe = recipe_in_use(module)
+                name = self._name_of_recipe
+                if name[0] is not recipe:
+                    name = recipe, recipe_text(recipe)
+                    self._name_of_recipe = name
+                in_force = name[1]
             else:
                 kind = self._kind(module, compiled)
-                recipe = recipe_of_operator(module, compiled)
-            entered = Forward(self._layers[id(module)], kind, recipe, halves=halves)
+                in_force = recipe_of_operator(module, compiled)
+            entered = Forward(self._layers[id(module)], kind, in_force, halves=id(module) in self._mlps)
             if kind is ForwardKind.OBSERVED and self._every_step.is_on:
                 entered.watched = set()
             wanted = () if self._enter is None else self._enter(module, kind, tensor, compiled)
@@ -304,7 +316,9 @@ class GemmTap:
                 entered.high = {}
                 plans = self._listening.plans
                 if plans is not None and compiled is None:
-                    entered.plans = plans.of_module(module, entered.layers)
+                    if id(module) not in plans.of_modules:
+                        plans.add_module(module, entered.layers)
+                    entered.plans = plans.of_modules.get(id(module))
         except ObservationError:
             raise
         except Exception as error:
@@ -327,13 +341,6 @@ class GemmTap:
             return None
         return self._begin_compiled(module, operator)
 
-    def _find_tensors(self, forward: Forward, find: Callable[..., PlainTensors], *given: Any) -> PlainTensors:
-        try:
-            return find(*given)
-        except Exception as error:
-            self._report("finding the tensors of", forward.layers[0], error)
-            return {}
-
     def _wrap_end(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def end_forward(module: Any) -> Any:
@@ -345,30 +352,35 @@ class GemmTap:
 
         return absent_from_graphs(end_forward, upstream)
 
-    def _argument_namer(self, function: AnyFunction, known: Sequence[str]) -> ArgumentNamer | None:
-        """Return a function that names arguments; report a missing parameter, and return None."""
+    def _reader(self, function: AnyFunction, make: Callable[[], ReadT]) -> ReadT | None:
+        """Make what reads a function's arguments; report a missing parameter, and return None."""
         try:
-            return argument_namer(function, known)
+            return make()
         except TypeError as error:
             self._report("reading the arguments of", function.__qualname__, error)
             return None
 
-    def _wrap_forward(self, upstream: AnyFunction, sources: Sources) -> AnyFunction:
-        name_arguments = self._argument_namer(upstream, sources.parameters)
-
+    def _wrap_forward(self, upstream: AnyFunction, find_tensors: FindTensors | None) -> AnyFunction:
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
-            entered = self._running.thread_state.entered or self._forward_in_graph(arguments) or unobserved_forward()
+            state = self._running.thread_state
+            entered = state.entered or self._forward_in_graph(arguments) or unobserved_forward()
+            if find_tensors is not _find_none:
+                state.entered = None
             entered.half = -1
             if ctx is not None:
                 ctx.te_precision_forward = entered
             before = entered.events
-            if name_arguments is None:
+            if find_tensors is None:
                 entered.wanted = ()
                 entered.high = None
                 entered.kind = ForwardKind.UNTOUCHED
             elif entered.high is not None:
-                entered.high = self._find_tensors(entered, sources.find, name_arguments((ctx, *arguments)))
+                try:
+                    entered.high = find_tensors((ctx, *arguments))
+                except Exception as error:
+                    entered.high = {}
+                    self._report("finding the tensors of", entered.layers[0], error)
             try:
                 result = self._running.call(entered, False, upstream, ctx, *arguments)
             finally:
@@ -386,7 +398,11 @@ class GemmTap:
             entered.half = 2
             if entered.high is None:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
-            entered.high = self._find_tensors(entered, gradients, ctx, arguments[0], len(entered.layers))
+            try:
+                entered.high = gradients(ctx, arguments[0], len(entered.layers))
+            except Exception as error:
+                entered.high = {}
+                self._report("finding the tensors of", entered.layers[0], error)
             try:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
             finally:
@@ -452,7 +468,7 @@ class GemmTap:
             gemms: maps arguments and result to A, B and result of each GEMM.
             grouped: whether each GEMM belongs to an expert.
         """
-        name_arguments = self._argument_namer(upstream, known)
+        name_arguments = self._reader(upstream, lambda: argument_namer(upstream, known))
         if name_arguments is None:
             return upstream
 
@@ -638,6 +654,11 @@ class GemmTap:
         except Exception as error:
             layer = OUTSIDE if forward is None else forward.layers[0]
             self._report("observing the GEMMs of", layer, error)
+
+
+def _find_none(arguments: Sequence[Any]) -> PlainTensors:
+    """Find the tensors of attention, which has no GEMMs."""
+    return {}
 
 
 def _lazily(gemms: GemmsOfCall, arguments: Mapping[str, Any], result: Any) -> Iterator[GemmTensors]:

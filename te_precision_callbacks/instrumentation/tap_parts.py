@@ -285,7 +285,7 @@ class UnfusedTensors:
             tensor_of: takes the tensor from the result; None if this is the tensor.
         """
         forward = self._running.thread_state.running
-        if forward is None or forward.high is None or not forward.wants(*place):
+        if forward is None or forward.high is None or place not in forward.wanted or place in forward.read:
             return fused()
         unquantized.wanted = quantizer is not None
         try:

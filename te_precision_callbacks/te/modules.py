@@ -190,6 +190,10 @@ def te_classes(kind: type) -> tuple[str, ...]:
     return tuple(base.__name__ for base in kind.__mro__ if base.__module__.startswith(_PACKAGE))
 
 
+def attention_class() -> Any:
+    return importlib.import_module(f"{_PACKAGE}pytorch.attention").DotProductAttention
+
+
 def is_attention(module: torch.nn.Module) -> bool:
     return "DotProductAttention" in te_classes(type(module))
 

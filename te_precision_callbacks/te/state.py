@@ -138,6 +138,12 @@ def recipe_of_module(module: torch.nn.Module) -> Any:
     return meta_of(module).get("recipe")
 
 
+def recipe_in_use(module: Any) -> Any:
+    """Return the recipe of a module's running forward; None in high precision."""
+    attributes = module.__dict__
+    return attributes["fp8_meta"]["recipe"] if attributes["fp8"] else None
+
+
 def backward_override(module: Any) -> str | None:
     return recipe_of_module(module).backward_override if module.fp8 else None
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -21,6 +21,7 @@ from hypothesis import given
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.engine import kernels
+from te_precision_callbacks.engine.kernels.columns import Again, Pending
 from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -76,7 +77,7 @@ class Trained:
             InspectSession(config, model=self.net, log_dir=Path(folder), **options) as session,
         ):
             if not planned:
-                patch.setattr(GemmPlans, "of_module", lambda *_: None)
+                patch.setattr(GemmPlans, "add_module", lambda *_: None)
             for number in range(steps):
                 step(number, self.net)
                 optimizer.step()
@@ -212,6 +213,31 @@ def test_the_weight_is_measured_in_the_first_micro_batch(recipe: str) -> None:
     assert plans.followed == 2 * 9 - 3
 
 
+def test_the_same_tensors_are_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's launches, which the first micro-batch has for the weight too."""
+    made, counts = RECIPES["delayed"](), Counter[int]()
+
+    def again(first: Sequence[Pending]) -> Again:
+        expected = [(one.values.dtype, one.codes is None, one.places) for one in first]
+
+        def launch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int) -> list[Pending]:
+            assert [(one.values.dtype, one.codes is None, one.places) for one in pending] == expected
+            counts[len(pending)] += 1
+            kernels.add(pending, sums, maxima)
+            return []
+
+        return launch
+
+    def step(number: int, net: Net) -> None:
+        for _ in range(2):
+            train(net, made)
+
+    monkeypatch.setattr(kernels, "again", again)
+    plans = both("LayerNormMLP", statistics_of("LayerNormMLP", "delayed"), 4, step)
+    assert sum(counts.values()) == plans.followed - 8, "all but the first of 6 GEMMs, and of 2 without the weight"
+    assert counts.keys() == {1, 2, 3}
+
+
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "te"])
 def test_recomputed_forwards_go_to_the_listeners(checkpoint: str) -> None:
     made = RECIPES["current"]()
@@ -275,7 +301,7 @@ def failures(*, planned: bool) -> list[Any]:
         InspectSession(config, model=net, log_dir=Path(folder), **options) as session,
     ):
         if not planned:
-            patch.setattr(GemmPlans, "of_module", lambda *_: None)
+            patch.setattr(GemmPlans, "add_module", lambda *_: None)
         for number in range(4):
             with pytest.MonkeyPatch.context() as failing:
                 if number == 2:

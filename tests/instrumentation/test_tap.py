@@ -265,7 +265,7 @@ def test_a_listener_that_raises_is_reported_and_training_goes_on() -> None:
     assert reported == ["linear fprop", "linear dgrad", "linear wgrad"]
 
 
-@pytest.mark.parametrize("what", ["recipe_in_force", "gradients"])
+@pytest.mark.parametrize("what", ["Forward", "gradients"])
 def test_what_goes_wrong_in_the_tap_is_reported_and_training_goes_on(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

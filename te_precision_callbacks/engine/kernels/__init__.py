@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.engine.kernels import eager, eager_blocks, native
-from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
+from te_precision_callbacks.engine.kernels.columns import Again, ColumnPlaces, Pending
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +35,16 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         with torch.no_grad():
             add(pending, sums, maxima)
         return
-    if _repeat is not None:
-        pending = _repeat(pending, sums, maxima)
+    if _triton is not None:
+        pending = _triton.repeat(pending, sums, maxima)
     for taken, together in itertools.groupby(pending, _pass_of):
         taken(list(together), sums, maxima)
+
+
+def again(pending: Sequence[Pending]) -> Again | None:
+    """Return a function for tensors like these, which were measured with Triton; None without one."""
+    found: Again | None = None if _triton is None else _triton.again(pending)
+    return found
 
 
 def _pass_of(tensor: Pending) -> Pass:
@@ -65,7 +72,7 @@ def _pass_for(values: torch.Tensor) -> Pass:
 
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     """Measure with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
-    global _on_gpu, _repeat
+    global _on_gpu, _triton
     left = list(pending)
     try:
         from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
@@ -76,7 +83,7 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
             done = set(map(id, together))
             left = [tensor for tensor in left if id(tensor) not in done]
         triton_kernel.remember(pending, groups)
-        _repeat = triton_kernel.repeat
+        _triton = triton_kernel
         while left:
             triton_blocks.add(left[0], sums, maxima)
             del left[0]
@@ -86,7 +93,7 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         if is_lost(error):
             raise  # nothing can run on this GPU any more
         _on_gpu = eager.add
-        _repeat = None
+        _triton = None
         logger.warning(
             "Statistics on the GPU use plain torch operations, which are slower but give the same results: the"
             " Triton kernel failed (%s: %s).",
@@ -98,5 +105,5 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
 
 _on_gpu: Pass = _with_triton
 
-_repeat: Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], Sequence[Pending]] | None = None
-"""Launches again what Triton has launched for tensors alike, and returns the tensors that are left."""
+_triton: Any = None
+"""The module of Triton's kernel, after a launch."""

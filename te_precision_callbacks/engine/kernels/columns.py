@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -155,6 +156,14 @@ class Pending(NamedTuple):
     places: ColumnPlaces
     in_blocks: BlockScaledTensor | None = None
     of_blocks: BlockPlaces = BlockPlaces()
+
+
+Again: TypeAlias = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor, int], Sequence[Pending]]
+"""Measures tensors that differ in nothing but their sizes and contents from earlier ones, in the same launches.
+
+It takes the tensors, the vectors of sums and maxima, and the handle of the current stream, and returns the tensors that
+are left.
+"""
 
 
 class Layout(NamedTuple):

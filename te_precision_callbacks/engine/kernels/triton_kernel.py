@@ -28,7 +28,7 @@ import triton.language as tl
 
 from te_precision_callbacks.base.devices import raw_stream_of
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import ROUNDING, ColumnPlaces, Pending, layout
+from te_precision_callbacks.engine.kernels.columns import ROUNDING, Again, ColumnPlaces, Pending, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
@@ -104,6 +104,7 @@ class _Launch(NamedTuple):
         tile: elements.
         most: maximum number of programs of a tensor.
         size: of the partial results of all launches of the signature, at most.
+        grids: sizes of the tensors -> see :func:`_grid`.
         arguments: the arguments after the first programs: columns, geometry and constants.
     """
 
@@ -115,10 +116,13 @@ class _Launch(NamedTuple):
     tile: int
     most: int
     size: int
+    grids: dict[tuple[int, ...], tuple[int, Sequence[int]]]
     arguments: Sequence[Any]
 
 
-_known: dict[tuple[object, ...], list[_Launch]] = {}
+_MOST_GRIDS = 64
+
+_known: dict[tuple[object, ...] | None, list[_Launch]] = {}
 """Signature of tensors -> their launches; empty after a failure."""
 
 
@@ -307,8 +311,8 @@ def _one_dimension(constants: Mapping[str, Any]) -> list[int]:
 
 def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) -> None:
     """Keep the launches of tensors for :func:`repeat`, if all can be launched without Triton's binder."""
-    alike = _read(pending)
-    if alike is None or alike[0] in _known:
+    signature = _signature(pending)
+    if signature is None or signature in _known:
         return
     launches = []
     place_of = {id(one): place for place, one in enumerate(pending)}
@@ -325,85 +329,109 @@ def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) ->
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
         arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
         launches.append(
-            _Launch(*launcher_of(kernel), places, quantized, len(together), form.tile, most, size, arguments)
+            _Launch(*launcher_of(kernel), places, quantized, len(together), form.tile, most, size, {}, arguments)
         )
-    _known[alike[0]] = launches
+    _known[signature] = launches
 
 
-def _read(
-    pending: Iterable[Pending],
-) -> tuple[tuple[object, ...], list[int], list[int], list[int | None], list[int | None]] | None:
-    """Read dense tensors that can be launched again; None if one cannot.
-
-    Returns:
-        What determines their launches besides their sizes; and of each tensor the number of elements, and the addresses
-        of values, codes and scale.
-    """
+def _signature(pending: Iterable[Pending]) -> tuple[object, ...] | None:
+    """Return what determines the launches of tensors besides their sizes; None if one cannot be launched again."""
     signature: list[object] = []
-    sizes: list[int] = []
-    values_at: list[int] = []
-    codes_at: list[int | None] = []
-    scales_at: list[int | None] = []
     for values, codes, scale_inv, e5m2, places, in_blocks, _ in pending:
-        size = values.numel()
-        at = values.data_ptr()
-        if in_blocks is not None or size % 16 or not 0 < size < 2**31 or at % 16 or not values.is_contiguous():
+        if in_blocks is not None or not _is_dense(values):
             return None
         device = values.get_device()
         signature += device, values.dtype, places
-        sizes.append(size)
-        values_at.append(at)
         if codes is None or scale_inv is None:
             if codes is not None:
                 return None
-            codes_at.append(None)
-            scales_at.append(None)
-            continue
-        at = codes.data_ptr()
-        if at % 16 or not codes.is_contiguous() or codes.shape != values.shape or codes.get_device() != device:
+        elif codes.shape == values.shape and codes.get_device() == device and _is_dense(codes):
+            signature += e5m2, codes.dtype, scale_inv.dtype, scale_inv.get_device(), scale_inv.numel()
+        else:
             return None
-        signature += e5m2, codes.dtype, scale_inv.dtype, scale_inv.get_device(), scale_inv.numel()
-        codes_at.append(at)
-        scales_at.append(scale_inv.data_ptr())
-    return tuple(signature), sizes, values_at, codes_at, scales_at
+    return tuple(signature)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return (
+        not tensor.numel() % 16 and 0 < tensor.numel() < 2**31 and not tensor.data_ptr() % 16 and tensor.is_contiguous()
+    )
+
+
+def again(pending: Sequence[Pending]) -> Again | None:
+    """Return a function that measures tensors with the signature of these by the same launches, if there are any."""
+    launches = _known.get(_signature(pending))
+    return functools.partial(_launch_again, launches) if launches else None
 
 
 def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Sequence[Pending]:
     """Repeat the launches of earlier, similar tensors, and return the tensors that are left."""
-    alike = _read(pending)
-    if alike is None:
-        return pending
-    signature, sizes, values_at, codes_at, scales_at = alike
-    launches = _known.get(signature)
-    if not launches:
-        return pending
+    launch = again(pending)
+    return pending if launch is None else launch(pending, sums, maxima, raw_stream_of(sums.device)())
+
+
+def _launch_again(
+    launches: list[_Launch], pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int
+) -> Sequence[Pending]:
+    """Repeat launches for tensors that may differ in their sizes; return the tensors that are left.
+
+    Args:
+        stream: the handle of the current stream.
+    """
+    sizes: list[int] = []
+    values_at: list[int] = []
+    codes_at: list[int | None] = []
+    scales_at: list[int | None] = []
+    for values, codes, scale_inv, _, _, _, _ in pending:
+        size = values.numel()
+        at = values.data_ptr()
+        if size % 16 or not 0 < size < 2**31 or at % 16 or not values.is_contiguous():
+            return pending
+        sizes.append(size)
+        values_at.append(at)
+        if codes is None or scale_inv is None:
+            codes_at.append(None)
+            scales_at.append(None)
+            continue
+        at = codes.data_ptr()
+        if at % 16 or codes.numel() != size or not codes.is_contiguous():
+            return pending
+        codes_at.append(at)
+        scales_at.append(scale_inv.data_ptr())
     device = sums.get_device()
-    if device >= 0 and (torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing()):
+    if not launches or (
+        device >= 0 and (torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing())
+    ):
         return pending
-    stream = raw_stream_of(sums.device)()
     memory = kept_scratch.get((max(device, 0), stream))
     if memory is None or memory[0].numel() < launches[0].size:
         memory = scratch(sums.device, launches[0].size)
     memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
-    for done, (launch, settings, of_tensors, of_quantized, used, tile, most, _, arguments) in enumerate(launches):
+    for done, launch in enumerate(launches):
+        run, settings, of_tensors, of_quantized, _, _, _, _, grids, arguments = launch
         of_launch = of_tensors(sizes)
-        begins = [0] * MOST_TOGETHER
-        programs = 0
-        for place in range(MOST_TOGETHER):
-            if place < used:
-                programs += min(most, -(-of_launch[place] // tile))
-            begins[place] = programs
-        begins.pop()
+        programs, begins = grids.get(of_launch) or _grid(launch, of_launch)
         quantized_at = *of_quantized(codes_at), *of_quantized(scales_at)
         given = *of_tensors(values_at), *quantized_at, *memory_at, *of_launch, *begins, *arguments
         try:
-            launch(programs, 1, 1, stream, *settings, given)
+            run(programs, 1, 1, stream, *settings, given)
         except Exception as error:
-            _known[signature] = []
             report_binder(error)
             left = set[int]().union(*(missed.tensors(range(len(pending))) for missed in launches[done:]))
+            launches.clear()
             return [one for place, one in enumerate(pending) if place in left]
     return ()
+
+
+def _grid(launch: _Launch, sizes: tuple[int, ...]) -> tuple[int, Sequence[int]]:
+    """Return the number of programs for tensors of these sizes, and the first program of each tensor but the first."""
+    used = [min(launch.most, -(-size // launch.tile)) for size in sizes[: launch.used]]
+    ends = list(itertools.accumulate([*used, *[0] * (MOST_TOGETHER - launch.used)]))
+    if len(launch.grids) >= _MOST_GRIDS:
+        launch.grids.clear()
+    grid = ends.pop(), ends
+    launch.grids[sizes] = grid
+    return grid
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
