@@ -48,13 +48,20 @@ class Ring:
             self.slots.append(TensorSlot(layer, tensor))
         return place
 
-    def add(self, tensors: Sequence[Largest], device: torch.device) -> None:
-        """Add tensors on a device. The caller has added their slots to :attr:`order`."""
+    def add(self, tensors: Sequence[Largest]) -> None:
+        """Add tensors on one device. The caller has added their slots to :attr:`order`."""
+        device = tensors[0].values.device
+        if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+            self.unwatched["GEMMs in CUDA graphs"] += 1
+            return
         on = self._devices.get(device)
         if on is None:
             on = _OnDevice(device)
             self._devices[device] = on
-        largest.add(tensors, on.row(len(self.slots)))
+        row = on.now
+        if len(self.slots) > on.slots or on.handle_now() not in on.streams:
+            row = on.row(len(self.slots))
+        largest.add(tensors, row)
 
     def add_tokens(self, layer: str, count: int) -> None:
         """Add the number of tokens of an expert in a forward. The host knows it."""
@@ -114,14 +121,18 @@ class _OnDevice:
     """The rows of a device.
 
     Attributes:
+        slots: length of a row.
+        now: the row of the step, for operations on the streams of :attr:`streams`.
+        handle_now: returns the handle of the current stream.
+        streams: handle of a stream -> the stream, if it has operations on the rows.
         missing: the steps that the host does not have.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._batch = 1 if device.type == "cpu" else _STEPS_PER_COPY
-        self._handle_now = raw_stream_of(device)
-        self._streams: dict[int, torch.cuda.Stream | None] = {}
+        self.handle_now = raw_stream_of(device)
+        self.streams: dict[int, torch.cuda.Stream | None] = {}
         self._make(_FIRST_SLOTS)
         self._filled: list[StepRow] = []
         self._copied: tuple[list[StepRow], torch.Tensor, torch.cuda.Event | None] | None = None
@@ -132,19 +143,19 @@ class _OnDevice:
         return copied + self._filled
 
     def _make(self, slots: int) -> None:
-        self._slots = slots
+        self.slots = slots
         self._rows = largest.new_rows(2 * self._batch, slots, self._device)
         self._half = 0
-        self._row = self._rows[0]
+        self.now = self._rows[0]
 
     def row(self, slots: int) -> torch.Tensor:
         """Return the row of the step, for operations on the current stream."""
-        handle = self._handle_now()
-        if handle not in self._streams:
-            self._streams[handle] = current_stream(self._device)
-        if slots > self._slots:
+        handle = self.handle_now()
+        if handle not in self.streams:
+            self.streams[handle] = current_stream(self._device)
+        if slots > self.slots:
             self._grow(slots)
-        return self._row
+        return self.now
 
     def _grow(self, slots: int) -> None:
         before = self._rows
@@ -152,14 +163,14 @@ class _OnDevice:
         self._make(2 * slots)
         self._rows[:, : before.shape[1]] = before
         self._half = half
-        self._row = self._rows[half * self._batch + len(self._filled)]
+        self.now = self._rows[half * self._batch + len(self._filled)]
 
     def end_step(self, step: StepRow) -> None:
         self._filled.append(step)
         if len(self._filled) == self._batch:
             self.copy()
         else:
-            self._row = self._rows[self._half * self._batch + len(self._filled)]
+            self.now = self._rows[self._half * self._batch + len(self._filled)]
         if self._copied is not None:
             arrived = self._copied[2]
             if arrived is None or arrived.query():  # type: ignore[no-untyped-call]
@@ -171,7 +182,7 @@ class _OnDevice:
             return
         if self._copied is not None:
             self.read()
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             follow(stream, (self._rows,))
         begin = self._half * self._batch
         rows = self._rows[begin : begin + len(self._filled)]
@@ -187,7 +198,7 @@ class _OnDevice:
         self._copied = self._filled, host, arrived
         self._filled = []
         self._half = 1 - self._half
-        self._row = self._rows[self._half * self._batch]
+        self.now = self._rows[self._half * self._batch]
 
     def read(self) -> None:
         """Give the copied rows to their steps, after waiting for the copy."""

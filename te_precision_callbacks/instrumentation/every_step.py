@@ -121,7 +121,8 @@ class EveryStep:
                         continue
                     if part[0].numel():
                         tensors.append(tuple.__new__(Largest, part))  # Largest() would call a Python function
-            self._add(tensors)
+            if tensors:
+                self.ring.add(tensors)
         except Exception as error:
             self._fail(forward.layers[first], error)
 
@@ -137,18 +138,10 @@ class EveryStep:
             place = len(self.ring.order)
             slot = self.ring.slot(forward.layers[0], "activation")
             self.ring.order.append(slot)
-            self._add([Largest(tensor, FORMATS[tensor.dtype], None, slot, place)] if tensor.numel() else [])
+            if tensor.numel():
+                self.ring.add([Largest(tensor, FORMATS[tensor.dtype], None, slot, place)])
         except Exception as error:
             self._fail(forward.layers[0], error)
-
-    def _add(self, tensors: list[Largest]) -> None:
-        if not tensors:
-            return
-        device = tensors[0].values.device
-        if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
-            self.ring.unwatched["GEMMs in CUDA graphs"] += 1
-        else:
-            self.ring.add(tensors, device)
 
     def _fail(self, layer: str, error: Exception) -> None:
         self.is_on = False  # a second failure would only slow the training

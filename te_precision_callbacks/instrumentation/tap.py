@@ -59,7 +59,7 @@ from te_precision_callbacks.instrumentation.arguments import (
     single_gemm,
 )
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
-from te_precision_callbacks.instrumentation.current_call import Forward, Running, unobserved_forward
+from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, Forward, Running, unobserved_forward
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.planned import GemmPlans, Key
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
@@ -278,16 +278,15 @@ class GemmTap:
         try:
             halves = id(module) in self._mlps
             entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
-            if self._every_step.is_on and self._kind(module, compiled) is ForwardKind.OBSERVED:
-                entered.watched = set()
+            if self._every_step.is_on:
+                kind = self._classify(module) if compiled is None else self._kind(module, compiled)
+                entered.watched = set() if kind is ForwardKind.OBSERVED else None
         except Exception as error:
             self._report("watching the forward of", str(getattr(module, "name", "a module")), error)
             return unobserved_forward()
         return entered
 
     def _kind(self, module: Any, compiled: Any) -> ForwardKind:
-        if compiled is None:
-            return self._classify(module)
         with torch.set_grad_enabled(compiled.is_grad_enabled):
             return self._classify(module)
 
@@ -385,7 +384,7 @@ class GemmTap:
                 result = self._running.call(entered, False, upstream, ctx, *arguments)
             finally:
                 entered.high = None if entered.high is None else {}
-            if entered.events == before:
+            if entered.events == before and entered.kind is ForwardKind.OBSERVED:
                 self._report_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), False)
             return result
 
@@ -519,7 +518,7 @@ class GemmTap:
                 finally:
                     current.in_gemm = False
                 if forward.halves and not self._running.has_ranges:  # a range has advanced to the layer
-                    forward.next_layer_index(GEMM_OF_LAYOUT[keywords.get("layout", "TN")], None)
+                    forward.half = NEXT_HALF[GEMM_OF_LAYOUT[keywords.get("layout", "TN")], forward.half]
                 watch(forward, operands, keywords, result)
                 return result
             planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2

@@ -221,17 +221,18 @@ class UnfusedTensors:
 
         @functools.wraps(upstream)
         def apply_normalization(*arguments: Any) -> Any:
-            quantizer = arguments[_QUANTIZER_OF_NORM]
-            without_quantizer = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
-            result = self._run(
-                (0, "activation"),
-                quantizer,
-                functools.partial(upstream, *arguments),
-                functools.partial(upstream, *without_quantizer),
-                operator.itemgetter(0),
-            )
             forward = self._running.thread_state.running
-            if forward is not None and forward.watched is not None:
+            if forward is None:
+                return upstream(*arguments)
+            if forward.high is None:
+                result = upstream(*arguments)
+            else:
+                quantizer = arguments[_QUANTIZER_OF_NORM]
+                without_quantizer = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
+                fused = functools.partial(upstream, *arguments)
+                unfused = functools.partial(upstream, *without_quantizer)
+                result = self._run(forward, (0, "activation"), quantizer, fused, unfused, operator.itemgetter(0))
+            if forward.watched is not None:
                 forward.norm = result[2]
             return result
 
@@ -260,32 +261,33 @@ class UnfusedTensors:
         """
 
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            forward = self._running.thread_state.running
+            if forward is None or forward.high is None:
+                return function(*arguments, **keywords)
             *leading, quantizer = arguments
+            without_quantizer = functools.partial(unfused, *leading, None, **keywords)
             return self._run(
-                place,
-                quantizer,
-                functools.partial(function, *arguments, **keywords),
-                functools.partial(unfused, *leading, None, **keywords),
+                forward, place, quantizer, functools.partial(function, *arguments, **keywords), without_quantizer
             )
 
         return wrapped
 
     def _run(
         self,
+        forward: Forward,
         place: tuple[int, str],
         quantizer: Any,
         fused: Callable[[], Any],
         unfused: Callable[[], Any],
         tensor_of: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Return the result of ``fused``; keep its tensor in high precision, if listeners want it.
+        """Return the result of ``fused``; keep its tensor in high precision in a forward that has such tensors.
 
         Args:
             place: layer index and name of the tensor.
             tensor_of: takes the tensor from the result; None if this is the tensor.
         """
-        forward = self._running.thread_state.running
-        if forward is None or forward.high is None or place not in forward.wanted or place in forward.read:
+        if forward.high is None or place not in forward.wanted or place in forward.read:
             return fused()
         unquantized.wanted = quantizer is not None
         try:

@@ -50,12 +50,25 @@ def add(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         with interpreted("triton_largest") as kernel:
 
             def by_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
-                for begin in range(0, len(tensors), kernel.TOGETHER):
-                    together = tensors[begin : begin + kernel.TOGETHER]
-                    assert all(map(kernel.fits, together))
-                    kernel.add(together, row)
+                assert not kernel.add(tensors, row)
 
             yield by_triton
+
+
+def test_triton_returns_what_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
+    many = torch.full((8, 8), 3.0)
+    others = [
+        Largest(values, FORMATS[torch.float32], None, 1, place)
+        for place, values in enumerate((many.view(-1)[1:9], many[:, :4], many[:0]))
+    ]
+    row = largest.new_rows(1, 2, many.device)[0]
+    with interpreted("triton_largest") as kernel:
+        assert kernel.add(others, row) == others
+        whole = [Largest(many, FORMATS[torch.float32], None, 0, place) for place in range(7)]
+        assert kernel.add([*others, *whole], row) == others
+    assert row.tolist() == [[torch.tensor(3.0).view(torch.int32).item(), -1, NEVER], [-1, -1, NEVER]]
 
 
 def decoded(tensor: Largest) -> torch.Tensor:

@@ -74,17 +74,13 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
 
 def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     """Add with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
-    global _on_gpu
+    global _on_gpu, _launch
     try:
-        from te_precision_callbacks.engine.kernels.triton_largest import TOGETHER, fits
-        from te_precision_callbacks.engine.kernels.triton_largest import add as launch
+        if _launch is None:
+            from te_precision_callbacks.engine.kernels.triton_largest import add as launch
 
-        fitting: list[Largest] = []
-        others: list[Largest] = []
-        for tensor in tensors:
-            (fitting if fits(tensor) else others).append(tensor)
-        for begin in range(0, len(fitting), TOGETHER):
-            launch(fitting[begin : begin + TOGETHER], row)
+            _launch = launch
+        others = _launch(tensors, row)
         if others:
             _all_in_torch(others, row)
     except torch.OutOfMemoryError:
@@ -108,6 +104,9 @@ def _all_in_torch(tensors: Sequence[Largest], row: torch.Tensor) -> None:
 
 
 _on_gpu: Callable[[Sequence[Largest], torch.Tensor], None] = _with_triton
+
+_launch: Callable[[Sequence[Largest], torch.Tensor], Sequence[Largest]] | None = None
+"""Adds tensors with Triton, and returns those that are left."""
 
 
 def _in_torch(tensor: Largest, row: torch.Tensor) -> None:

@@ -64,15 +64,10 @@ _launchers: dict[torch.device, _Launcher | None] = {}
 """Device -> how to launch the kernel without Triton's binder; None if that failed."""
 
 
-def fits(tensor: Largest) -> bool:
-    """Return whether the kernel can read a tensor."""
-    values = tensor.values
-    size = values.nbytes
-    return 0 < size < 2**33 and size % 4 == 0 and values.data_ptr() % 16 == 0 and values.is_contiguous()
-
-
-def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
-    """Add up to :data:`TOGETHER` tensors that :func:`fits` accepts to a row."""
+def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
+    """Add tensors to a row, and return those that the kernel cannot read."""
+    if len(tensors) > TOGETHER:
+        return add(tensors[:TOGETHER], row) + add(tensors[TOGETHER:], row)
     device = row.device
     most = program_count(device)
     one = single_one(device)
@@ -82,15 +77,25 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     of_scales: list[int] = []
     of_tensors: list[int] = []
     programs = 0
-    for values, number, scale, slot, order, column in tensors:
-        count = values.nbytes // 4
-        words.append(count)
+    taken: list[Largest] = []
+    others: list[Largest] = []
+    for tensor in tensors:
+        values, number, scale, slot, order, column = tensor
+        size = values.nbytes
+        at = values.data_ptr()
+        if not 0 < size < 2**33 or size % 4 or at % 16 or not values.is_contiguous():
+            others.append(tensor)
+            continue
+        taken.append(tensor)
+        words.append(size // 4)
         begins.append(programs)
-        programs += min(most, -(-count // _WORDS))
-        pointers.append(values.data_ptr())
+        programs += min(most, -(-size // (4 * _WORDS)))
+        pointers.append(at)
         of_scales.append((one if scale is None else scale).data_ptr())
         of_tensors += number, COLUMNS * slot + column, COLUMNS * slot + FIRST, order
-    unused = TOGETHER - len(tensors)  # they repeat the first
+    if not taken:
+        return others
+    unused = TOGETHER - len(taken)  # they repeat the first
     numbers = [*words, *[0] * unused, *begins[1:], *[programs] * unused, *of_tensors, *of_tensors[:4] * unused]
     launcher = _launchers.get(device)
     if launcher is not None:
@@ -99,19 +104,20 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
         arguments = *addresses, row.data_ptr(), *numbers, _WORDS
         try:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
-            return
+            return others
         except Exception as error:
             if is_lost(error):
                 raise
             _launchers[device] = None
             report_binder(error)
-    padded = [*tensors, *[tensors[0]] * unused]
+    padded = [*taken, *[taken[0]] * unused]
     as_words = [tensor.values.detach().view(-1).view(torch.int32) for tensor in padded]
     scales = [one if tensor.scale is None else tensor.scale for tensor in padded]
     with torch.cuda.device(as_words[0].get_device()):
         compiled = _add[(programs,)](*as_words, *scales, row, *numbers, WORDS=_WORDS)
     if compiled is not None and device not in _launchers:  # None in the interpreter
         _launchers[device] = launcher_of(compiled)
+    return others
 
 
 @_jit
