@@ -189,11 +189,11 @@ class ModelWatch:
                 else:
                     path = hash((call.path, number))
                     for value in (*arguments, *keywords.values()):
-                        if value is None:
+                        if value is None or value is False:
                             continue
                         if isinstance(value, torch.Tensor):
                             path = hash((path, value.shape))
-                        elif isinstance(value, (bool, str)):
+                        elif value is True or isinstance(value, str):
                             path = hash((path, value))
                 call.path = path if attends is None else hash((path, attends()))
             except Exception as error:

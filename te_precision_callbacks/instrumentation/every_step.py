@@ -101,23 +101,21 @@ class EveryStep:
                     place = len(order)
                     order.append(slot)
                     kind = type(tensor)
-                    is_high = kind in PLAIN  # the debug path has tensors of its own, also in high precision
-                    if not is_high and kind not in self._per_tensor:
-                        tensor = gemm_operand(tensor, columnwise=gemm == "wgrad")
-                        kind = type(tensor)
-                    if kind in PLAIN and tensor.dtype in FORMATS:
-                        if is_high and name == "activation":
-                            self.ring.high.add(layer)
-                        part = tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE
-                    elif kind in self._per_tensor:
+                    if kind in self._per_tensor:
                         codes = tensor._data
-                        codes = tensor._transpose if codes is None else codes
+                        if codes is None:
+                            codes = tensor._transpose
                         part = codes, self._numbers[int(tensor._fp8_dtype)], tensor._scale_inv, slot, place, MAGNITUDE
                         amax = getattr(tensor._quantizer, "amax", None)
                         if amax is not None and not (name == "weight" and getattr(tensor, "requires_grad", False)):
                             tensors.append(of_amax(amax, slot, place))
-                    else:
-                        tensors += self._parts(tensor, slot, place)
+                    elif kind in PLAIN and tensor.dtype in FORMATS:
+                        if name == "activation":
+                            self.ring.high.add(layer)
+                        part = tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE
+                    else:  # the debug path has tensors of its own
+                        read = tensor if kind in PLAIN else gemm_operand(tensor, columnwise=gemm == "wgrad")
+                        tensors += self._parts(read, slot, place)
                         continue
                     if part[0].numel():
                         tensors.append(tuple.__new__(Largest, part))  # Largest() would call a Python function
@@ -175,7 +173,7 @@ class EveryStep:
         kind = type(tensor)
         if kind in PLAIN:
             if tensor.dtype in FORMATS:
-                return [Largest(tensor, FORMATS[tensor.dtype], None, slot, place)]
+                return [Largest(tensor, FORMATS[tensor.dtype], None, slot, place)] if tensor.numel() else []
             self.ring.unwatched[str(tensor.dtype)] += 1
             return []
         mode = scaling_mode(tensor)

@@ -58,10 +58,15 @@ _GENERAL = [
 
 _jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 
-_Launcher = tuple[Callable[..., object], Sequence[Any]]
+_Grid = tuple[int, Sequence[int]]
+"""Number of programs, and the arguments that follow from the sizes of the tensors: words, and first programs."""
+
+_Launcher = tuple[Callable[..., object], Sequence[Any], dict[tuple[int, ...], _Grid]]
 
 _launchers: dict[torch.device, _Launcher | None] = {}
-"""Device -> how to launch the kernel without Triton's binder; None if that failed."""
+"""Device -> how to launch the kernel without Triton's binder, and grids by sizes; None if that failed."""
+
+_MOST_GRIDS = 256
 
 
 def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
@@ -69,55 +74,63 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
     if len(tensors) > TOGETHER:
         return add(tensors[:TOGETHER], row) + add(tensors[TOGETHER:], row)
     device = row.device
-    most = program_count(device)
-    one = single_one(device)
-    words: list[int] = []
-    begins: list[int] = []
+    sizes: list[int] = []
     pointers: list[int] = []
     of_scales: list[int] = []
     of_tensors: list[int] = []
-    programs = 0
-    taken: list[Largest] = []
-    others: list[Largest] = []
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
         size = values.nbytes
         at = values.data_ptr()
         if not 0 < size < 2**33 or size % 4 or at % 16 or not values.is_contiguous():
-            others.append(tensor)
-            continue
-        taken.append(tensor)
-        words.append(size // 4)
-        begins.append(programs)
-        programs += min(most, -(-size // (4 * _WORDS)))
+            rest = [other for other in tensors if other is not tensor]
+            return [tensor, *add(rest, row)] if rest else [tensor]
+        sizes.append(size)
         pointers.append(at)
-        of_scales.append((one if scale is None else scale).data_ptr())
-        of_tensors += number, COLUMNS * slot + column, COLUMNS * slot + FIRST, order
-    if not taken:
-        return others
-    unused = TOGETHER - len(taken)  # they repeat the first
-    numbers = [*words, *[0] * unused, *begins[1:], *[programs] * unused, *of_tensors, *of_tensors[:4] * unused]
+        of_scales.append((single_one(device) if scale is None else scale).data_ptr())
+        begin = COLUMNS * slot
+        of_tensors += number, begin + column, begin + FIRST, order
+    unused = TOGETHER - len(sizes)  # they repeat the first
+    if unused:
+        pointers += pointers[:1] * unused
+        of_scales += of_scales[:1] * unused
+        of_tensors += of_tensors[:4] * unused
     launcher = _launchers.get(device)
     if launcher is not None:
-        launch, settings = launcher
-        addresses = *pointers, *pointers[:1] * unused, *of_scales, *of_scales[:1] * unused
-        arguments = *addresses, row.data_ptr(), *numbers, _WORDS
+        launch, settings, grids = launcher
+        key = tuple(sizes)
+        grid = grids.get(key)
+        if grid is None:
+            if len(grids) >= _MOST_GRIDS:
+                grids.clear()
+            grid = _grid(sizes, device)
+            grids[key] = grid
+        arguments = *pointers, *of_scales, row.data_ptr(), *grid[1], *of_tensors, _WORDS
         try:
-            launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
-            return others
+            launch(grid[0], 1, 1, raw_stream_of(device)(), *settings, arguments)
+            return []
         except Exception as error:
             if is_lost(error):
                 raise
             _launchers[device] = None
             report_binder(error)
-    padded = [*taken, *[taken[0]] * unused]
+    padded = [*tensors, *[tensors[0]] * unused]
     as_words = [tensor.values.detach().view(-1).view(torch.int32) for tensor in padded]
-    scales = [one if tensor.scale is None else tensor.scale for tensor in padded]
+    scales = [single_one(device) if tensor.scale is None else tensor.scale for tensor in padded]
+    programs, of_sizes = _grid(sizes, device)
     with torch.cuda.device(as_words[0].get_device()):
-        compiled = _add[(programs,)](*as_words, *scales, row, *numbers, WORDS=_WORDS)
+        compiled = _add[(programs,)](*as_words, *scales, row, *of_sizes, *of_tensors, WORDS=_WORDS)
     if compiled is not None and device not in _launchers:  # None in the interpreter
-        _launchers[device] = launcher_of(compiled)
-    return others
+        _launchers[device] = *launcher_of(compiled), {}
+    return []
+
+
+def _grid(sizes: Sequence[int], device: torch.device) -> _Grid:
+    unused = [0] * (TOGETHER - len(sizes))
+    words = [size // 4 for size in sizes] + unused
+    programs = [min(program_count(device), -(-count // _WORDS)) for count in words]
+    *begins, count = itertools.accumulate(programs)
+    return count, [*words, *begins]
 
 
 @_jit
