@@ -36,6 +36,7 @@ from te_precision_callbacks.parameters.weight_samples import (
     BatchedChecks,
     Compare,
     copy_all,
+    is_narrow,
     largest_of_each,
     local_part,
     raw_codes,
@@ -883,8 +884,7 @@ class ParameterWatch:
             held = self._held_parameters()
             for parameter in self._parameters.values():
                 weight = parameter.weight
-                is_narrow = weight.dtype.itemsize <= 2 or is_quantized(local_part(weight))
-                if is_narrow and weight.requires_grad and id(parameter) not in held:
+                if weight.requires_grad and id(parameter) not in held and is_narrow(weight):
                     return optimizers
         return []
 
@@ -1174,7 +1174,7 @@ def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     None for a float32 weight: TE's FusedAdam keeps a master weight, but does not step it.
     """
     weight = held.parameter.weight
-    if weight.dtype not in (torch.bfloat16, torch.float16) and not is_quantized(local_part(weight)):
+    if not is_narrow(weight):
         return None
     tensor: Any = held.tensor
     if tensor is weight:
