@@ -19,6 +19,7 @@ from typing_extensions import TypedDict, get_type_hints
 
 from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.files import StrPath
 from te_precision_callbacks.base.spans import whole_number
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.vocabulary import LayerNames, Observe
@@ -35,8 +36,6 @@ from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIM
 from te_precision_callbacks.sinks.step_records import Sink
 
 __all__ = ["SessionKeywords", "SessionOptions", "StepOn"]
-
-StrPath = str | os.PathLike[str]
 
 StepOn = Literal["optimizer_step", "batch"]
 """Length of a debug iteration, for loops in which a step may have several batches."""

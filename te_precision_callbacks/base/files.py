@@ -1,10 +1,13 @@
-"""Files that can be read without waiting."""
+"""Paths, and files that can be read without waiting."""
 
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
+
+StrPath = str | os.PathLike[str]
 
 
 def regular_file(path: Path) -> Path:

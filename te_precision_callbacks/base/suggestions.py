@@ -64,10 +64,10 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
     return [by_folded[match] for match in dict.fromkeys((*having, *close))][:most]
 
 
-def with_common_part(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return entries of ``known`` that share a part, such as qkv, with ``word``."""
+def with_common_part(word: str, known: Iterable[str]) -> list[str]:
+    """Return up to 3 entries of ``known`` that share a part, such as qkv, with ``word``."""
     parts = _parts(word[:_LONGEST_WORD].casefold())
-    return [candidate for candidate in known if parts & _parts(candidate.casefold())][:most]
+    return [candidate for candidate in known if parts & _parts(candidate.casefold())][:3]
 
 
 def _parts(word: str) -> set[str]:

@@ -150,7 +150,7 @@ def show_text(text: str, indent: int = 0, hanging: int = 0, *, err: bool = False
     )
 
 
-def show_as_it_is(text: str, indent: int = 0) -> None:
+def show_as_it_is(text: str, indent: int) -> None:
     for line in text.splitlines():
         typer.echo(" " * indent + visible(line))
 

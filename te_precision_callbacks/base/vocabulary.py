@@ -221,6 +221,12 @@ ENDS_BY_A_GRADIENT: frozenset[ParameterProblem] = frozenset({"no_gradient", "che
 _RECIPE_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
 _FORMATS = {row.quantizer: row.format for row in _ROWS} | {row.storage: row.format for row in _ROWS}
 
+LEAST_PRESENT = 16
+LEAST_ABSENT = 8
+"""The least steps in a row with a GEMM of a layer or a gradient other than 0, and of those after them without it, for a
+change.
+"""
+
 IDENTITY_QUANTIZER = "IdentityQuantizer"
 """Transformer Engine's quantizer that leaves a tensor unchanged."""
 

@@ -331,7 +331,7 @@ class _StandIns:
         sizes: Mapping[str, tuple[int, int]],
         left_out: Mapping[LayerGemm, str],
         *,
-        backwards: bool = False,
+        backwards: bool,
     ) -> Callable[[], None]:
         """Report the forward of layers, and return a function that reports their backward.
 

@@ -93,8 +93,8 @@ def find_shape_problems(
     operations: Sequence[NamedOperation],
     coverage: Coverage,
     *,
-    tokens: int | None = None,
-    tokens_of: Mapping[str, Sequence[int]] | None = None,
+    tokens: int | None,
+    tokens_of: Mapping[str, Sequence[int]] | None,
 ) -> Iterator[PlanFinding]:
     """Find sizes and dtypes that GEMMs in low precision do not support.
 

@@ -92,9 +92,7 @@ def _order(product: Product) -> int:
     return len(GEMMS)
 
 
-def show(
-    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
-) -> None:
+def show(checked: CheckedModel, model: str, device: str, batch: str | None, converted: ConversionResult | None) -> None:
     subject = model
     if converted is not None:
         subject += ", converted by Accelerate"
@@ -215,7 +213,7 @@ def _gemm_as_json(product: Product) -> dict[str, object]:
 
 
 def as_json(
-    checked: CheckedModel, model: str, device: str, batch: str | None = None, converted: ConversionResult | None = None
+    checked: CheckedModel, model: str, device: str, batch: str | None, converted: ConversionResult | None
 ) -> dict[str, Any]:
     coverage = checked.coverage
     unconverted = converted and converted.left_out

@@ -105,7 +105,7 @@ def _error_for(
     names: Sequence[str],
     known: Sequence[str],
     *,
-    other_feature: str = "",
+    other_feature: str,
 ) -> ValueError:
     reason = shorten(str(error).removeprefix(f"{entry!r}: "))
     if other_feature:

@@ -117,7 +117,7 @@ def draft(
     layers: Sequence[Layer],
     registered: RegisteredFeatures,
     *,
-    layer_names: LayerNames | None = None,
+    layer_names: LayerNames | None,
 ) -> Draft:
     problems = Problems()
     resolved: list[NamespacedFeatures] = []

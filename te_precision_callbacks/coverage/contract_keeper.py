@@ -65,7 +65,7 @@ class ContractKeeper:
     first checked step, and in multiples of :data:`CHECK_INTERVAL`.
     """
 
-    def __init__(self, contract: Contract, on_broken: OnBroken, differences: Differences | None = None) -> None:
+    def __init__(self, contract: Contract, on_broken: OnBroken, differences: Differences | None) -> None:
         self._contract = contract
         self._differences = differences
         self._on_broken = contract.on_broken or on_broken

@@ -173,7 +173,7 @@ class PrecisionHistory:
         facts: Mapping[GemmName, GemmFact],
         seen: Iterable[GemmName],
         *,
-        excluded: bool = False,
+        excluded: bool,
     ) -> None:
         """Record facts about some GEMMs of a layer from the last iteration on; facts about its other GEMMs continue.
 

@@ -167,7 +167,7 @@ class ModelCalls:
         arguments: Sequence[Any],
         keywords: Mapping[str, Any],
         *,
-        integers_count: bool = True,
+        integers_count: bool,
     ) -> ModelCall:
         """Begin a call of a model in this thread.
 

@@ -99,7 +99,7 @@ class ModelWatch:
         self,
         report: Report,
         is_paused: Callable[[], bool],
-        count: Callable[[], None] = lambda: None,
+        count: Callable[[], None],
     ) -> None:
         self.active = False
         self.counting = False

@@ -335,7 +335,7 @@ _MASTER = "master_param"
 class KeptState:
     """Collects the dtypes of a model and its optimizers after the optimizers' step."""
 
-    def __init__(self, report: Report, current_call: Callable[[], ModelCall | None] = lambda: None) -> None:
+    def __init__(self, report: Report, current_call: Callable[[], ModelCall | None]) -> None:
         self._report = report
         self._call_now = current_call
         self.close()

@@ -88,9 +88,9 @@ def plan_products(
     acting: Mapping[str, Sequence[Acting]],
     recipe: Any,
     *,
-    tokens: int = 1,
-    ran: Ran | None = None,
-    unconverted: Mapping[str, str] | None = None,
+    tokens: int,
+    ran: Ran | None,
+    unconverted: Mapping[str, str] | None,
 ) -> PlannedProducts:
     """Plan the products of a training step with ``tokens`` on this rank, or of a dry run.
 

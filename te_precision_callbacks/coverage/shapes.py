@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointError
@@ -29,9 +29,7 @@ from te_precision_callbacks.te.state import recipe_of_module
 logger = logging.getLogger(__name__)
 
 
-def explain_failure(
-    error: BaseException | None, modules: Sequence[NamedModule], others: Mapping[int, str] = MappingProxyType({})
-) -> None:
+def explain_failure(error: BaseException | None, modules: Sequence[NamedModule], others: Mapping[int, str]) -> None:
     """Add a note to an exception of Transformer Engine: the layer, and the next supported size.
 
     Python 3.10 has no notes; there the text is logged. ``others`` are the names of other modules of Transformer Engine,

@@ -203,9 +203,7 @@ class Facts:
         )
 
     @classmethod
-    def from_tables(
-        cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings | None = None
-    ) -> Facts:
+    def from_tables(cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings | None) -> Facts:
         layers, gemms, operands = (_rows_at(tables[name], iteration) for name in OF_SPANS)
         return cls.from_rows(layers, gemms, operands, tables["states"], settings)
 

@@ -83,7 +83,7 @@ class StepNumbers:
         layers: Ints,
         tensors: npt.NDArray[np.str_],
         columns: Sequence[Column],
-        rank: int | None = None,
+        rank: int | None,
     ) -> None:
         self.iteration = iteration
         self.names = names

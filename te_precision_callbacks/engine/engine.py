@@ -149,6 +149,8 @@ class StatisticsEngine:
         series: the series of the run; None for a new table.
         iteration: the debug iteration of the last watched tensor.
         gemm_operands: receives operands of GEMMs in high precision; None without a session.
+        reports_quantized_only: whether a statistic that a tensor cannot have, since it exists only in quantized form,
+            is a failure. With the default config, nobody has asked for it.
     """
 
     def __init__(self, series: SeriesTable | None = None, on_failure: Report | None = None) -> None:
@@ -166,6 +168,7 @@ class StatisticsEngine:
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
         self.gemm_operands: GemmOperands | None = None
+        self.reports_quantized_only = True
 
     def _report(self, operation: str, subject: str, error: Exception) -> None:
         self.on_failure(operation, subject, error)
@@ -847,7 +850,10 @@ class _Measurement:
         its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
         refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
-            refused["the tensor exists only in quantized form"] = wanted - (SCALE_SOURCES if held else set())
+            missing = wanted - (SCALE_SOURCES if held else set())
+            wanted = wanted - missing
+            if self._engine.reports_quantized_only:
+                refused["the tensor exists only in quantized form"] = missing
         if isinstance(held, PerTensor) or (held is None and its_recipe == "fp8_current_scaling"):
             refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
         wanted = wanted - set().union(*refused.values())

@@ -1,8 +1,8 @@
 """Reads quantized tensors and simulates quantization, for quantization statistics.
 
     data = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
-    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, default_settings("mxfp8", "gradient"),
-                       columnwise=False)
+    settings = default_settings("mxfp8", "gradient", e5m2=None)
+    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings, columnwise=False)
     columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), not Transformer
@@ -92,7 +92,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
     return BlockScaledTensor(part, block)
 
 
-def default_settings(recipe: str, tensor: str, *, e5m2: bool | None = None) -> QuantizerSettings:
+def default_settings(recipe: str, tensor: str, *, e5m2: bool | None) -> QuantizerSettings:
     """Return the default settings of a recipe: :meth:`Recipe.defaults`.
 
     Raises:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.flight.rows import TOKENS, UPDATE, StepRow, TensorSlot
 
 HISTORY = 32
@@ -39,7 +40,7 @@ STEADY = 1.0
 """Powers of two within which the largest magnitude of a steady weight stays in the last steps."""
 
 GAP = 8
-"""The most steps of a gap in low precision, and the least without a call or a wgrad."""
+"""The most steps of a gap in low precision."""
 
 SHARE = 4
 """The least number of steps in low precision for each step in high precision in gaps."""
@@ -241,12 +242,12 @@ class Changes:
             self._uncalled_since.pop(slot, None)
         for slot in [slot for slot in self._called_from if slot not in places]:
             if slot not in self._uncalled_since:
-                if self._steps - self._called_from[slot] < LEAST_HISTORY:
+                if self._steps - self._called_from[slot] < LEAST_PRESENT:
                     del self._called_from[slot]
                     continue
                 self._uncalled_since[slot] = row.iteration
             since = self._uncalled_since[slot]
-            if row.iteration - since + 1 >= GAP:
+            if row.iteration - since + 1 >= LEAST_ABSENT:
                 del self._called_from[slot], self._uncalled_since[slot]
                 forward = places.get(TensorSlot(slot.layer, "activation"))
                 if slot.tensor == "activation":

@@ -103,10 +103,10 @@ class Factor:
             else:
                 yield place, self.memory[place].to(dtype)  # type: ignore[index]
 
-    def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    def matrix(self) -> torch.Tensor:
         if not self._memory_shape[0]:
-            return torch.empty(self.shape, dtype=dtype, device=self.device)
-        whole = torch.cat([piece for _, piece in self.pieces(dtype)])
+            return torch.empty(self.shape, dtype=torch.float64, device=self.device)
+        whole = torch.cat([piece for _, piece in self.pieces(torch.float64)])
         if self.is_transposed:
             return whole.t()
         return whole

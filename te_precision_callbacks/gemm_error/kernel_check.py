@@ -189,7 +189,7 @@ def product(left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, alpha
 
 
 def product_and_operands(
-    left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: ProbedOperands, alpha: float = 1.0
+    left: Factor, right: Factor, x: torch.Tensor, y: torch.Tensor, g: ProbedOperands, alpha: float
 ) -> tuple[Thin, ProbedOperands]:
     """Return :func:`product`, and from the same sweeps ``left @ g.left`` and ``right @ g.right``; g is [k, probes]."""
     right_swept = right.sweep(from_rows=x, squares=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ class ForwardHooks:
         engine: StatisticsEngine,
         *,
         strict: bool,
-        every_step: bool = False,
+        every_step: bool,
     ) -> None:
         self._classify = classify
         self._watches_every_step = every_step
@@ -153,10 +152,10 @@ class ForwardHooks:
     def watch(
         self,
         modules: Sequence[NamedModule],
-        refused: Iterable[int] = (),
-        operations: Sequence[NamedOperation] = (),
-        fused: Mapping[int, tuple[Schedule, ...]] = MappingProxyType({}),
-        roots: Iterable[torch.nn.Module] = (),
+        refused: Iterable[int],
+        operations: Sequence[NamedOperation],
+        fused: Mapping[int, tuple[Schedule, ...]],
+        roots: Iterable[torch.nn.Module],
     ) -> None:
         """Set the modules that the session acts on.
 

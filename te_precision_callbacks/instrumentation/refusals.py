@@ -249,7 +249,7 @@ class RefusedLayers:
         model: Model,
         modules: Sequence[NamedModule],
         effects: Mapping[str, Collection[Effect]],
-        fused: Collection[int] = (),
+        fused: Collection[int],
     ) -> Plan:
         """Apply the table before a step, and return the plan without refused layers.
 

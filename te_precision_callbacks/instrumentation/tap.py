@@ -156,7 +156,7 @@ class GemmTap:
         self._compiled.modules = [module for module in modules.values() if is_compiled_operator(module)]
         self.operations.watch(operations)
 
-    def begin_iteration(self, *, all_operations: bool = True) -> None:
+    def begin_iteration(self, *, all_operations: bool) -> None:
         """Reset the count of GEMMs, and check whether the next few (or all) operations ran in another recipe."""
         self._running.begin_iteration()
         self._compiled.begin_iteration()

@@ -14,15 +14,12 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.numerics.layouts import PLAIN
+from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.parameters.weight_samples import largest_of_each, local_part, to_host
 
 NamedGradient = tuple[str, torch.Tensor]
 """The name of a parameter, and its gradient or itself."""
 
-
-STEADY = 16
-ZEROS = 8
-"""The number of iterations with a gradient other than 0, and of the steps after them with a gradient of 0."""
 
 _What = Literal["nonfinite_gradient", "nonfinite"]
 
@@ -99,9 +96,9 @@ class FiniteGradients:
                 del self._zeros[name]
         for name in zeros:
             first, steps = self._zeros.get(name, (iteration, 0))
-            if steps or iteration - self._since[name] >= STEADY:
+            if steps or iteration - self._since[name] >= LEAST_PRESENT:
                 self._zeros[name] = first, steps + 1
-                if steps + 1 == ZEROS:
+                if steps + 1 == LEAST_ABSENT:
                     self.vanished.append((name, first))
             self._since[name] = iteration + 1
 

@@ -149,7 +149,9 @@ class Replicas:
 
     def _is_reduced(self) -> bool:
         """Return whether this process has a wrapper that reduces gradients, attached or not."""
-        return any(cls.__name__ in _WRAPPERS for owner in gc.get_objects() for cls in type(owner).__mro__[:-1])
+        # Few classes have many objects, and the class of a class may have no hash.
+        classes = {id(kind): kind for kind in map(type, gc.get_objects())}
+        return any(base.__name__ in _WRAPPERS for kind in classes.values() for base in kind.__mro__[:-1])
 
     def _sums(self) -> Sums:
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}

@@ -17,15 +17,12 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.base.scalars import ScalarBuffer
-from te_precision_callbacks.parameters.weight_samples import local_part, raw_codes, sampled_view, stack_equal
+from te_precision_callbacks.parameters.weight_samples import is_narrow, local_part, raw_codes, sampled_view, stack_equal
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
 LEAST_RATE = 0.01
 """Share of the largest learning rate below which steps are skipped: at the end of a decay all updates vanish."""
-
-_ROUNDED = (torch.bfloat16, torch.float16)
 
 _COMPENSATING_STATE = ("master", "kahan", "compensation")
 """Parts of names of optimizer state that compensates for rounding."""
@@ -98,10 +95,7 @@ class UpdateWatch:
                 if sampled and _adds_eps(group):
                     below.append(_are_below_eps([gradient for _, gradient in sampled], float(group["eps"])))
                 for weight, gradient in sampled:
-                    is_rounded = weight.dtype in _ROUNDED
-                    if type(weight) not in PLAIN:  # a cheaper check for most weights
-                        is_rounded = is_rounded or is_quantized(local_part(weight))
-                    if is_rounded and weight.dim() > 1 and not _compensates_rounding(optimizer, weight):
+                    if weight.dim() > 1 and is_narrow(weight) and not _compensates_rounding(optimizer, weight):
                         view = sampled_view(raw_codes(weight))
                         weights.append(weight)
                         values.append(view)

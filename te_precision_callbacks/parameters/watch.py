@@ -35,7 +35,9 @@ from te_precision_callbacks.parameters.updates import TrainedModel
 from te_precision_callbacks.parameters.weight_samples import (
     BatchedChecks,
     Compare,
+    WeightSample,
     copy_all,
+    is_narrow,
     largest_of_each,
     local_part,
     raw_codes,
@@ -752,10 +754,11 @@ class ParameterWatch:
         """Compare the weights of the last forward with the master weights, now and before the last step."""
         for held, iteration, before in self._masters.pop(optimizer, ()):
             master = _master(optimizer, held)
-            if master is not None:
-                _compare_with_master(self._batches, held, before, held.parameter.note_before)
+            weight = sample(held.parameter.weight, held.span)
+            if master is not None and weight is not None:
+                _compare_with_master(self._batches, weight, before, held.parameter.note_before)
                 note = functools.partial(held.parameter.note_apart, iteration)
-                _compare_with_master(self._batches, held, sampled_view(master), note)
+                _compare_with_master(self._batches, weight, sampled_view(master), note)
 
     # ------------------------------------------------------------------ after a debug iteration
 
@@ -883,8 +886,7 @@ class ParameterWatch:
             held = self._held_parameters()
             for parameter in self._parameters.values():
                 weight = parameter.weight
-                is_narrow = weight.dtype.itemsize <= 2 or is_quantized(local_part(weight))
-                if is_narrow and weight.requires_grad and id(parameter) not in held:
+                if weight.requires_grad and id(parameter) not in held and is_narrow(weight):
                     return optimizers
         return []
 
@@ -1136,12 +1138,15 @@ def _alike(
     shares: dict[tuple[int, _Parameter], float] = {}
     for shape, of_shape in tensors.items():
         surplus = len(weights[shape]) - len(of_shape)
+        samples = [sample(parameter.weight) for parameter in weights[shape]]
         for place, tensor in enumerate(of_shape):
             view = sampled_view(local_part(tensor))
-            for parameter in weights[shape][place : place + surplus + 1]:
-                shares[id(tensor), parameter] = float(surplus > 0)
-                note = functools.partial(shares.__setitem__, (id(tensor), parameter))
-                _compare_with_master(batches, _Held(parameter, tensor, {}), view, note)
+            for candidate in range(place, place + surplus + 1):
+                key = id(tensor), weights[shape][candidate]
+                shares[key] = float(surplus > 0)
+                weight = samples[candidate]
+                if weight is not None:
+                    _compare_with_master(batches, weight, view, functools.partial(shares.__setitem__, key))
     batches.launch()
     read = batches.start_copy()
     if read is not None:
@@ -1174,7 +1179,7 @@ def _master(optimizer: Optimizer, held: _Held) -> torch.Tensor | None:
     None for a float32 weight: TE's FusedAdam keeps a master weight, but does not step it.
     """
     weight = held.parameter.weight
-    if weight.dtype not in (torch.bfloat16, torch.float16) and not is_quantized(local_part(weight)):
+    if not is_narrow(weight):
         return None
     tensor: Any = held.tensor
     if tensor is weight:
@@ -1253,13 +1258,11 @@ def _should_move(
 
 
 def _compare_with_master(
-    batches: BatchedChecks, held: _Held, master: torch.Tensor, note: Callable[[float], None]
+    batches: BatchedChecks, weight: WeightSample, master: torch.Tensor, note: Callable[[float], None]
 ) -> None:
     """Measure the share of elements that differ from the master weight by more than the format's rounding."""
-    weight = sample(held.parameter.weight, held.span)
-    if weight is not None:
-        compare = functools.partial(_exceeds_rounding, weight.relative)
-        batches.add(("apart", weight.relative), compare, weight.with_tensor(master), note)
+    compare = functools.partial(_exceeds_rounding, weight.relative)
+    batches.add(("apart", weight.relative), compare, weight.with_tensor(master), note)
 
 
 def _exceeds_rounding(

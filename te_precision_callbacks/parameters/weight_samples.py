@@ -51,6 +51,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part.detach()
 
 
+def is_narrow(weight: torch.Tensor) -> bool:
+    """Return whether a weight has 16 bits or fewer: in bfloat16, float16 or quantized."""
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        return True
+    # The check of the class is cheaper for most weights.
+    return type(weight) not in PLAIN and is_quantized(local_part(weight))
+
+
 def raw_codes(weight: torch.Tensor) -> torch.Tensor:
     own: Any = local_part(weight)
     if is_quantized(own):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product, starmap
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.counts import some_of
+from te_precision_callbacks.base.files import StrPath
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
     NO_VALUES,
@@ -79,8 +79,6 @@ _MOST_ATTEMPTS = 5
 """Maximum number of attempts to read a run whose files are being replaced."""
 
 _MOST_BELOW = 8
-
-StrPath = str | os.PathLike[str]
 
 
 def list_runs(path: StrPath) -> tuple[str, ...]:

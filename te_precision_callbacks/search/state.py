@@ -24,7 +24,7 @@ class TrainingState:
         optimizer: if given, the parameters and the optimizer's state may change until :meth:`restore`.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

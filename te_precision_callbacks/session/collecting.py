@@ -195,7 +195,7 @@ class TrainerScalars:
             scalars.append(Scalars(*step, means))
         return scalars
 
-    def take(self, *, at_once: bool = False) -> list[Scalars]:
+    def take(self, *, at_once: bool) -> list[Scalars]:
         """Return the scalars since the last call.
 
         Scalars on a GPU are returned only now and then, since copying them in each step would wait for the device.

@@ -57,7 +57,7 @@ class ProcessEnds:
     """
 
     def __init__(
-        self, stop: Callable[[BaseException | None], None], *, at_sigterm: bool, must_be_stopped: bool = True
+        self, stop: Callable[[BaseException | None], None], *, at_sigterm: bool, must_be_stopped: bool
     ) -> None:
         self.is_terminated = False
         self._stop = stop
@@ -307,7 +307,7 @@ def closing_lines(
     log_dir: str,
     page: str,
     *,
-    diagnose: str = "",
+    diagnose: str,
     lost_folder: Path | None = None,
     other_steps: Sequence[str] = (),
     trace: str = "",

@@ -72,7 +72,7 @@ class RunFacts:
         self._rests_until = 0.0
         self._machine: Row | None = None
 
-    def has_changed(self, *, at_last: bool = False, has_statistics: bool = False) -> bool:
+    def has_changed(self, *, at_last: bool, has_statistics: bool) -> bool:
         """Return whether there are new facts to collect.
 
         False for a while after a collection, unless ``at_last``, or if statistics were collected in another precision,

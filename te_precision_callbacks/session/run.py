@@ -92,6 +92,7 @@ class Run:
         scalars = ScalarBuffer(failures)
         self._scalars = scalars
         engine = StatisticsEngine(results.series, failures.report)
+        engine.reports_quantized_only = not options.config.is_default
         detects = ACTIVATION_OVERFLOW in options.debug
         recorder = Recorder(results.log_dir, report=failures.report, detects_overflow=detects)
         self.observation = Observation(engine, recorder)

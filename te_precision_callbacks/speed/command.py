@@ -107,8 +107,8 @@ def speed_of_step(
     device: Device,
     *,
     recipe: str | None,
-    calibrate: bool = False,
-    table: Path | None = None,
+    calibrate: bool,
+    table: Path | None,
 ) -> StepSpeed:
     """Return the expected speed of a step, with measured times according to a command's options."""
     from te_precision_callbacks.speed import calibration

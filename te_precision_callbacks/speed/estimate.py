@@ -137,7 +137,7 @@ def estimate_step(step: Step, device: Device, *, recipe: str = "", table: Calibr
 
 
 def advise(
-    times: Sequence[ProductTime], device: Device, alternative: str, *, table: Calibration | None = None
+    times: Sequence[ProductTime], device: Device, alternative: str, *, table: Calibration | None
 ) -> list[Advice]:
     advice = [*_keep_high(times, device), *_other_recipe(times, device, table)]
     if alternative:

@@ -395,7 +395,7 @@ class _MemoryPlanner:
             self.rows.append(MemoryRow(layer, kind, low, high, lives))
 
 
-def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True) -> int:
+def planned_bytes(quantizer: Any, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool) -> int:
     """Return the bytes of codes and scales of a quantized tensor, in the given directions.
 
     Raises:

@@ -300,7 +300,7 @@ def _gain(columns: Columns) -> Values:
     return np.where(expected > 0, _ratio(dot, expected), np.where(columns["kernel_error_square"] > 0, np.inf, 1.0))
 
 
-def _place(last: str, *, first: bool = False) -> Callable[[Columns], Values]:
+def _place(last: str, *, first: bool) -> Callable[[Columns], Values]:
     sign = 1 - 2 * first
     return lambda c: np.where(np.isfinite(c[last]), sign * c[last], -1.0)
 

@@ -166,6 +166,25 @@ def test_statistics_are_of_the_dequantized_values(tmp_path: Path, keeper: Keeper
     assert keeper.values("scale_inv_max", "0", "weight")[0] > 0
 
 
+@pytest.mark.parametrize("is_default", [True, False])
+def test_statistics_that_they_lack_are_a_warning_unless_the_default_config_asks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_default: bool
+) -> None:
+    """The summary of the findings names these weights with any config."""
+    recipe = Float8CurrentScaling()
+    net = model(recipe)
+    config = {"s": feature("LogFp8TensorStats", ["all"], tensors=["weight"], stats=["underflows%"], freq=1)}
+    with InspectSession(None if is_default else config, model=net, log_dir=tmp_path, strict=is_default) as session:
+        with te.autocast(enabled=True, recipe=recipe):
+            loss = loss_of(net)
+        loss.backward()
+        session.step()
+    warnings = [text for text in caplog.messages if "cannot be observed" in text]
+    text = "underflows% of 0 weight cannot be observed: the tensor exists only in quantized form"
+    assert [warning.startswith(text) for warning in warnings] == [True] * (not is_default)
+    assert "underflow and overflow in the weights of 2 layers" in session.findings.summary
+
+
 class Shard(torch.nn.Parameter):
     is_distributed_weight = True
     whole: torch.Tensor

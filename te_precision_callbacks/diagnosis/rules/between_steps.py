@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.flight.changes import (
@@ -87,8 +88,8 @@ RULES = (
         needs=_NEEDS,
         collect=_COLLECT,
         condition=(
-            f"a layer had a GEMM in each of {LEAST_HISTORY} training steps in a row, and has had none for {GAP} steps,"
-            " in which other layers had"
+            f"a layer had a GEMM in each of {LEAST_PRESENT} training steps in a row, and has had none for"
+            f" {LEAST_ABSENT} steps, in which other layers had"
         ),
         silent="layers that are left out at random, or in turn, from the start",
         severity="warning",
@@ -105,9 +106,9 @@ RULES = (
         needs=_NEEDS,
         collect=_COLLECT,
         condition=(
-            f"a layer had a wgrad other than 0 in each of {LEAST_HISTORY} training steps in a row, and has had none for"
-            f" {GAP} steps, in which its forward ran. Or the gradient of a matrix was not 0 at the optimizer's steps in"
-            " 16 steps, and then is 0 at 8 of them in a row"
+            f"a layer had a wgrad other than 0 in each of {LEAST_PRESENT} training steps in a row, and has had none for"
+            f" {LEAST_ABSENT} steps, in which its forward ran. Or the gradient of a matrix was not 0 at the optimizer's"
+            f" steps in {LEAST_PRESENT} steps, and then is 0 at {LEAST_ABSENT} of them in a row"
         ),
         silent=(
             "layers that are trained in turn from the start; at the optimizer's step also layers in lists of a block,"

@@ -225,7 +225,7 @@ class Sibling(RuleCheck):
         return [np.array(sorted(group, key=order)) for group in alike.values() if len(group) >= LEAST_ALIKE]
 
 
-def deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
+def deviations(bits: Floats, *, flows: bool, least: float) -> Floats:
     """Return the deviation of each layer from similar layers, in powers of two; 0 for ordinary layers.
 
     The median difference between neighboring layers is the trend with depth. Differences far from it are jumps, which
@@ -261,7 +261,7 @@ def deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
     return result
 
 
-def few_deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
+def few_deviations(bits: Floats, *, flows: bool, least: float) -> Floats:
     """Return deviations like :func:`deviations`, for too few layers to estimate a trend with depth.
 
     A layer deviates if it is far from all others, and these are close together. If the tensor flows from layer to

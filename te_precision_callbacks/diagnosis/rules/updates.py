@@ -114,8 +114,8 @@ RULES = (
         id="lost-updates",
         title="the optimizer's updates vanish in rounding",
         subject="model",
-        needs=f"{UNCHANGED}, which a session with the default config has for weights in 16 bits or fewer",
-        collect=_COLLECT,
+        needs=f"{UNCHANGED}, of weights in 16 bits or fewer that an optimizer steps without master weights",
+        collect=f"{_COLLECT}; not needed with master weights",
         condition=(
             f"at least {LOST:g} % of the sampled elements with a gradient are unchanged by a step, in {LOST_STEPS}"
             " collection steps in a row, at a learning rate of at least 1 % of its largest"
@@ -145,7 +145,7 @@ RULES = (
         id="below-eps",
         title="gradients are below Adam's eps",
         subject="model",
-        needs=f"{BELOW_EPS}, which a session with the default config has for optimizers of Adam's kind",
+        needs=f"{BELOW_EPS}, of optimizers of Adam's kind that step the model's own weights",
         collect=_COLLECT,
         condition=(
             f"the root mean square of the gradient of at least {SMALL:g} % of the weights is below the"

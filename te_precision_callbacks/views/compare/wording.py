@@ -315,7 +315,7 @@ def number_of_loss(value: float) -> str:
     return f"{value:.5g}"
 
 
-def describe_pairs(paired: PairedDifference, loss: str = "loss", a: str = "A", b: str = "B") -> Iterator[str]:
+def describe_pairs(paired: PairedDifference, loss: str, a: str = "A", b: str = "B") -> Iterator[str]:
     """Yield the difference of paired final losses, and whether it is within the tolerance."""
     values = f"{number_of_loss(paired.a)} in {a}, {number_of_loss(paired.b)} in {b} ({_percent(paired.difference)})"
     bound = _percent(paired.tolerance, signed=False)

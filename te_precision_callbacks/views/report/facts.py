@@ -28,13 +28,13 @@ _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
 
 
-def downsample(values: Floats, most: int = _MOST_POINTS) -> Ints:
-    """Downsample to a maximum number of values; returns indices of the minimum and maximum, or of a nan, of equal
-    pieces.
+def downsample(values: Floats) -> Ints:
+    """Downsample to at most :data:`_MOST_POINTS` values; returns indices of the minimum and maximum, or of a nan, of
+    equal pieces.
     """
-    if len(values) <= most:
+    if len(values) <= _MOST_POINTS:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), most // 2 + 1).astype(np.int64)
+    edges = np.linspace(0, len(values), _MOST_POINTS // 2 + 1).astype(np.int64)
     kept = {0, len(values) - 1}
     for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         piece = values[begin:end]

@@ -207,7 +207,7 @@ _MOST_HISTOGRAMS_AT_ONCE = 20_000
 
 
 def histograms(
-    run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int] | None = None
+    run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int]
 ) -> Iterator[tuple[int, Columns, int, Floats]]:
     """Yield the histograms of a family, layer by layer, summed over the steps of each column.
 
@@ -216,9 +216,7 @@ def histograms(
             from it on: [columns, bins].
     """
     bins = len(EXPONENT_COLUMNS)
-    order = [
-        place for place in np.argsort(of.layer, kind="stable") if wanted is None or int(of.series[place]) in wanted
-    ]
+    order = [place for place in np.argsort(of.layer, kind="stable") if int(of.series[place]) in wanted]
     for piece in pieces(of.count[order], _MOST_HISTOGRAMS_AT_ONCE):
         chosen = order[piece]
         table = run.vectors(of.series[chosen].tolist())
