@@ -397,8 +397,12 @@ class _Layout:
     def unpack(self, values: Values) -> list[Table]:
         """Return the segments with an output that is due on any rank, with the shards of replicas added up."""
         due = values[: self._due] > 0
-        tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
-        return [table for table in tables if table is not None]
+        tables = []
+        for columns, block in self._blocks.items():
+            table = block.table(*columns, values, due)
+            if table is not None:
+                tables.append(table)
+        return tables
 
 
 class _Piece(NamedTuple):
@@ -441,9 +445,9 @@ class _Block:
     ) -> Table | None:
         """Return the due segments, one row for all shards of a tensor; None without a due segment."""
         flags = due[self._due_at]
-        if not flags.any():
-            return None
         pattern = flags.tobytes()
+        if 1 not in pattern:
+            return None
         selection = self._selections.get(pattern)
         if selection is None:
             if len(self._selections) == _MAX_PATTERNS:
