@@ -70,7 +70,8 @@ class Column(NamedTuple):
         return (chosen, self.rows if chosen.all() else self.rows[chosen], {})
 
     def with_values(self, values: Floats) -> Column:
-        return Column(self.number, self.statistic, self.request, self.rows, values, self.kept)
+        fields = self.number, self.statistic, self.request, self.rows, values, self.kept
+        return tuple.__new__(Column, fields)  # Column() would call a Python function
 
     @property
     def bits(self) -> Floats:

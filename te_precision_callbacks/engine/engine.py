@@ -367,7 +367,7 @@ class StatisticsEngine:
         return measurements
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        with _without_autograd():
+        with _outside_of_inference():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         series = [np.empty(0, np.int32)]
         values = [np.empty(0)]
@@ -386,7 +386,7 @@ class StatisticsEngine:
         return Measured(self.series, np.concatenate(series), np.concatenate(values), histograms, local=local)
 
     def forget(self) -> None:
-        with _without_autograd():
+        with _outside_of_inference():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
@@ -410,6 +410,13 @@ def _without_autograd() -> AbstractContextManager[None]:
     """Disable gradients and inference mode: tensors created in inference mode cannot be changed later."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _disable_autograd()
+    return _NO_CONTEXT
+
+
+def _outside_of_inference() -> AbstractContextManager[object]:
+    """Like :func:`_without_autograd`, for tensors that never require gradients."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
     return _NO_CONTEXT
 
 

@@ -6,6 +6,7 @@ Python runs signal handlers in the main thread, between two instructions. While 
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # of Python 3.10 to 3.13; signal's functions also convert to enums
 import logging
 import os
 import signal
@@ -195,10 +196,10 @@ class Uninterrupted:
     def __enter__(self) -> None:
         if _is_main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._take)
+                    _signal.signal(number, self._take)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -214,7 +215,7 @@ class Uninterrupted:
 
     def _restore(self, number: int) -> None:
         if handler := self._handlers.get(number):
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
             if number in self._came:
                 handler(number, None)
 
