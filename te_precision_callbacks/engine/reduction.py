@@ -458,11 +458,10 @@ class _Block:
         added = cells[: len(sums)]
         largest = cells[len(sums) :]
         added[added == NOTHING] = 0.0  # no rank has measured this replica
-        columns = (
-            *np.add.reduceat(added, selection.begins, axis=1),
-            *np.maximum.reduceat(largest, selection.begins, axis=1),
-        )
-        return Table(selection.rows, dict(zip((*sums, *maxima), columns, strict=True)))
+        if len(selection.begins) < cells.shape[1]:
+            added = np.add.reduceat(added, selection.begins, axis=1)
+            largest = np.maximum.reduceat(largest, selection.begins, axis=1)
+        return Table(selection.rows, dict(zip((*sums, *maxima), (*added, *largest), strict=True)))
 
     def _select(self, due: Sequence[bool]) -> _Selection:
         outputs: dict[int, dict[str, None]] = {}

@@ -11,5 +11,6 @@ Mask = npt.NDArray[np.bool_]
 
 holds_any = np.logical_or.reduce
 largest = np.maximum.reduce
+smallest = np.minimum.reduce
 total = np.add.reduce
 """These do what ``any()``, ``max()`` and ``sum()`` do, without a call of a Python function."""

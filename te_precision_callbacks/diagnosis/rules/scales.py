@@ -14,7 +14,7 @@ from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck
 from te_precision_callbacks.diagnosis.rules.lost_elements import FromZero, loses_too_much, overflow_threshold
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any
+from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, smallest
 
 FAR = 2.0
 TOO_SMALL = 1.0
@@ -61,6 +61,8 @@ class _UnmovedScales:
             amax, otherwise 0; and whether the scale still has its initial value 1.
         """
         self._rows = extend_rows(self._rows, scales.rows, [np.nan, 0.0, np.inf, 0.0, 0.0])
+        if smallest(self._rows[scales.rows, 4]) == 1:  # all have moved, for good
+            return np.zeros(len(scales.rows)), np.zeros(len(scales.rows), bool)
         first, count, least, most, moved = self._rows[scales.rows].T
         first = np.where(np.isnan(first), scales.values, first)
         used = np.isfinite(amaxes) & (amaxes > 0)
