@@ -56,8 +56,7 @@ class Column(NamedTuple):
         if known is None or known[0] is not facts:
             known = facts, make()
             self.kept[what] = known
-        result: ResultT = known[1]
-        return result
+        return known[1]
 
     def select(self, what: str, facts: Facts | None, choose: Callable[[], Mask]) -> Column:
         """Select tensors by a condition that is cached, as in :meth:`cached`."""
@@ -124,7 +123,6 @@ class StepNumbers:
         self._values = values
         self._unscaled = unscaled
         self._found: dict[tuple[str, int], list[Column]] = {}  # many rules read the same columns
-        self._masked: dict[int, tuple[Column, Column]] = {}
 
     def names_of(self, column: Column) -> list[str]:
         return column.cached("names", None, lambda: [self.names[row] for row in column.rows.tolist()])
@@ -216,10 +214,11 @@ class StepNumbers:
         def holds(name: str, tensor: str) -> bool:
             return recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor)
 
-        def make() -> Mask:
-            return np.array(list(map(holds, self.names_of(column), self.tensors_of(column))), bool)
-
-        own = column.select(f"quantized by {recipe}", facts, make)
+        own = column.select(
+            f"quantized by {recipe}",
+            facts,
+            lambda: np.array(list(map(holds, self.names_of(column), self.tensors_of(column))), bool),
+        )
         if len(own.rows):
             yield own
 
@@ -228,10 +227,7 @@ class StepNumbers:
         lost = self._lost
         if lost is None:
             return column
-        if id(column) not in self._masked:
-            masked = column.with_values(np.where(lost.at(column.rows, 0.0) > 0, np.nan, column.values))
-            self._masked[id(column)] = column, masked
-        return self._masked[id(column)][1]
+        return column.with_values(np.where(lost.at(column.rows, 0.0) > 0, np.nan, column.values))
 
     @cached_property
     def _lost(self) -> Column | None:

@@ -478,14 +478,9 @@ class _TableReader:
     def nonfinite_counts(self, table: Table, broken: set[tuple[str, str]]) -> _SeriesValues:
         """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
-        for place in counts.nonzero()[0].tolist():
-            broken.add(self._uncounted[place])
-        places = []
-        series = []
-        for place, key in enumerate(self._uncounted if broken else ()):
-            if key in broken:
-                places.append(place)
-                series.append(self._table.intern(*key, _NONFINITE))
+        broken.update(self._uncounted[place] for place in counts.nonzero()[0].tolist())
+        places = [place for place, key in enumerate(self._uncounted) if key in broken] if broken else []
+        series = [self._table.intern(*self._uncounted[place], _NONFINITE) for place in places]
         return np.array(series, dtype=np.int32), counts[places]
 
     def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:

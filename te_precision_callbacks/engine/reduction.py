@@ -397,12 +397,8 @@ class _Layout:
     def unpack(self, values: Values) -> list[Table]:
         """Return the segments with an output that is due on any rank, with the shards of replicas added up."""
         due = values[: self._due] > 0
-        tables = []
-        for columns, block in self._blocks.items():
-            table = block.table(*columns, values, due)
-            if table is not None:
-                tables.append(table)
-        return tables
+        tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
+        return [table for table in tables if table is not None]
 
 
 class _Piece(NamedTuple):

@@ -35,15 +35,6 @@ class Broken(NamedTuple):
     name: str
 
 
-class _Copy(NamedTuple):
-    """What was not finite, by name; ``read`` returns the logarithms of :func:`_largest`."""
-
-    iteration: int
-    what: _What
-    names: list[str]
-    read: Callable[[], list[float]]
-
-
 class FiniteGradients:
     """Checks the gradients and the stepped weights of each step, until some were not finite.
 
@@ -58,7 +49,8 @@ class FiniteGradients:
         self._has_found = False
         self._clipped: list[tuple[list[str], torch.Tensor]] = []
         self._stepped: list[tuple[list[str], torch.Tensor]] = []
-        self._copies: list[_Copy] = []
+        # Iteration, problem, names, and a function that returns the logarithms of _largest().
+        self._copies: list[tuple[int, _What, list[str], Callable[[], list[float]]]] = []
 
     def before_clipping(self, gradients: Sequence[NamedGradient]) -> None:
         if not self._has_found:
@@ -85,11 +77,11 @@ class FiniteGradients:
         kinds = {"nonfinite_gradient": self._stepped, "nonfinite": updated}
         for what, of_kind in kinds.items():
             for names, largest in of_kind:
-                self._copies.append(_Copy(iteration, what, names, to_host(largest)))
+                self._copies.append((iteration, what, names, to_host(largest)))
                 waits |= largest.device.type != "cpu" and not at_last
         self._stepped = []
-        ready = [copy for copy in self._copies if copy.iteration < iteration or not waits]
-        self._copies = [copy for copy in self._copies if copy.iteration >= iteration and waits]
+        ready = [copy for copy in self._copies if copy[0] < iteration or not waits]
+        self._copies = [copy for copy in self._copies if copy[0] >= iteration and waits]
         found: list[Broken] = []
         for of_iteration, what, names, read in ready:
             odd = [(name, size) for name, size in zip(names, read(), strict=True) if not -math.inf < size < math.inf]

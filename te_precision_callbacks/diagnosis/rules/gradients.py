@@ -100,11 +100,10 @@ class DeadGradient(RuleCheck):
         if activation is not None:
             activation = numbers.mask_nonfinite(activation)
             with_activation = numbers.layers[activation.rows]
-            is_active = activation.values != 0
             if holds_any(zero):
-                active = with_activation[is_active]
+                active = with_activation[activation.values != 0]
                 zero &= _are_among(active, layers, size) | ~_are_among(with_activation, layers, size)
-            absent = ~_are_among(layers, with_activation, size) & is_active
+            absent = ~_are_among(layers, with_activation, size) & (activation.values != 0)
             for place in absent.nonzero()[0].tolist():
                 layer = facts.layers.get(numbers.names[activation.rows[place]])
                 absent[place] = layer is not None and not layer.is_frozen
@@ -116,9 +115,8 @@ class DeadGradient(RuleCheck):
                 seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
                 sighting = sighting._replace(layers=(), seen=seen, remedy=remedy or _FROM_LOSS)
             yield sighting._replace(remedy=remedy or sighting.remedy)
-        if self._reported:
-            rows = gradient.rows[_are_among(trained, layers, size)]
-            yield from self._note_trained(numbers, {numbers.names[row] for row in rows})
+        rows = gradient.rows[_are_among(trained, layers, size)]
+        yield from self._note_trained(numbers, {numbers.names[row] for row in rows})
 
     def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
         for key, steps in list(self._reported.items()):
@@ -171,8 +169,7 @@ class Rhythms:
     def explain(self, layers: Ints) -> Mask:
         """[layers]: whether the layer has trained, and a periodic schedule explains when."""
         self._grow(layers)
-        explained: Mask = self._has_trained[layers] & holds_any(self._possible[layers], axis=1)
-        return explained
+        return self._has_trained[layers] & self._possible[layers].any(axis=1)
 
     def has_trained(self, layers: Ints) -> Mask:
         self._grow(layers)

@@ -337,10 +337,11 @@ def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
-    def make() -> Mask:
-        return np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool)
-
-    return column.cached("can overflow", facts, make)
+    return column.cached(
+        "can overflow",
+        facts,
+        lambda: np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool),
+    )
 
 
 def overflow_threshold(numbers: StepNumbers, column: Column) -> Floats:

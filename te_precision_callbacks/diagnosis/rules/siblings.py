@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -78,7 +78,7 @@ class Sibling(RuleCheck):
         for statistic in _STATISTICS:
             for column in numbers.columns(statistic, facts):
                 if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
-                    column = _without(column, compared, facts)
+                    column = column.select("apart", facts, functools.partial(_are_apart, column, compared))
                 else:
                     compared.append(column)
                 for sighting in self._check(numbers, facts, column, statistic):
@@ -289,12 +289,9 @@ def few_deviations(bits: Floats, *, flows: bool, least: float = NEAR) -> Floats:
     return result
 
 
-def _without(column: Column, others: Iterable[Column], facts: Facts) -> Column:
-    def make() -> Mask:
-        rows = itertools.chain.from_iterable(other.rows.tolist() for other in others)
-        return ~np.isin(column.rows, list(rows))
-
-    return column.select("without", facts, make)
+def _are_apart(column: Column, others: Iterable[Column]) -> Mask:
+    """[rows of the column]: whether no other column has the tensor."""
+    return ~np.isin(column.rows, [row for other in others for row in other.rows.tolist()])
 
 
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
