@@ -69,8 +69,8 @@ class Column(NamedTuple):
         return (chosen, self.rows if chosen.all() else self.rows[chosen], {})
 
     def with_values(self, values: Floats) -> Column:
-        fields = self.number, self.statistic, self.request, self.rows, values, self.kept
-        return tuple.__new__(Column, fields)  # Column() would call a Python function
+        # Column() would call a Python function.
+        return tuple.__new__(Column, (self.number, self.statistic, self.request, self.rows, values, self.kept))
 
     @property
     def bits(self) -> Floats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -13,6 +12,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.statistics.arrays import Floats
+from te_precision_callbacks.statistics.table import GEMM_STATISTICS
 
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
@@ -35,6 +35,7 @@ _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 class _GemmCheck(RuleCheck):
     """A rule for runs that measure GEMMs, or tried to."""
 
+    reads = GEMM_STATISTICS
     applies = False
     _unmeasured = ""
 
@@ -60,8 +61,6 @@ class Kernel(_GemmCheck):
     Args:
         kind: ``gain``: off by a factor; ``rank``: on one rank only; ``kernel``: all others.
     """
-
-    reads = ("gemm_kernel_ratio",)
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -131,39 +130,37 @@ def _describe(related: Mapping[str, Floats], at: int, ratio: Column, kind: str) 
     return what
 
 
-_WRONG_CODES = (
-    ("gemm_wrong_codes_{}%", CODES, "{:.3g} % of the codes are not the nearest value of the format"),
-    ("gemm_wrong_scales_{}%", SCALES, "{:.3g} % of the scales do not match their amax"),
-    (
-        "gemm_rounding_bias_{}",
-        BIAS,
-        "stochastic rounding has a bias of {:.2g} of the distance between neighboring values",
-    ),
-    ("gemm_zeros_excess_{}%", ZEROS, "{:.3g} % more codes than expected are 0"),
-)
-
-
 class Quantizer(_GemmCheck):
-    reads = tuple(name.format(operand) for operand, (name, *_) in itertools.product("ab", _WRONG_CODES))
-
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for operand, (name, most, text) in itertools.product("ab", _WRONG_CODES):
-            statistic = name.format(operand)
-            for column in self._columns(numbers, statistic):
-                yield from self.streaks.sightings(
-                    numbers,
-                    facts,
-                    column,
-                    np.abs(column.values) > most,
-                    f"operand {operand.upper()} of the GEMM {{}}: {text}",
-                    _gemms(numbers, column),
-                    column.values,
-                    key=statistic,
-                )
+        for operand in "ab":
+            for statistic, most, text in (
+                (
+                    f"gemm_wrong_codes_{operand}%",
+                    CODES,
+                    "{:.3g} % of the codes are not the nearest value of the format",
+                ),
+                (f"gemm_wrong_scales_{operand}%", SCALES, "{:.3g} % of the scales do not match their amax"),
+                (
+                    f"gemm_rounding_bias_{operand}",
+                    BIAS,
+                    "stochastic rounding has a bias of {:.2g} of the distance between neighboring values",
+                ),
+                (f"gemm_zeros_excess_{operand}%", ZEROS, "{:.3g} % more codes than expected are 0"),
+            ):
+                for column in self._columns(numbers, statistic):
+                    yield from self.streaks.sightings(
+                        numbers,
+                        facts,
+                        column,
+                        np.abs(column.values) > most,
+                        f"operand {operand.upper()} of the GEMM {{}}: {text}",
+                        _gemms(numbers, column),
+                        column.values,
+                        key=statistic,
+                    )
 
 
 class Excess(_GemmCheck):
-    reads = ("gemm_excess",)
     needed = EXCESS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:

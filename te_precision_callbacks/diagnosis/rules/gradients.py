@@ -115,8 +115,9 @@ class DeadGradient(RuleCheck):
                 seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
                 sighting = sighting._replace(layers=(), seen=seen, remedy=remedy or _FROM_LOSS)
             yield sighting._replace(remedy=remedy or sighting.remedy)
-        rows = gradient.rows[_are_among(trained, layers, size)]
-        yield from self._note_trained(numbers, {numbers.names[row] for row in rows})
+        yield from self._note_trained(
+            numbers, {numbers.names[row] for row in gradient.rows[_are_among(trained, layers, size)]}
+        )
 
     def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
         for key, steps in list(self._reported.items()):
@@ -216,10 +217,9 @@ class Growth(RuleCheck):
             hurts = holds
             self._note_jumps(column, now)
             self._begin.add(column.rows, now)
-            are_some = holds_any(holds)
-            if not are_some and not self.streaks.held:
+            if not (holds_any(holds) or self.streaks.held):
                 continue
-            if are_some:
+            if holds_any(holds):
                 is_far = grown >= [FAR_GROWN.get(tensor, FAR_GROWN_ELSE) for tensor in numbers.tensors_of(column)]
                 overflows = loses_too_much(numbers, facts, column, overflows=lambda lost: OVERFLOW)
                 overflows &= can_overflow(numbers, facts, column)

@@ -165,9 +165,8 @@ class StaleScale(_ScaleCheck):
             before = (self._last or amax).at(scales.rows, np.inf)  # in the first step, no rise
             self._last = amax
             above = np.log2(largest * scales.values / amaxes)
-            is_known = np.isfinite(above)
-            above[~is_known] = np.nan
-            if holds_any(is_known):
+            above[~np.isfinite(above)] = np.nan
+            if holds_any(np.isfinite(above)):
                 self.note_data(numbers.iteration)
             lost = numbers.column("underflows%", facts)
             losing = np.zeros(len(scales.rows)) if lost is None else lost.at(scales.rows, 0.0)
