@@ -199,8 +199,10 @@ class TransformerEngineAPI(UpstreamAPI):
             for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
                 feature = self.namespace_features.get(name)
                 if isinstance(feature, ScheduledFeature):
-                    matching = self._matching(name, written, tensor, None)
-                    found += [Watcher(name, feature, options) for options in matching]
+                    by_schedule = type(feature).due is ScheduledFeature.due
+                    for options in self._matching(name, written, tensor, None):
+                        decides = options.schedule if by_schedule else options
+                        found.append(Watcher(name, feature, options, decides))
             watchers = tuple(found)
             self._api_cache[layer, tensor] = watchers
         return watchers

@@ -150,9 +150,12 @@ def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> No
 
 
 class Watcher(NamedTuple):
+    """A feature that observes a tensor; ``decides`` is the same object if :meth:`ScheduledFeature.due` is equal."""
+
     name: str
     feature: ScheduledFeature
     options: Any
+    decides: object
 
 
 class StatisticsFeature(ScheduledFeature):

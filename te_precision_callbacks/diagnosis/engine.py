@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from te_precision_callbacks.base.counts import many, without_exponents
 from te_precision_callbacks.base.errors import OptionError, RaisedInTraining
 from te_precision_callbacks.base.suggestions import suggestion
@@ -64,7 +66,9 @@ class Diagnosis:
         if numbers.rank is not None:
             self._rank = numbers.rank
             self._local_steps.add(numbers.iteration)
-        return self._check("step", numbers.iteration, numbers, self._facts, rank=numbers.rank)
+        able = [of for of in self._overriding["step"] if not of[1].reads or numbers.statistics & of[1].reads]
+        with np.errstate(all="ignore"):
+            return self._check("step", numbers.iteration, numbers, self._facts, rank=numbers.rank, checks=able)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
         return self._check("scalars", iteration, iteration, values, rank=rank)
@@ -205,10 +209,17 @@ class Diagnosis:
         inherited = getattr(RuleCheck, name)
         return [(rule, check) for rule, check in self._checks if getattr(type(check), name) is not inherited]
 
-    def _check(self, name: str, iteration: int, *arguments: Any, rank: int | None = None) -> list[Finding]:
-        """Call a method of all checks that override it."""
+    def _check(
+        self,
+        name: str,
+        iteration: int,
+        *arguments: Any,
+        rank: int | None = None,
+        checks: Iterable[tuple[Rule, RuleCheck]] | None = None,
+    ) -> list[Finding]:
+        """Call a method of ``checks``; by default of all checks that override it."""
         changed: dict[_Key, Finding] = {}
-        for rule, check in self._overriding[name]:
+        for rule, check in self._overriding[name] if checks is None else checks:
             if rule.id in self._failed:
                 continue
             try:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.layers.folding import form_of
-from te_precision_callbacks.statistics.arrays import Ints
 
 Row = Mapping[str, Any]
 
-ResultT = TypeVar("ResultT")
 
 _UNSEEN = 1 << 40
 
@@ -147,7 +145,6 @@ class Facts:
     states: Mapping[str, frozenset[str]] = field(default_factory=dict)
     micro_batches: int = 1
     settings: Settings | None = None
-    _kept: dict[tuple[str, bytes], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_rows(
@@ -219,14 +216,6 @@ class Facts:
                     row: Row = {"layer": product.layer, "tensor": tensor, "format": text}
                     operands.append(row)
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
-
-    def cached(self, what: str, rows: Ints, make: Callable[[], ResultT]) -> ResultT:
-        """Cache a value derived from the facts for some tensors of layers; their rows do not change in a run."""
-        key = what, rows.tobytes()
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: ResultT = self._kept[key]
-        return kept
 
     def order_key(self, layer: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's.

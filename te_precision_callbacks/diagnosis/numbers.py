@@ -6,19 +6,21 @@ checks a statistic of all tensors at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request
 from te_precision_callbacks.statistics.series import Family, Series
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
+ResultT = TypeVar("ResultT")
 
 
 class Column(NamedTuple):
@@ -29,6 +31,7 @@ class Column(NamedTuple):
         statistic: its name in records.
         request: the parsed statistic; None for a user's own.
         rows: indices of tensors of layers, the same in all steps.
+        kept: what :meth:`cached` has derived from the rows; most steps have the same rows.
     """
 
     number: int
@@ -36,31 +39,53 @@ class Column(NamedTuple):
     request: Request | None
     rows: Ints
     values: Floats
+    kept: dict[str, tuple[Facts | None, Any]]
 
     def at(self, rows: Ints, missing: float) -> Floats:
         """[rows]: the values of some tensors; ``missing`` for tensors without one."""
-        if rows is self.rows or np.array_equal(rows, self.rows):
+        if rows is self.rows or rows.tobytes() == self.rows.tobytes():
             return self.values
-        table = np.full(max(rows.max(initial=-1), self.rows.max(initial=-1)) + 1, missing)
+        table = np.empty(max(largest(rows, initial=-1), largest(self.rows, initial=-1)) + 1)
+        table.fill(missing)
         table[self.rows] = self.values
         return table[rows]
 
-    def where(self, chosen: Mask) -> Column:
-        if chosen.all():
+    def cached(self, what: str, facts: Facts | None, make: Callable[[], ResultT]) -> ResultT:
+        """Cache a value derived from the rows, and from facts if given."""
+        known = self.kept.get(what)
+        if known is None or known[0] is not facts:
+            known = facts, make()
+            self.kept[what] = known
+        return known[1]
+
+    def select(self, what: str, facts: Facts | None, choose: Callable[[], Mask]) -> Column:
+        """Select tensors by a condition that is cached, as in :meth:`cached`."""
+        chosen, rows, kept = self.cached(f"selected, {what}", facts, lambda: self._selection(choose()))
+        if rows is self.rows:
             return self
-        return self._replace(rows=self.rows[chosen], values=self.values[chosen])
+        return Column(self.number, self.statistic, self.request, rows, self.values[chosen], kept)
+
+    def _selection(self, chosen: Mask) -> tuple[Mask, Ints, dict[str, tuple[Facts | None, Any]]]:
+        return (chosen, self.rows if chosen.all() else self.rows[chosen], {})
+
+    def with_values(self, values: Floats) -> Column:
+        # Column() would call a Python function.
+        return tuple.__new__(Column, (self.number, self.statistic, self.request, self.rows, values, self.kept))
 
     @property
     def bits(self) -> Floats:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            bits: Floats = np.log2(self.values)
+        bits: Floats = np.log2(self.values)
         bits[~np.isfinite(bits)] = np.nan
         return bits
 
 
+Split = Mapping[str, Sequence[tuple[Family, Column, slice]]]
+"""Name of a statistic -> the columns of a step, without values, and the places of their values."""
+
+
 def extend_rows(table: npt.NDArray[ScalarT], rows: Ints, fill: object) -> npt.NDArray[ScalarT]:
     """Extend a table, [rows, ...], to have all ``rows``; new ones have the values ``fill``."""
-    missing = int(rows.max(initial=-1)) + 1 - len(table)
+    missing = int(largest(rows, initial=-1)) + 1 - len(table)
     if missing <= 0:
         return table
     return np.concatenate([table, np.full((missing, *table.shape[1:]), fill, table.dtype)])
@@ -74,6 +99,7 @@ class StepNumbers:
         layers: [rows]: indices of the layers.
         tensors: [rows]: the tensors.
         rank: None for reduced values.
+        statistics: the names that :meth:`columns` may find.
     """
 
     def __init__(
@@ -82,7 +108,9 @@ class StepNumbers:
         names: Sequence[str],
         layers: Ints,
         tensors: npt.NDArray[np.str_],
-        columns: Sequence[Column],
+        split: Split,
+        values: Floats,
+        unscaled: frozenset[str],
         rank: int | None,
     ) -> None:
         self.iteration = iteration
@@ -90,24 +118,21 @@ class StepNumbers:
         self.layers = layers
         self.tensors = tensors
         self.rank = rank
-        self._by_statistic: dict[str, list[Column]] = {}
-        for column in columns:
-            name = column.statistic if column.request is None else column.request.statistic.name
-            self._by_statistic.setdefault(name, []).append(column)
+        self.statistics = split.keys()
+        self._split = split
+        self._values = values
+        self._unscaled = unscaled
         self._found: dict[tuple[str, int], list[Column]] = {}  # many rules read the same columns
-        self._masked: dict[int, tuple[Column, Column]] = {}
 
     def names_of(self, column: Column) -> list[str]:
-        return [self.names[row] for row in column.rows.tolist()]
+        return column.cached("names", None, lambda: [self.names[row] for row in column.rows.tolist()])
 
     def tensors_of(self, column: Column) -> list[str]:
-        tensors: list[str] = self.tensors[column.rows].tolist()
-        return tensors
+        return column.cached("tensors", None, self.tensors[column.rows].tolist)
 
     def are(self, tensor: str, column: Column) -> Mask:
         """[rows of the column]: whether each is the tensor."""
-        are: Mask = self.tensors[column.rows] == tensor
-        return are
+        return column.cached(tensor, None, lambda: self.tensors[column.rows] == tensor)
 
     def columns(self, statistic: str, facts: Facts | None = None) -> list[Column]:
         """The columns of a statistic of tensors, or of their quantized data: one, or one for each recipe in its name.
@@ -132,20 +157,32 @@ class StepNumbers:
         rows = np.concatenate([column.rows for column in columns])
         values = np.concatenate([column.values for column in columns])
         first = np.unique(rows, return_index=True)[1]
-        return columns[0]._replace(rows=rows[first], values=values[first])
+        return columns[0]._replace(rows=rows[first], values=values[first], kept={})
 
     def column_of(self, statistic: str, tensor: str) -> Column | None:
         """The values of a statistic of a tensor; None without one."""
         column = self.column(statistic)
-        of_tensor = None if column is None else column.where(self.are(tensor, column))
+        of_tensor = None if column is None else self.of_tensor(tensor, column)
         if of_tensor is not None and len(of_tensor.rows):
             return of_tensor
         return None
 
+    def of_tensor(self, tensor: str, column: Column) -> Column:
+        return column.select(tensor, None, lambda: self.are(tensor, column))
+
+    def _given(self, statistic: str) -> Iterator[Column]:
+        for family, empty, places in self._split.get(statistic, ()):
+            column = empty.with_values(self._values[places])
+            if self._unscaled and family.is_of_delayed_scaling:
+                scaled = np.array([name not in self._unscaled for name in self.names_of(column)])
+                column = column._replace(rows=column.rows[scaled], values=column.values[scaled], kept={})
+            if len(column.rows):
+                yield column
+
     def _find(self, statistic: str, facts: Facts | None) -> Iterator[Column]:
         if statistic == "cur_amax":
             yield from self._amaxes()
-        for column in self._by_statistic.get(statistic, ()):
+        for column in self._given(statistic):
             request = column.request
             if request is None or (request.recipe is None and not request.columnwise):
                 yield column
@@ -156,16 +193,18 @@ class StepNumbers:
 
     def _amaxes(self) -> Iterator[Column]:
         """Yield ``cur_amax`` of tensors that have only ``min`` and ``max``."""
-        amaxes = self._by_statistic.get("cur_amax", [])
-        for column in self._by_statistic.get("max", ()):
-            if any(column.rows is amax.rows for amax in amaxes):
+        amaxes = list(self._given("cur_amax"))
+        complete = {id(amax.rows) for amax in amaxes}
+        for column in self._given("max"):
+            if id(column.rows) in complete:
                 continue
             known = set(chain(*map(self.tensors_of, amaxes)))
-            for least in self._by_statistic.get("min", ()):
+            for least in self._given("min"):
                 wanted = set(self.tensors_of(least)) - known
-                both = column.where(np.isin(self.tensors[column.rows], list(wanted)))
+                chosen = np.isin(self.tensors[column.rows], list(wanted))
+                both = column._replace(rows=column.rows[chosen], values=column.values[chosen], kept={})
                 if len(both.rows):
-                    yield both._replace(values=np.maximum(np.abs(both.values), np.abs(least.at(both.rows, np.nan))))
+                    yield both.with_values(np.maximum(np.abs(both.values), np.abs(least.at(both.rows, np.nan))))
 
     def _quantized(self, column: Column, recipe: str | None, facts: Facts | None) -> Iterator[Column]:
         if facts is None:
@@ -175,22 +214,27 @@ class StepNumbers:
         def holds(name: str, tensor: str) -> bool:
             return recipe in (OWN_RECIPE, facts.recipe_of(name)) and facts.quantizes(name, tensor)
 
-        def make() -> Mask:
-            return np.array(list(map(holds, self.names_of(column), self.tensors_of(column))), bool)
-
-        own = facts.cached(f"quantized by {recipe}", column.rows, make)
-        if own.any():
-            yield column.where(own)
+        own = column.select(
+            f"quantized by {recipe}",
+            facts,
+            lambda: np.array(list(map(holds, self.names_of(column), self.tensors_of(column))), bool),
+        )
+        if len(own.rows):
+            yield own
 
     def mask_nonfinite(self, column: Column) -> Column:
         """Replace values of tensors that contain inf or nan by nan, since statistics ignore these elements."""
-        if id(column) not in self._masked:
-            lost = self.column("nonfinite_num")
-            masked = column
-            if lost is not None and (lost.values > 0).any():
-                masked = column._replace(values=np.where(lost.at(column.rows, 0.0) > 0, np.nan, column.values))
-            self._masked[id(column)] = column, masked
-        return self._masked[id(column)][1]
+        lost = self._lost
+        if lost is None:
+            return column
+        return column.with_values(np.where(lost.at(column.rows, 0.0) > 0, np.nan, column.values))
+
+    @cached_property
+    def _lost(self) -> Column | None:
+        lost = self.column("nonfinite_num")
+        if lost is not None and holds_any(lost.values > 0):
+            return lost
+        return None
 
 
 class Splitter:
@@ -203,9 +247,9 @@ class Splitter:
         self._layers = np.empty(0, np.int64)
         self._tensors = np.empty(0, np.str_)
         self._series = np.empty((0, 3), np.int64)  # row, family and number of the statistic of each series
-        self._last: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._last = b""  # the series of the last step
         self._order = np.empty(0, np.int64)
-        self._split: list[tuple[Family, Column, slice]] = []
+        self._split: dict[str, list[tuple[Family, Column, slice]]] = {}
 
     def step(
         self,
@@ -218,17 +262,11 @@ class Splitter:
         """Return the values of a step, without statistics of delayed scaling of ``unscaled`` layers, which are in their
         first step.
         """
-        if not np.array_equal(series, self._last):
+        if series.tobytes() != self._last:
             self._split_by(series)
         ordered = values[self._order]
-        columns = []
-        for family, empty, places in self._split:
-            column = empty._replace(values=ordered[places])
-            if unscaled and family.is_of_delayed_scaling:
-                column = column.where(np.array([self._names[row] not in unscaled for row in column.rows.tolist()]))
-            if len(column.rows):
-                columns.append(column)
-        return StepNumbers(iteration, self._names, self._layers, self._tensors, columns, rank)
+        of_step = self._split, ordered, unscaled
+        return StepNumbers(iteration, self._names, self._layers, self._tensors, *of_step, rank)
 
     def _split_by(self, series: npt.NDArray[np.int32]) -> None:
         self._add_series(int(series.max(initial=-1)) + 1)
@@ -236,16 +274,17 @@ class Splitter:
         self._order = np.lexsort((families, numbers))
         begins = np.flatnonzero(np.diff(numbers[self._order], prepend=-1)).tolist()
         known = list(self._families)
-        equal: dict[bytes, Ints] = {}  # equal arrays become one, which is compared faster
-        self._split = []
+        equal: dict[bytes, tuple[Ints, dict[str, Any]]] = {}  # equal arrays become one, with one cache
+        self._split = {}
         for begin, end in zip(begins, [*begins[1:], len(series)], strict=True):
             of_number = rows[self._order[begin:end]]
-            of_number = equal.setdefault(of_number.tobytes(), of_number)
+            of_number, kept = equal.setdefault(of_number.tobytes(), (of_number, {}))
             first = self._order[begin]
             family = known[families[first]]
-            column = Column(int(numbers[first]), family.statistic, family.request, of_number, np.empty(0))
-            self._split.append((family, column, slice(begin, end)))
-        self._last = series.copy()
+            column = Column(int(numbers[first]), family.statistic, family.request, of_number, np.empty(0), kept)
+            name = family.statistic if family.request is None else family.request.statistic.name
+            self._split.setdefault(name, []).append((family, column, slice(begin, end)))
+        self._last = series.tobytes()
 
     def _add_series(self, count: int) -> None:
         added = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -54,11 +54,13 @@ class RuleCheck:
     :meth:`event`.
 
     Attributes:
+        reads: :meth:`step` is only called in steps with one of these statistics; if empty, in all steps.
         needed: the minimum number of steps with data, and of steps in ``streaks``.
         applies: whether the rule applies to the run; None while unknown.
         checked: whether there was enough data.
     """
 
+    reads: Collection[str] = ()
     needed = 1
     applies: bool | None = True
     checked = False
@@ -85,6 +87,7 @@ class RuleCheck:
         return ()
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterable[Sighting]:
+        """Check the statistics of a step, within ``np.errstate(all="ignore")``."""
         return ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterable[Sighting]:
@@ -140,11 +143,14 @@ class Rule:
 class ColumnStreaks:
     """Requires that a condition holds for a tensor in ``steps`` collection steps in a row. Steps without the statistic
     of the tensor are skipped.
+
+    Attributes:
+        held: column and key -> row -> first step, number of steps; only of conditions that hold now.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._held: dict[object, dict[int, tuple[int, int]]] = {}  # column -> row -> first step, number of steps
+        self.held: dict[object, dict[int, tuple[int, int]]] = {}
 
     def sightings(
         self,
@@ -167,19 +173,22 @@ class ColumnStreaks:
             reported: [rows of the column]: whether to report the layer; None for all layers.
             key: distinguishes several conditions on a column; see :class:`Sighting`.
         """
-        before = self._held.get((column.number, key), {})
-        if not before and not holds.any():
+        before = self.held.get((column.number, key), {})
+        holding = holds.nonzero()[0].tolist()
+        if not before and not holding:
             return
         tensors = numbers.tensors_of(column)
         rows = column.rows.tolist()
         held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in tensors}
         lasting: dict[str, dict[str, int]] = {}  # tensor -> layer -> place
-        for place in np.flatnonzero(holds).tolist():
+        for place in holding:
             first, steps = before.get(rows[place], (numbers.iteration, 0))
             held[rows[place]] = first, steps + 1
             if steps + 1 >= self.steps and (reported is None or reported[place]):
                 lasting.setdefault(tensors[place], {})[numbers.names[rows[place]]] = place
-        self._held[column.number, key] = held
+        self.held.pop((column.number, key), None)
+        if held:
+            self.held[column.number, key] = held
         for tensor, places in lasting.items():
             layers = facts.sort_by_execution(places, tensor)
             since = min(held[rows[place]][0] for place in places.values())

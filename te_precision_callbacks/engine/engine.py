@@ -383,25 +383,26 @@ class StatisticsEngine:
         return measurements
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        with _without_autograd():
+        with _outside_of_inference():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         series = [np.empty(0, np.int32)]
         values = [np.empty(0)]
         histograms: dict[int, tuple[float, ...]] = {}
-        for table in tables:
-            reading = self._readings.get(table.rows)
-            if reading is None:
-                reading = _TableReader(table.rows, self.series)
-                self._readings[table.rows] = reading
-            for numbers, of_numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken)):
-                series.append(numbers)
-                values.append(of_numbers)
-            histograms.update(reading.histograms(table))
+        with np.errstate(all="ignore"):
+            for table in tables:
+                reading = self._readings.get(table.rows)
+                if reading is None:
+                    reading = _TableReader(table.rows, self.series)
+                    self._readings[table.rows] = reading
+                for numbers, of_numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken)):
+                    series.append(numbers)
+                    values.append(of_numbers)
+                histograms.update(reading.histograms(table))
         local = self._reduction.local
         return Measured(self.series, np.concatenate(series), np.concatenate(values), histograms, local=local)
 
     def forget(self) -> None:
-        with _without_autograd():
+        with _outside_of_inference():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
@@ -428,6 +429,13 @@ def _without_autograd() -> AbstractContextManager[None]:
     return _NO_CONTEXT
 
 
+def _outside_of_inference() -> AbstractContextManager[object]:
+    """Like :func:`_without_autograd`, for tensors that never require gradients."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return _NO_CONTEXT
+
+
 def _log_failure_once() -> Report:
     notices = Notices()
 
@@ -438,21 +446,6 @@ def _log_failure_once() -> Report:
             )
 
     return log
-
-
-class _SelectedRows(Mapping[str, Values]):
-    def __init__(self, columns: Mapping[str, Values], rows: npt.NDArray[np.intp]) -> None:
-        self._columns = columns
-        self._rows = rows
-
-    def __getitem__(self, name: str) -> Values:
-        return self._columns[name][self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
 
 
 _SeriesValues = tuple[npt.NDArray[np.int32], Values]
@@ -487,21 +480,21 @@ class _TableReader:
         self._uncounted_rows = np.array(uncounted_rows, dtype=np.intp)
         self._series = np.array(numbers, dtype=np.int32)
         self._formulas = [
-            (STATISTICS[name], *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
+            (STATISTICS[name].value, *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
         ]
         self._histograms = [(_COLUMNS[source][0], *zip(*pairs, strict=True)) for source, pairs in histograms.items()]
 
     def numbers(self, table: Table) -> _SeriesValues:
         values = np.empty(len(self._series))
-        for statistic, rows, places in self._formulas:
-            if statistic.value is not None:
-                values[places] = statistic.value(_SelectedRows(table.columns, rows))
+        for formula, rows, places in self._formulas:
+            if formula is not None:
+                values[places] = formula(table.columns)[rows]
         return self._series, values
 
     def nonfinite_counts(self, table: Table, broken: set[tuple[str, str]]) -> _SeriesValues:
         """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
         counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
-        broken.update(self._uncounted[place] for place in np.flatnonzero(counts).tolist())
+        broken.update(self._uncounted[place] for place in counts.nonzero()[0].tolist())
         places = [place for place, key in enumerate(self._uncounted) if key in broken] if broken else []
         series = [self._table.intern(*self._uncounted[place], _NONFINITE) for place in places]
         return np.array(series, dtype=np.int32), counts[places]

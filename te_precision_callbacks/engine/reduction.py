@@ -441,9 +441,9 @@ class _Block:
     ) -> Table | None:
         """Return the due segments, one row for all shards of a tensor; None without a due segment."""
         flags = due[self._due_at]
-        if not flags.any():
-            return None
         pattern = flags.tobytes()
+        if 1 not in pattern:
+            return None
         selection = self._selections.get(pattern)
         if selection is None:
             if len(self._selections) == _MAX_PATTERNS:
@@ -454,11 +454,10 @@ class _Block:
         added = cells[: len(sums)]
         largest = cells[len(sums) :]
         added[added == NOTHING] = 0.0  # no rank has measured this replica
-        columns = (
-            *np.add.reduceat(added, selection.begins, axis=1),
-            *np.maximum.reduceat(largest, selection.begins, axis=1),
-        )
-        return Table(selection.rows, dict(zip((*sums, *maxima), columns, strict=True)))
+        if len(selection.begins) < cells.shape[1]:
+            added = np.add.reduceat(added, selection.begins, axis=1)
+            largest = np.maximum.reduceat(largest, selection.begins, axis=1)
+        return Table(selection.rows, dict(zip((*sums, *maxima), (*added, *largest), strict=True)))
 
     def _select(self, due: Sequence[bool]) -> _Selection:
         outputs: dict[int, dict[str, None]] = {}

@@ -200,6 +200,7 @@ class FusedObservation:
         self._watchers: dict[str, _Watchers] = {}
         self._shared: dict[tuple[object, ...], _Watchers] = {}
         self._due_of_watchers: dict[int, _Due] = {}
+        self._answers: dict[int, tuple[bool, int | None]] = {}  # in this iteration, by what decides
         self.due: dict[str, _Due] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
         self._needed: dict[tuple[int, ...], frozenset[tuple[int, str]]] = {}
@@ -221,6 +222,7 @@ class FusedObservation:
             self._api = debug_api.transformer_engine
             self.iteration = iteration
             self._due_of_watchers.clear()
+            self._answers.clear()
         upcoming: list[int] = []
         numbers: list[int] = []
         for layer in layers:
@@ -259,7 +261,7 @@ class FusedObservation:
             self._watchers[layer] = watchers
         answer = self._due_of_watchers.get(id(watchers))
         if answer is None:
-            answer = _query_watchers(watchers, iteration)
+            answer = self._query_watchers(watchers, iteration)
             same: list[object] = []
             for name, watching in answer.watchers.items():
                 same += [name, *map(id, watching)]
@@ -268,6 +270,21 @@ class FusedObservation:
             self._due_of_watchers[id(watchers)] = answer
         return answer
 
+    def _query_watchers(self, watchers: _Watchers, iteration: int) -> _Due:
+        due: dict[str, list[Watcher]] = {}
+        upcoming: list[int] = []
+        for tensor, of_tensor in watchers:
+            for watcher in of_tensor:
+                answer = self._answers.get(id(watcher.decides))
+                if answer is None:
+                    answer = watcher.feature.due(watcher.options, iteration)
+                    self._answers[id(watcher.decides)] = answer
+                is_wanted, next_iteration = answer
+                if is_wanted:
+                    due.setdefault(tensor, []).append(watcher)
+                upcoming += [] if next_iteration is None else [next_iteration]
+        return _Due(due, min(upcoming, default=None))
+
     def __call__(self, event: GemmEvent) -> None:
         due = self.due.get(event.layer)
         if due is None or not due.watchers or event.kind is not ForwardKind.OBSERVED:
@@ -275,7 +292,7 @@ class FusedObservation:
         for watched, watchers in self._watched(event, due):
             tensor = watched.tensor
             never_high = tensor == RESULT[event.gemm] and is_quantized(watched.values)
-            for name, feature, options in watchers:
+            for name, feature, options, _ in watchers:
                 try:
                     if never_high:
                         raise QuantizationError(
@@ -311,12 +328,12 @@ class FusedObservation:
         if due is None:
             return self._engine.prepare_gemm([])
         watching = itertools.chain.from_iterable(due.watchers.values())
-        if any(type(feature).observe is not StatisticsFeature.observe for _, feature, _ in watching):
+        if any(type(feature).observe is not StatisticsFeature.observe for _, feature, _, _ in watching):
             return None
         places: dict[str, int] = {event.a.tensor: 0, event.b.tensor: 1}
         tensors: list[tuple[int, Prepared]] = []
         for watched, watchers in self._watched(event, due):
-            requested = [options.requests_for(is_quantized=has_scale(watched.rowwise)) for _, _, options in watchers]
+            requested = [options.requests_for(is_quantized=has_scale(watched.rowwise)) for _, _, options, _ in watchers]
             asked = [requests for requests in requested if requests]
             prepared = self._engine.prepare(watched, asked) if asked else None
             if prepared is not None:
@@ -324,18 +341,6 @@ class FusedObservation:
             elif asked:
                 return None
         return self._engine.prepare_gemm(tensors)
-
-
-def _query_watchers(watchers: _Watchers, iteration: int) -> _Due:
-    due: dict[str, list[Watcher]] = {}
-    upcoming: list[int] = []
-    for tensor, of_tensor in watchers:
-        for watcher in of_tensor:
-            is_wanted, next_iteration = watcher.feature.due(watcher.options, iteration)
-            if is_wanted:
-                due.setdefault(tensor, []).append(watcher)
-            upcoming += [] if next_iteration is None else [next_iteration]
-    return _Due(due, min(upcoming, default=None))
 
 
 def _tensors(event: GemmEvent) -> Iterator[tuple[str, Any, Any]]:

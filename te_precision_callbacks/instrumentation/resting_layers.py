@@ -155,4 +155,7 @@ class RestingLayers:
 
 
 def _trainable(module: torch.nn.Module) -> tuple[bool, ...]:
-    return tuple([parameter is not None and parameter.requires_grad for parameter in module._parameters.values()])
+    trainable: tuple[bool, ...] = ()
+    for parameter in module._parameters.values():
+        trainable += (parameter is not None and parameter.requires_grad,)
+    return trainable

@@ -7,7 +7,7 @@ clipped: clipping by a norm of nan makes all of them nan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -46,7 +46,8 @@ class FiniteGradients:
         self._has_found = False
         self._clipped: list[tuple[list[str], torch.Tensor]] = []
         self._stepped: list[tuple[list[str], torch.Tensor]] = []
-        self._copies: list[tuple[list[Broken], Callable[[], list[float]]]] = []
+        # Iteration, problem, names, and a function that returns the logarithms of _largest().
+        self._copies: list[tuple[int, _What, list[str], Callable[[], list[float]]]] = []
 
     def before_clipping(self, gradients: Sequence[NamedGradient]) -> None:
         if not self._has_found:
@@ -73,23 +74,22 @@ class FiniteGradients:
         kinds = {"nonfinite_gradient": self._stepped, "nonfinite": updated}
         for what, of_kind in kinds.items():
             for names, largest in of_kind:
-                self._copies.append(([Broken(iteration, what, name) for name in names], to_host(largest)))
+                self._copies.append((iteration, what, names, to_host(largest)))
                 waits |= largest.device.type != "cpu" and not at_last
         self._stepped = []
-        ready = [copy for copy in self._copies if copy[0][0].iteration < iteration or not waits]
-        self._copies = [copy for copy in self._copies if copy[0][0].iteration >= iteration and waits]
+        ready = [copy for copy in self._copies if copy[0] < iteration or not waits]
+        self._copies = [copy for copy in self._copies if copy[0] >= iteration and waits]
         found: list[Broken] = []
-        for all_of, read in ready:
-            odd = [entry for entry in zip(all_of, read(), strict=True) if not -math.inf < entry[1] < math.inf]
-            found += [one for one, size in odd if size != -math.inf]
-            if all_of[0].what == "nonfinite_gradient":
-                self._note_zeros(all_of, {one.name for one, size in odd if size == -math.inf})
+        for of_iteration, what, names, read in ready:
+            odd = [(name, size) for name, size in zip(names, read(), strict=True) if not -math.inf < size < math.inf]
+            found += [Broken(of_iteration, what, name) for name, size in odd if size != -math.inf]
+            if what == "nonfinite_gradient":
+                self._note_zeros(of_iteration, names, {name for name, size in odd if size == -math.inf})
         self._has_found |= bool(found)
         return [one for one in found if one.what == "nonfinite_gradient"] or found
 
-    def _note_zeros(self, gradients: Sequence[Broken], zeros: set[str]) -> None:
-        iteration = gradients[0].iteration
-        for _, _, name in gradients:
+    def _note_zeros(self, iteration: int, names: Iterable[str], zeros: set[str]) -> None:
+        for name in names:
             if name not in self._since:
                 self._since[name] = iteration
             elif name in self._zeros and name not in zeros:

@@ -61,7 +61,6 @@ class UpdateWatch:
         self._before.clear()
         self._counts.clear()
 
-    @torch.no_grad()
     def end_step(self) -> None:
         """Log the shares of the iteration, over all optimizers: some loops have one for each parameter."""
         counts_by_name = self._counts
@@ -112,7 +111,6 @@ class UpdateWatch:
             self._before.clear()
             self._failures.report("checking a step of", type(optimizer).__name__, error)
 
-    @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         before = self._before
         self._before = []
@@ -122,7 +120,7 @@ class UpdateWatch:
                 if self._model.is_trained_by(optimizer):
                     self.adds_eps = bool(self.adds_eps) or any(map(_adds_eps, optimizer.param_groups))
             for weights, then, counted in before:
-                now = torch.stack([sampled_view(raw_codes(weight)) for weight in weights])
+                now = torch.stack([sampled_view(raw_codes(weight)) for weight in weights])  # which are detached
                 self._count(UNCHANGED, now == then, counted)
 
 

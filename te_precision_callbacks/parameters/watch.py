@@ -390,9 +390,8 @@ class ParameterWatch:
 
     # ------------------------------------------------------------------ before a step of an optimizer
 
-    @torch.no_grad()
     def before_step(self, optimizer: Optimizer, iteration: int) -> None:
-        """Check gradients; in few steps also sample weights and master weights."""
+        """Check gradients; in few steps also sample weights and master weights. Called without autograd."""
         self._iteration = iteration
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             held = self.held_by(optimizer)

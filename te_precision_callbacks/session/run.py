@@ -104,6 +104,7 @@ class Run:
         self._loop_checks = LoopChecks(context, model)
         self._optimizer_hooks: list[RemovableHandle] = []
         self._updates = UpdateWatch(model, scalars, failures)
+        self._checks_updates = options.config.is_default
         self._scaled = ScaledOptimizers()
         self._collector = StepCollector(
             context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
@@ -166,7 +167,7 @@ class Run:
         self._profiling.begin(context.iteration)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.context.options.config.is_default:
+        if self._checks_updates:
             self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.armed))
         self._parameters.before_optimizer_step(optimizer, self.context.iteration)
         self._scale_restore.before_step(optimizer)

@@ -99,8 +99,8 @@ class RunStatistics:
         series = series[compared]
         values = values[compared]
         bad = badness(values, summaries["sign"][series])
-        worse = np.flatnonzero((bad > summaries["badness"][series]) | (summaries["iteration"][series] < 0))
-        worse = worse[np.argsort(bad[worse], kind="stable")]  # if a series occurs twice, its worst value comes last
+        worse = ((bad > summaries["badness"][series]) | (summaries["iteration"][series] < 0)).nonzero()[0]
+        worse = worse[bad[worse].argsort(kind="stable")]  # if a series occurs twice, its worst value comes last
         taken = series[worse]
         summaries["badness"][taken] = bad[worse]
         summaries["worst"][taken] = values[worse]

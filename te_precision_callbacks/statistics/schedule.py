@@ -38,11 +38,11 @@ class Schedule:
         start_end_list: Sequence[Sequence[int | None]] | None = None,
     ) -> Schedule:
         pairs = start_end_list or [(start_step, end_step)]
-        return cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs)))
+        return _shared(cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs))))
 
     def with_early(self, steps: Iterable[int]) -> Schedule:
         added = {step for step in steps if step % self.freq and self._within(step)}
-        return replace(self, early=tuple(sorted(added.union(self.early))))
+        return _shared(replace(self, early=tuple(sorted(added.union(self.early)))))
 
     def at(self, iteration: int) -> tuple[bool, int | None]:
         """Return whether an iteration is due, and the next due iteration, if any."""
@@ -95,7 +95,13 @@ class Schedule:
         return text
 
 
-EVERY_STEP = Schedule()
+@functools.lru_cache(maxsize=256)
+def _shared(schedule: Schedule) -> Schedule:
+    """Return the same object for equal schedules, which are thus asked once in a step."""
+    return schedule
+
+
+EVERY_STEP = _shared(Schedule())
 
 
 def any_due(schedules: Iterable[Schedule], iteration: int) -> bool:

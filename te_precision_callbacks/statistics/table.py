@@ -89,7 +89,8 @@ class Statistic:
         name: as in a config, without recipe and direction.
         formula: in words and symbols; sums are over the finite elements of all micro-batches and ranks.
         unit: the unit of the value.
-        value: computes the value from merged columns; None for the histogram, which consists of its columns.
+        value: computes the value from merged columns, within ``np.errstate(all="ignore")``: squares of float64 elements
+            may overflow. None for the histogram, which consists of its columns.
         source: the data that it is computed from.
         upstream: whether Transformer Engine 2.20 has the statistic.
         worse: the direction of worse values. Lists of the worst layers include only statistics with a direction.
@@ -127,7 +128,7 @@ def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
 
 
 def _ratio(numerator: Values, denominator: Values) -> Values:
-    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
+    return np.divide(numerator, denominator, out=np.zeros(numerator.shape), where=denominator > 0)
 
 
 def _amax(columns: Columns) -> Values:
@@ -143,10 +144,10 @@ def _spread(total: Values, squares: Values, count: Values, largest: Values, nega
     """
     several = count > 1
     fewer = np.where(several, count - 1, 1.0)
-    with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 elements may overflow
-        width = np.where(several, largest + negated_least, 0.0)
-        spread = np.sqrt(np.maximum(squares - _ratio(total * total, count), 0.0) / fewer)
-    bounded = np.clip(spread, width / np.sqrt(2 * fewer), width / 2 * np.sqrt((fewer + 1) / fewer))
+    width = np.where(several, largest + negated_least, 0.0)
+    spread = np.sqrt(np.maximum(squares - _ratio(total * total, count), 0.0) / fewer)
+    at_least = np.maximum(spread, width / np.sqrt(2 * fewer))
+    bounded = np.minimum(at_least, width / 2 * np.sqrt((fewer + 1) / fewer))
     return np.where(width == 0, 0.0, np.where(np.isfinite(squares), bounded, np.inf))
 
 
@@ -159,13 +160,11 @@ def _dynamic_range(columns: Columns) -> Values:
 def _sqnr(columns: Columns) -> Values:
     signal = columns["signal_square_sum"]
     error = columns["error_square_sum"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(error == 0, np.inf, 10 * np.log10(signal / error))
+    return np.where(error == 0, np.inf, 10 * np.log10(signal / error))
 
 
 def _underflow_norm(columns: Columns) -> Values:
-    with np.errstate(invalid="ignore"):  # squares of float64 elements may overflow
-        return 100 * np.sqrt(_ratio(columns["underflow_square_sum"], columns["signal_square_sum"]))
+    return 100 * np.sqrt(_ratio(columns["underflow_square_sum"], columns["signal_square_sum"]))
 
 
 def _if_any(largest: str, negated_least: str = "") -> Callable[[Columns], Values]:

@@ -47,11 +47,14 @@ class Ranks:
         self._report = report
         self._errors: tuple[type[PrecisionDebugError], ...] = ()
         self._note = False
+        self._several: bool | None = None  # within together()
 
     @property
     def several(self) -> bool:
         """Return whether there are other ranks; the process group may be created after the start of a session."""
-        return self._reduce and is_distributed(self._group)
+        if self._several is None:
+            return self._reduce and is_distributed(self._group)
+        return self._several
 
     @property
     def size(self) -> int:
@@ -66,7 +69,7 @@ class Ranks:
     @property
     def leads(self) -> bool:
         """Return whether this rank writes and logs for all ranks; without reduction, each rank does."""
-        return leads(self._group, reduce=self._reduce)
+        return not self.several or torch.distributed.get_rank(self._group) == 0
 
     # ------------------------------------------------------------------ connecting and leaving
 
@@ -97,6 +100,7 @@ class Ranks:
             on_all: exceptions that all ranks raise anyway.
         """
         self._errors = errors if agree else ()
+        self._several = self.several
         try:
             yield
             if agree:
@@ -108,6 +112,7 @@ class Ranks:
             raise
         finally:
             self._errors = ()
+            self._several = None
 
     def _agree(self, doing: str) -> None:
         """Raise if another rank failed. A failure of the exchange itself is only reported: no other rank raises it."""

@@ -12,6 +12,7 @@ from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.statistics.arrays import Floats
+from te_precision_callbacks.statistics.table import GEMM_STATISTICS
 
 GAIN = 0.05
 """How far the gain may be from 1. A wrong scale is off by a factor of 2 or more."""
@@ -34,6 +35,7 @@ _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 class _GemmCheck(RuleCheck):
     """A rule for runs that measure GEMMs, or tried to."""
 
+    reads = GEMM_STATISTICS
     applies = False
     _unmeasured = ""
 

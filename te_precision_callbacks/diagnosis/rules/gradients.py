@@ -21,7 +21,7 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import (
 from te_precision_callbacks.diagnosis.rules.settings import NEEDS_SCALER, needs_scaler
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest
 
 DEAD_STEPS = 3
 TRAINED_STEPS = 2
@@ -86,6 +86,7 @@ class DeadGradient(RuleCheck):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         gradient = numbers.column_of("cur_amax", "gradient")
         activation = numbers.column_of("cur_amax", "activation")
+        size = int(largest(numbers.layers, initial=-1)) + 1
         if gradient is None:
             names = () if activation is None else numbers.names_of(activation)
             self._lacks_backward = any(name in facts.layers and facts.layers[name].lacks_backward for name in names)
@@ -99,11 +100,11 @@ class DeadGradient(RuleCheck):
         if activation is not None:
             activation = numbers.mask_nonfinite(activation)
             with_activation = numbers.layers[activation.rows]
-            if zero.any():
+            if holds_any(zero):
                 active = with_activation[activation.values != 0]
-                zero &= np.isin(layers, active) | ~np.isin(layers, with_activation)
-            absent = ~np.isin(with_activation, layers) & (activation.values != 0)
-            for place in np.flatnonzero(absent).tolist():
+                zero &= _are_among(active, layers, size) | ~_are_among(with_activation, layers, size)
+            absent = ~_are_among(layers, with_activation, size) & (activation.values != 0)
+            for place in absent.nonzero()[0].tolist():
                 layer = facts.layers.get(numbers.names[activation.rows[place]])
                 absent[place] = layer is not None and not layer.is_frozen
             for sighting in self._dead(numbers, facts, activation, absent, "the layer has no backward", "absent"):
@@ -114,7 +115,9 @@ class DeadGradient(RuleCheck):
                 seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
                 sighting = sighting._replace(layers=(), seen=seen, remedy=remedy or _FROM_LOSS)
             yield sighting._replace(remedy=remedy or sighting.remedy)
-        yield from self._note_trained(numbers, {numbers.names[row] for row in gradient.rows[np.isin(layers, trained)]})
+        yield from self._note_trained(
+            numbers, {numbers.names[row] for row in gradient.rows[_are_among(trained, layers, size)]}
+        )
 
     def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
         for key, steps in list(self._reported.items()):
@@ -130,12 +133,19 @@ class DeadGradient(RuleCheck):
     ) -> Iterator[Sighting]:
         layers = numbers.layers[column.rows]
         self._rhythms.note_idle(layers[holds], numbers.iteration)
-        reported = ~self._rhythms.explain(layers) if holds.any() else holds
+        reported = ~self._rhythms.explain(layers) if holds_any(holds) else holds
         if key == "absent" and (numbers.iteration < RHYTHM or self._all_trained < numbers.iteration):
             reported &= self._rhythms.has_trained(layers)  # others may train only in other steps
         for sighting in self.streaks.sightings(numbers, facts, column, holds, seen, reported=reported, key=key):
             self._reported.setdefault(key, {}).update(dict.fromkeys(sighting.layers, 0))
             yield sighting
+
+
+def _are_among(layers: Ints, sought: Ints, size: int) -> Mask:
+    """[sought]: whether each is among ``layers``; all are below ``size``."""
+    among = np.zeros(size, bool)
+    among[layers] = True
+    return among[sought]
 
 
 class Rhythms:
@@ -167,12 +177,13 @@ class Rhythms:
         return self._has_trained[layers]
 
     def _grow(self, layers: Ints) -> None:
-        if layers.max(initial=-1) >= len(self._has_trained):
+        if largest(layers, initial=-1) >= len(self._has_trained):
             self._possible = extend_rows(self._possible, layers, True)
             self._has_trained = extend_rows(self._has_trained, layers, False)
 
 
 class ZerosInWgrad(RuleCheck):
+    reads = ("zeros%",)
     needed = ZEROS_STEPS
 
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
@@ -199,13 +210,16 @@ class Growth(RuleCheck):
         for column in numbers.columns("cur_amax"):
             now = numbers.mask_nonfinite(column).bits
             grown = now - self._begin.of(column.rows)
-            if np.isfinite(now).any():
+            if holds_any(np.isfinite(now)):
                 self.note_data(numbers.iteration)
             holds = grown >= GROWTH
             is_far = holds
             hurts = holds
             self._note_jumps(column, now)
-            if holds.any():
+            self._begin.add(column.rows, now)
+            if not (holds_any(holds) or self.streaks.held):
+                continue
+            if holds_any(holds):
                 is_far = grown >= [FAR_GROWN.get(tensor, FAR_GROWN_ELSE) for tensor in numbers.tensors_of(column)]
                 overflows = loses_too_much(numbers, facts, column, overflows=lambda lost: OVERFLOW)
                 overflows &= can_overflow(numbers, facts, column)
@@ -238,14 +252,13 @@ class Growth(RuleCheck):
                 patch = keep_first(sighting.layers, numbers) if helps else ""
                 # A subject has one finding, of its worst severity.
                 yield sighting._replace(patch=patch, key="")
-            self._begin.add(column.rows, now)
 
     def _note_jumps(self, column: Column, now: Floats) -> None:
         if self._last is not None:
             jumps = now - self._last.at(column.rows, np.nan) >= GROWTH
-            if jumps.any():
+            if holds_any(jumps):
                 self._jumped.update(column.rows[jumps & self._begin.are_known(column.rows)].tolist())
-        self._last = column._replace(values=now)
+        self._last = column.with_values(now)
 
 
 def _grow_together(groups: Sequence[str], grows: Mask, counts: Mask) -> Mask:
@@ -276,9 +289,9 @@ class FirstValues:
     def add(self, rows: Ints, values: Floats) -> None:
         self._known = extend_rows(self._known, rows, np.nan)
         missing = np.isnan(self._known[rows])
-        if not missing.any():
+        if not holds_any(missing, axis=None):
             return
-        new = missing.any(axis=1) & np.isfinite(values)
+        new = holds_any(missing, axis=1) & np.isfinite(values)
         self._known[rows[new], missing.argmax(axis=1)[new]] = values[new]
 
 

@@ -19,7 +19,7 @@ from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of, training_losses
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats
+from te_precision_callbacks.statistics.arrays import Floats, holds_any, total
 
 RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
 """The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
@@ -329,7 +329,7 @@ class WeightJump(ParameterRule):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
             for of_all in numbers.columns(statistic):
-                column = numbers.mask_nonfinite(of_all).where(numbers.are("weight", of_all))
+                column = numbers.of_tensor("weight", numbers.mask_nonfinite(of_all))
                 if not len(column.rows):
                     continue
                 self.note_data(numbers.iteration)
@@ -369,26 +369,22 @@ class WeightJump(ParameterRule):
     def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
         """Find weights that are 0; ``before``: logarithms of the last collection step."""
         vanished = (column.values == 0) & np.isfinite(before.at(column.rows, np.nan))
-        if vanished.any():
+        if holds_any(vanished):
             names = itertools.compress(numbers.names_of(column), vanished)
             layers = tuple(facts.sort_by_execution(names, "weight"))
             seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
             yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration)
 
     def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            bits: Floats = np.log2(np.where(column.values == 0, np.nan, column.values))
+        bits: Floats = np.log2(np.where(column.values == 0, np.nan, column.values))
         last = self._last.get(column.number)
-        change = np.full(len(bits), np.nan)
-        steady = np.zeros(len(bits), bool)
+        change = bits * np.nan
         if last is not None:
             before = last[1].at(column.rows, np.nan)
             changed = last[2].at(column.rows, np.nan)
-            with np.errstate(invalid="ignore"):
-                change = bits - before
-                steady = np.abs(changed) <= STEADY
-                jumped = steady & (np.abs(change) >= WEIGHT_JUMP)
-            count = int(jumped.sum())
+            change = bits - before
+            jumped = (np.abs(changed) <= STEADY) & (np.abs(change) >= WEIGHT_JUMP)
+            count = int(total(jumped))
             if count >= max(2, len(bits) / 2):
                 names = list(itertools.compress(numbers.names_of(column), jumped))
                 first = names.index(facts.sort_by_execution(names, "weight")[0])
@@ -400,7 +396,7 @@ class WeightJump(ParameterRule):
                 )
                 layers = tuple(facts.sort_by_execution(names, "weight"))
                 yield self._of_optimizer(layers, column.statistic, seen, numbers.iteration)
-        self._last[column.number] = numbers.iteration, column._replace(values=bits), column._replace(values=change)
+        self._last[column.number] = numbers.iteration, column.with_values(bits), column.with_values(change)
 
 
 _NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'

@@ -279,11 +279,10 @@ class Overflow(_LowPrecisionCheck):
     def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
         self._from_zero.note(numbers, facts)
         for column in numbers.columns("overflows%", facts):
-            unbroken = np.nan_to_num(numbers.mask_nonfinite(column).values)
-            is_new = self._from_zero.grow(numbers, column)
-            values = np.where(can_overflow(numbers, facts, column) & ~is_new, unbroken, 0.0)
+            unbroken = np.fmax(numbers.mask_nonfinite(column).values, 0.0)
+            values = unbroken * (can_overflow(numbers, facts, column) & ~self._from_zero.grow(numbers, column))
             self.note_data(numbers.iteration)
-            now = column._replace(values=values)
+            now = column.with_values(values)
             before = self._last.get(column.number, now).at(column.rows, 0.0)
             self._last[column.number] = now
             yield from self.streaks.sightings(
@@ -306,10 +305,9 @@ class Underflow(_LowPrecisionCheck):
             lost = lost_norm(numbers, facts, column)
             self.note_data(numbers.iteration)
             values = numbers.mask_nonfinite(column).values
-            with np.errstate(invalid="ignore"):
-                heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
-                heavy |= (values >= MOST_OF_ACTIVATION) & numbers.are("activation", column)
-                are_many = ~heavy & (values >= underflow_threshold(numbers, facts, column))
+            heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
+            heavy |= (values >= MOST_OF_ACTIVATION) & numbers.are("activation", column)
+            are_many = ~heavy & (values >= underflow_threshold(numbers, facts, column))
             for sighting in self.streaks.sightings_by_severity(
                 numbers,
                 facts,
@@ -339,15 +337,17 @@ def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
 
 
 def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
-    def make() -> Mask:
-        return np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool)
-
-    return facts.cached("can overflow", column.rows, make)
+    return column.cached(
+        "can overflow",
+        facts,
+        lambda: np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool),
+    )
 
 
 def overflow_threshold(numbers: StepNumbers, column: Column) -> Floats:
     """[rows of the column]: the threshold for elements above the range of the format, in percent."""
-    return np.where(numbers.are("activation", column), OVERFLOW, OF_OTHERS)
+    are = numbers.are("activation", column)
+    return column.cached("overflow threshold", None, lambda: np.where(are, OVERFLOW, OF_OTHERS))
 
 
 def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
@@ -357,7 +357,7 @@ def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> F
         formats = map(facts.format_of, numbers.names_of(column), numbers.tensors_of(column))
         return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
 
-    return facts.cached("most underflow", column.rows, make)
+    return column.cached("most underflow", facts, make)
 
 
 def loses_too_much(

@@ -14,7 +14,7 @@ from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck
 from te_precision_callbacks.diagnosis.rules.lost_elements import FromZero, loses_too_much, overflow_threshold
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Mask
+from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, smallest
 
 FAR = 2.0
 TOO_SMALL = 1.0
@@ -51,7 +51,7 @@ class _UnmovedScales:
     """
 
     def __init__(self) -> None:
-        self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, whether it has moved
+        self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, 1 if it has moved
 
     def add(self, numbers: StepNumbers, scales: Column, amaxes: Floats, largest: Floats) -> tuple[Floats, Mask]:
         """Add a collection step: ``scale_inv_max``, amaxes (nan if unknown), and the maximum of each tensor's format.
@@ -61,20 +61,23 @@ class _UnmovedScales:
             amax, otherwise 0; and whether the scale still has its initial value 1.
         """
         self._rows = extend_rows(self._rows, scales.rows, [np.nan, 0.0, np.inf, 0.0, 0.0])
+        if smallest(self._rows[scales.rows, 4]) == 1:  # all have moved, for good
+            return np.zeros(len(scales.rows)), np.zeros(len(scales.rows), bool)
         first, count, least, most, moved = self._rows[scales.rows].T
         first = np.where(np.isnan(first), scales.values, first)
         used = np.isfinite(amaxes) & (amaxes > 0)
-        moved = np.where(used & (scales.values != first), 1.0, moved)
+        moved = np.maximum(moved, used & (scales.values != first))
         was_above = most >= 2**TOO_SMALL * largest * first  # an amax history of any length would have raised the scale
         count = count + used
-        least = np.where(used, np.minimum(least, amaxes), least)
-        most = np.where(used, np.maximum(most, amaxes), most)
-        self._rows[scales.rows] = np.stack([first, count, least, most, moved], axis=1)
+        measured = np.where(used, amaxes, np.nan)
+        least = np.fmin(least, measured)
+        most = np.fmax(most, measured)
+        self._rows[scales.rows] = np.array((first, count, least, most, moved)).T
         unmoved = (moved == 0) & ~np.isnan(largest)
         initial = unmoved & (first == 1)
         varies = least < most
         stays = (initial & (varies | ~numbers.are("weight", scales))) | (unmoved & was_above & varies)
-        return np.where(stays, count, 0.0), initial
+        return count * stays, initial
 
 
 class _ScaleCheck(RuleCheck):
@@ -97,11 +100,12 @@ class _ScaleCheck(RuleCheck):
         ``cur_amax`` is nan if the tensor has inf or nan, which its scale may follow.
         """
         amax = numbers.column("cur_amax")
-        for scales in numbers.columns("scale_inv_max", facts):
-            largest = _largest(numbers, facts, scales)
-            known = ~np.isnan(largest)
-            if amax is not None and known.any():
-                yield scales.where(known), numbers.mask_nonfinite(amax), largest[known]
+        if amax is None:
+            return
+        for of_all in numbers.columns("scale_inv_max", facts):
+            scales = _of_delayed_scaling(numbers, facts, of_all)
+            if len(scales.rows):
+                yield scales, numbers.mask_nonfinite(amax), _largest(numbers, facts, scales)
 
 
 class ScaleNeverUpdated(_ScaleCheck):
@@ -120,7 +124,7 @@ class ScaleNeverUpdated(_ScaleCheck):
             amaxes = amax.at(scales.rows, np.nan)
             counts, initial = self._unmoved.add(numbers, scales, amaxes, largest)
             unmoved = counts >= UNMOVED_STEPS
-            if not unmoved.any():
+            if not holds_any(unmoved):
                 continue
             values = np.where(initial, "1, its initial value,", [f"{value:.3g}" for value in scales.values.tolist()])
             seen = "its scale is {} in all {:.0f} collection steps; amax is {:.3g}"
@@ -160,10 +164,9 @@ class StaleScale(_ScaleCheck):
             amaxes = amax.at(scales.rows, np.nan)
             before = (self._last or amax).at(scales.rows, np.inf)  # in the first step, no rise
             self._last = amax
-            with np.errstate(divide="ignore", invalid="ignore"):
-                above = np.log2(largest * scales.values / amaxes)
+            above = np.log2(largest * scales.values / amaxes)
             above[~np.isfinite(above)] = np.nan
-            if np.isfinite(above).any():
+            if holds_any(np.isfinite(above)):
                 self.note_data(numbers.iteration)
             lost = numbers.column("underflows%", facts)
             losing = np.zeros(len(scales.rows)) if lost is None else lost.at(scales.rows, 0.0)
@@ -172,9 +175,9 @@ class StaleScale(_ScaleCheck):
             begin = np.where(rises, np.where(np.isfinite(begin) & (begin > 0), begin, before), np.nan)
             begin = np.where(rises & (begin == 0), amaxes, begin)
             risen = rises & (amaxes >= 2**RISEN * begin)
-            self._begins = scales._replace(values=begin)
+            self._begins = scales.with_values(begin)
             small = above <= -TOO_SMALL
-            if small.any():
+            if holds_any(small):
                 small &= (above <= -FAR) | loses_too_much(
                     numbers, facts, scales, overflows=lambda lost: overflow_threshold(numbers, lost)
                 )
@@ -219,8 +222,7 @@ class ScalesDiffer(RuleCheck):
             if least is None or not known.any():
                 continue
             self.note_data(numbers.iteration)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                apart = np.log2(largest.values / least.at(largest.rows, np.nan))
+            apart = np.log2(largest.values / least.at(largest.rows, np.nan))
             apart = np.where(known & np.isfinite(apart), apart, 0.0)
             far = apart >= APART
             yield from self.streaks.sightings_by_severity(
@@ -249,6 +251,10 @@ class LostScales(RuleCheck):
                 yield Sighting(layers, "", "", seen, event.iteration)
 
 
+def _of_delayed_scaling(numbers: StepNumbers, facts: Facts, column: Column) -> Column:
+    return column.select("delayed", facts, lambda: ~np.isnan(_largest(numbers, facts, column)))
+
+
 def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
     """[rows of the column]: the maximum of the operand's format; nan without delayed scaling."""
 
@@ -259,7 +265,7 @@ def _largest(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
                 largest[place] = _LARGEST.get(facts.format_of(name, tensor), np.nan)
         return largest
 
-    return facts.cached("largest number", column.rows, make)
+    return column.cached("largest number", facts, make)
 
 
 _COLLECT = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import (
     underflow_threshold,
 )
 from te_precision_callbacks.layers.folding import numbers_of
-from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest, total
 
 LEAST_ALIKE = 2
 LEAST_OF_SHARES = 3
@@ -77,8 +78,7 @@ class Sibling(RuleCheck):
         for statistic in _STATISTICS:
             for column in numbers.columns(statistic, facts):
                 if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
-                    for other in compared:
-                        column = column.where(~np.isin(column.rows, other.rows))
+                    column = column.select("apart", facts, functools.partial(_are_apart, column, compared))
                 else:
                     compared.append(column)
                 for sighting in self._check(numbers, facts, column, statistic):
@@ -99,13 +99,16 @@ class Sibling(RuleCheck):
         """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of
         the rules underflow and overflow.
         """
-        shares = np.nan_to_num(numbers.mask_nonfinite(column).values)
-        others = np.zeros(len(shares))
-        odd = np.zeros(len(shares), bool)
+        shares = np.fmax(numbers.mask_nonfinite(column).values, 0.0)
         groups = [places for places in self._similar_layers(numbers, facts, column) if len(places) >= LEAST_OF_SHARES]
         if groups:
             self.note_data(numbers.iteration)
-        for places in groups if shares.max() >= SHARES[statistic] else ():
+        is_some = largest(shares) >= SHARES[statistic]
+        if not is_some and not self.streaks.held:
+            return
+        others = np.zeros(len(shares))
+        odd = np.zeros(len(shares), bool)
+        for places in groups if is_some else ():
             if shares[places].max() < SHARES[statistic]:
                 continue
             ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
@@ -114,7 +117,7 @@ class Sibling(RuleCheck):
         light = np.zeros(len(shares), bool)
         if statistic == "underflows%":
             what = "round to 0"
-            if odd.any():
+            if holds_any(odd):
                 light = lost_norm(numbers, facts, column) < LOST_NORM
                 odd &= shares < underflow_threshold(numbers, facts, column)
         else:
@@ -131,12 +134,12 @@ class Sibling(RuleCheck):
             return
         values = numbers.mask_nonfinite(column).values
         is_zero = (values == 0) & numbers.are("weight", column)
-        if not is_zero.any():
+        if not holds_any(is_zero):
             return
         lone: list[int] = []
         for places in self._similar_layers(numbers, facts, column):
             zeros = places[is_zero[places]].tolist()
-            if len(zeros) <= np.isfinite(values[places]).sum() / 2:
+            if len(zeros) <= total(np.isfinite(values[places])) / 2:
                 lone += zeros
         if lone:
             names = numbers.names_of(column)
@@ -145,13 +148,17 @@ class Sibling(RuleCheck):
             yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration)
 
     def _check(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> list[Sighting]:
+        zeros = list(self._check_zero(numbers, facts, column)) if statistic == "cur_amax" else []
         bits = numbers.mask_nonfinite(column).bits
         groups = self._similar_layers(numbers, facts, column)
         spread = self._spread(numbers, facts, column, bits)
+        wide = (spread >= min(NEAR, OF_WEIGHTS.get(statistic, NEAR))).nonzero()[0].tolist()
+        if not (wide or self._near.held or self.streaks.held):
+            return zeros
         jumps = np.zeros(len(bits))
         of_many = np.zeros(len(bits), bool)
         far_from = np.where(numbers.are("weight", column), OF_WEIGHTS.get(statistic, FAR), FAR)
-        for number in np.flatnonzero(spread >= min(NEAR, far_from.min(initial=NEAR))).tolist():
+        for number in wide:
             known = groups[number][np.isfinite(bits[groups[number]])]
             of_many[known] = len(known) > FEW
             tensor = str(numbers.tensors[column.rows[known[0]]])
@@ -171,7 +178,7 @@ class Sibling(RuleCheck):
         far = np.abs(jumps) >= far_from
         some = np.abs(jumps) >= NEAR
         lossy = some & of_many
-        lossy = lossy & _loses(numbers, facts, column) if lossy.any() else lossy
+        lossy = lossy & _loses(numbers, facts, column) if holds_any(lossy) else lossy
         seen = f"{statistic.removeprefix('cur_')} is {{:.3g}}, {{:.3g}} times {{}} than in similar layers"
         values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
         of_amax_alone = numbers.are("activation", column) & (statistic == "cur_amax")
@@ -183,7 +190,7 @@ class Sibling(RuleCheck):
             self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy"),
             self.streaks.sightings(numbers, facts, column, notes, seen, *values, severity="note", key="amax"),
             self.streaks.sightings(numbers, facts, column, warnings, seen, *values),
-            self._check_zero(numbers, facts, column) if statistic == "cur_amax" else (),
+            zeros,
         )
 
     @staticmethod
@@ -192,7 +199,7 @@ class Sibling(RuleCheck):
         return len(set(blocks)) == len(blocks)
 
     def _similar_layers(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[Ints]:
-        return facts.cached("alike", column.rows, lambda: self._groups(numbers, facts, column))
+        return column.cached("alike", facts, lambda: self._groups(numbers, facts, column))
 
     def _spread(self, numbers: StepNumbers, facts: Facts, column: Column, bits: Floats) -> Floats:
         """[groups of similar layers]: largest minus smallest known value; nan without one."""
@@ -202,11 +209,11 @@ class Sibling(RuleCheck):
             begins = np.cumsum([0, *map(len, groups)])[:-1]
             return np.concatenate([np.empty(0, np.int64), *groups]), begins
 
-        order, begins = facts.cached("order of alike", column.rows, make)
+        order, begins = column.cached("order of alike", facts, make)
         if not len(begins):
             return np.empty(0)
         in_order = bits[order]
-        if (np.add.reduceat(np.isfinite(in_order), begins, dtype=int) >= LEAST_ALIKE).any():
+        if largest(np.add.reduceat(np.isfinite(in_order), begins, dtype=int)) >= LEAST_ALIKE:
             self.note_data(numbers.iteration)
         spread: Floats = np.fmax.reduceat(in_order, begins) - np.fmin.reduceat(in_order, begins)
         return spread
@@ -280,6 +287,11 @@ def few_deviations(bits: Floats, *, flows: bool, least: float) -> Floats:
         if np.abs(jump) >= FEW_SPREADS * max(np.ptp(before), np.ptp(behind)):
             result[cut] = bits[cut] - np.median(before)
     return result
+
+
+def _are_apart(column: Column, others: Iterable[Column]) -> Mask:
+    """[rows of the column]: whether no other column has the tensor."""
+    return ~np.isin(column.rows, [row for other in others for row in other.rows.tolist()])
 
 
 def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:

@@ -44,6 +44,7 @@ class AboveThreshold(RuleCheck):
         self.needed = needed
         super().__init__()
         self._statistic = statistic
+        self.reads = (statistic,)
         self._threshold = threshold
         self._seen = seen
         self._applies_to = applies_to
