@@ -195,7 +195,9 @@ class ModelWatch:
                             path = hash((path, value.shape))
                         elif value is True or isinstance(value, str):
                             path = hash((path, value))
-                call.path = path if attends is None else hash((path, attends()))
+                if attends is not None:
+                    path = hash((path, attends()))
+                call.path = path
             except Exception as error:
                 self.fail(error)
             if not is_te:

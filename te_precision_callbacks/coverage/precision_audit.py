@@ -53,6 +53,8 @@ from te_precision_callbacks.te.state import (
 
 MODIFIED = " (modified)"
 
+MOST_WAITING = 10_000
+
 _DTYPES = {
     torch.float32: "FP32",
     torch.bfloat16: "BF16",
@@ -151,7 +153,7 @@ class PrecisionAudit:
     Attributes:
         seen: GEMMs that ran.
         expected: GEMMs that forwards have announced, by id.
-            Both wait until the notes are read: all at once takes less time.
+            Both wait for :meth:`take_waiting`, since all at once take less time.
     """
 
     def __init__(self, iterations: Iterations) -> None:
@@ -179,7 +181,7 @@ class PrecisionAudit:
         self._end()
 
     def _end(self) -> None:
-        self._take_waiting()
+        self.take_waiting()
         for layer, formats in self._unseen.items():
             if not self._now[layer].formats:  # in a compiled model the tap does not know the layer of a GEMM
                 self.plan(formats)
@@ -196,7 +198,7 @@ class PrecisionAudit:
 
     @property
     def lacks_backward(self) -> bool:
-        self._take_waiting()
+        self.take_waiting()
         return bool(self._now) and not self._had_backward
 
     def note_backward(self) -> None:
@@ -213,7 +215,7 @@ class PrecisionAudit:
 
     def _write(self) -> None:
         """Copy the notes of this iteration, which may continue, to the history; cheap, since they rarely change."""
-        self._take_waiting()
+        self.take_waiting()
         if self._iteration is None or not self._now:
             return
         self._history.ran(self._iteration)
@@ -271,7 +273,8 @@ class PrecisionAudit:
             self._now[seen.layer].excluded = True
         self.seen.append(seen)
 
-    def _take_waiting(self) -> None:
+    def take_waiting(self) -> None:
+        """Note what waits: before the notes are read, and before more than :data:`MOST_WAITING` GEMMs wait."""
         for run, left_out, unseen in self.expected.values():
             for (layer, gemm), reason in left_out.items():
                 self._now[layer].left_out[gemm] = reason

@@ -259,12 +259,12 @@ class StatisticsEngine:
         on = [self._slots.devices[prepared.ready.device] for _, prepared in tensors]
         asked = [prepared.ready.asked for _, prepared in tensors]
         once = frozenset[SegmentKey]().union(*(prepared.ready.once for _, prepared in tensors))
-        return PreparedGemm(tensors, self._slots.moves, self._placements, on[0] if on else None, asked, once)
+        return PreparedGemm(tensors, self._slots.moves, self._placements, next(iter(on), None), asked, once)
 
     def measure_again(
         self, prepared: PreparedGemm, all_values: Sequence[Any], operands: Sequence[Any], iteration: int
     ) -> None:
-        """Measure the tensors of a GEMM like those of an earlier one; a failure of the pass is reported.
+        """Measure the tensors of a GEMM with the passes of an earlier one; a failure of the pass is reported.
 
         Args:
             all_values: the operands and the result, in high precision.
@@ -608,7 +608,7 @@ class _PreparedPass(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """How a tensor was measured, and its dtype in high precision."""
+    """The passes over a tensor, its dtype in high precision, and its slots."""
 
     passes: Sequence[_PreparedPass]
     dtype: torch.dtype
@@ -617,7 +617,7 @@ class Prepared(NamedTuple):
 
 @dataclass(slots=True)
 class PreparedGemm:
-    """How the tensors of a GEMM were measured.
+    """The passes over the tensors of a GEMM.
 
     Attributes:
         moves, placements: if they differ, the slots do too.

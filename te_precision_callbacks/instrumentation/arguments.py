@@ -165,8 +165,9 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> PlainTensors:
     matrix = gradient.reshape(-1, gradient.shape[-1])
     splits = getattr(ctx, "m_splits", None)
     if splits is None:
-        is_plain = type(matrix) in PLAIN or _is_plain_subclass(matrix)
-        return {(layers - 1, "gradient"): matrix} if is_plain else {}
+        if type(matrix) in PLAIN or _is_plain_subclass(matrix):
+            return {(layers - 1, "gradient"): matrix}
+        return {}
     return plain_tensors({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 

@@ -143,6 +143,7 @@ class Running:
 
     def begin_iteration(self) -> None:
         self.gemm_counter = itertools.count()
+        self.thread_state.entered = None  # of a forward that has failed
 
     def forget(self) -> None:
         self.thread_state = _ThreadState()

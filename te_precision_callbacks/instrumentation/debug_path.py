@@ -27,6 +27,7 @@ from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
 from te_precision_callbacks.coverage.model_watch import hide_operators
 from te_precision_callbacks.coverage.precision_audit import (
+    MOST_WAITING,
     ExpectedGemms,
     LayerGemm,
     PrecisionAudit,
@@ -346,6 +347,8 @@ class DebugPathDecisions:
                 self._expected[id(module)] = known
                 self.new_states.add(id(module))
             self._audit.expected[id(known[1])] = known[1]
+            if len(self._audit.seen) > MOST_WAITING:
+                self._audit.take_waiting()
             if sees_all or idle:
                 return
         except Exception as error:

@@ -126,7 +126,7 @@ class GemmPlans:
             forward.half = half
             reason = str(error) if isinstance(error, Differs) else type(error).__name__
             self.declined[reason] += 1
-            if reason == "placement":
+            if reason in ("placement", "dtype"):
                 plans.pop(key, None)
             return key
         if forward.recipe:

@@ -280,7 +280,8 @@ class GemmTap:
             entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
             if self._every_step.is_on:
                 kind = self._classify(module) if compiled is None else self._kind(module, compiled)
-                entered.watched = set() if kind is ForwardKind.OBSERVED else None
+                if kind is ForwardKind.OBSERVED:
+                    entered.watched = set()
         except Exception as error:
             self._report("watching the forward of", str(getattr(module, "name", "a module")), error)
             return unobserved_forward()

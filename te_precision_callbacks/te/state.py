@@ -141,7 +141,9 @@ def recipe_of_module(module: torch.nn.Module) -> Any:
 def recipe_in_use(module: Any) -> Any:
     """Return the recipe of a module's running forward; None in high precision."""
     attributes = module.__dict__
-    return attributes["fp8_meta"]["recipe"] if attributes["fp8"] else None
+    if attributes["fp8"]:
+        return attributes["fp8_meta"]["recipe"]
+    return None
 
 
 def backward_override(module: Any) -> str | None:

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels.columns import Again, Pending
+from te_precision_callbacks.instrumentation import debug_path
 from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -197,6 +198,37 @@ def test_other_features_have_another_plan() -> None:
     config = statistics_of("Linear", "current", freq=2)
     plans = both("Linear", config, 6, lambda number, net: train(net, made))
     assert (plans.followed, plans.declined) == (3 * 3, Counter(new=3, features=3))
+
+
+def test_another_dtype_of_the_result_has_another_plan() -> None:
+    """Operands in FP8 are the same."""
+    made = RECIPES["current"]()
+
+    def step(number: int, net: Net) -> None:
+        x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
+        dtype = torch.float16 if number in (3, 4, 5) else BF16
+        with torch.autocast("cpu", dtype=dtype), te.autocast(enabled=True, recipe=made):
+            net(x).float().pow(2).mean().backward()
+
+    plans = both("Linear", statistics_of("Linear", "current"), 8, step)
+    assert (plans.followed, plans.declined) == (3 * 3, Counter(new=3, dtype=2 * 3))
+
+
+def test_gemms_are_noted_before_many_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a script that never calls step()."""
+    made = RECIPES["current"]()
+    net = MODULES["Linear"][0]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(debug_path, "MOST_WAITING", 5)
+        with InspectSession(
+            statistics_of("Linear", "current"), model=net, log_dir=tmp_path, observe="fused"
+        ) as session:
+            run: Any = session._run
+            for number in range(8):
+                train(net, made)
+                assert len(run.hooks._audit.seen) <= 5 + 3
+                if number < 2:
+                    session.step()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])

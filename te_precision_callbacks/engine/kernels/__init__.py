@@ -43,7 +43,9 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
 def again(pending: Sequence[Pending]) -> Again | None:
     """Return a function for tensors like these, which were measured with Triton; None without one."""
-    found: Again | None = None if _triton is None else _triton.again(pending)
+    if _triton is None:
+        return None
+    found: Again | None = _triton.again(pending)
     return found
 
 

@@ -361,13 +361,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def again(pending: Sequence[Pending]) -> Again | None:
     """Return a function that measures tensors with the signature of these by the same launches, if there are any."""
     launches = _known.get(_signature(pending))
-    return functools.partial(_launch_again, launches) if launches else None
+    if not launches:
+        return None
+    return functools.partial(_launch_again, launches)
 
 
 def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Sequence[Pending]:
     """Repeat the launches of earlier, similar tensors, and return the tensors that are left."""
     launch = again(pending)
-    return pending if launch is None else launch(pending, sums, maxima, raw_stream_of(sums.device)())
+    if launch is None:
+        return pending
+    return launch(pending, sums, maxima, raw_stream_of(sums.device)())
 
 
 def _launch_again(

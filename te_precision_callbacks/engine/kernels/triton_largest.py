@@ -70,7 +70,7 @@ _MOST_GRIDS = 256
 
 
 def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
-    """Add tensors to a row, and return those that the kernel cannot read."""
+    """Add tensors to a row; return tensors that the kernel cannot read."""
     if len(tensors) > TOGETHER:
         return add(tensors[:TOGETHER], row) + add(tensors[TOGETHER:], row)
     device = row.device
