@@ -13,10 +13,10 @@ import torch
 
 def is_capturing() -> bool:
     """Return whether the current stream captures a CUDA graph; synchronizing would then raise an error."""
-    if not torch.cuda._initialized:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:
-        return torch._C._cuda_isCurrentStreamCapturing()
+        return torch.cuda.is_current_stream_capturing()
     except RuntimeError:  # the GPU is lost; the next CUDA call raises again
         return False
 

@@ -99,7 +99,7 @@ class SeenGemm(NamedTuple):
     operands: Sequence[tuple[LayerOperand, Format]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Notes:
     """Observations of one layer in one iteration.
 
@@ -221,7 +221,8 @@ class PrecisionAudit:
         self._history.ran(self._iteration)
         for layer, notes in self._now.items():
             notes.had_backward = self._had_backward
-            if notes != self._in_history.get(layer):
+            known = self._in_history.get(layer)
+            if known is None or vars(notes) != vars(known):
                 self._in_history.pop(layer, None)
                 facts, seen = notes.facts()
                 self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)

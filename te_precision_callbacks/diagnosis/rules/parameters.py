@@ -298,8 +298,8 @@ RULES = (
         id="learning-rate",
         title="the learning rate rises again after its schedule has ended, or weight decay is too large",
         subject="model",
-        needs="a step of a torch.optim optimizer over the weights or their float32 master weights",
-        collect="",
+        needs="a torch.optim optimizer over the weights or their float32 master weights",
+        collect="at least one step of the optimizer",
         condition=(
             "the learning rate falls to 0.5 % of its largest value, and then rises in 5 steps to 5 % of it again. Or"
             " the learning rate times weight_decay=, in a step of SGD or of a torch optimizer with decoupled decay, is"
