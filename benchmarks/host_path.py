@@ -7,9 +7,8 @@ step, on the fused path. Triton's binder and its launcher in C run against a stu
 temporary folder: kernels are compiled for a Hopper GPU, launched, and do nothing, so the statistics are wrong.
 
 Counts are of one step, and exact: a step with a session minus a step without one; for *every step*, a step that only
-the watch of every step observes, minus one without it. Calls inside the reference backend
-are not counted. On a GPU, torch's own calls for streams come on top. The time is the best of several loops, by
-processor time.
+the watch of every step observes, minus one without it. Calls inside the reference backend are not counted. On a GPU,
+torch's own calls for streams come on top. The time is the best of several loops, by processor time.
 """
 
 from __future__ import annotations
@@ -137,9 +136,8 @@ class TritonPass:
     def taken(self) -> Iterator[None]:
         original = kernels._on_gpu, largest._on_gpu
         with (
-            mock.patch.multiple(
-                kernels, add=self, again=self.again, _pass_for=_take_triton
-            ),  # no Mock, which would add its own calls
+            # No Mock, which would add its own calls.
+            mock.patch.multiple(kernels, add=self, again=self.again, _pass_for=_take_triton),
             mock.patch.object(largest, "add", largest._with_triton),
             mock.patch.object(tap_parts, "unquantized", SimpleNamespace(result=None)),  # a GPU leaves nothing
         ):

@@ -45,6 +45,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     decode,
     decode_codes,
     exponent_counts,
+    grid_of,
     is_exact,
     is_last,
     jit,
@@ -104,7 +105,6 @@ class _Launch(NamedTuple):
         tile: elements.
         most: maximum number of programs of a tensor.
         size: of the partial results of all launches of the signature, at most.
-        grids: sizes of the tensors -> see :func:`_grid`.
         arguments: the arguments after the first programs: columns, geometry and constants.
     """
 
@@ -116,11 +116,8 @@ class _Launch(NamedTuple):
     tile: int
     most: int
     size: int
-    grids: dict[tuple[int, ...], tuple[int, Sequence[int]]]
     arguments: Sequence[Any]
 
-
-_MOST_GRIDS = 64
 
 _known: dict[tuple[object, ...] | None, list[_Launch]] = {}
 """Signature of tensors -> their launches; empty after a failure."""
@@ -274,20 +271,16 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
             "SMALL": values.numel() < 2**31,
         }
 
-    most = program_count(values.device)
-    ends = list(itertools.accumulate([min(most, -(-one.values.numel() // form.tile)) for one in together]))
-    programs = ends[-1]
-    unused = MOST_TOGETHER - len(together)
-    padded = [*together, *[first] * unused]
-    numbers = [one.values.numel() for one in padded]
-    numbers += [*ends[:-1], *[programs] * unused]
+    padded = [*together, *[first] * (MOST_TOGETHER - len(together))]
+    sizes = tuple(one.values.numel() for one in padded)
+    programs, begins = grid_of(sizes[: len(together)], form.tile, program_count(values.device), MOST_TOGETHER)
     with torch.cuda.device(values.get_device()):
         memory = *scratch(values.device, programs * form.row), sums, maxima
         elements = [loadable(one.values.detach())[0] for one in padded]
         quantized = _quantized(padded)
         of_codes = [*[one.codes for one in quantized], *[one.scale_inv for one in quantized]]
         compiled = _measure[(programs,)](
-            *elements, *of_codes, *memory, *numbers, *_columns_of(padded), *geometry, **constants
+            *elements, *of_codes, *memory, *sizes, *begins, *_columns_of(padded), *geometry, **constants
         )
     if key is not None and compiled is not None:  # None in the interpreter
         _compiled.setdefault((key, constants["CODES"]), compiled)
@@ -329,7 +322,7 @@ def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) ->
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
         arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
         launches.append(
-            _Launch(*launcher_of(kernel), places, quantized, len(together), form.tile, most, size, {}, arguments)
+            _Launch(*launcher_of(kernel), places, quantized, len(together), form.tile, most, size, arguments)
         )
     _known[signature] = launches
 
@@ -412,9 +405,9 @@ def _launch_again(
         memory = scratch(sums.device, launches[0].size)
     memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
     for done, launch in enumerate(launches):
-        run, settings, of_tensors, of_quantized, _, _, _, _, grids, arguments = launch
+        run, settings, of_tensors, of_quantized, used, tile, most, _, arguments = launch
         of_launch = of_tensors(sizes)
-        programs, begins = grids.get(of_launch) or _grid(launch, of_launch)
+        programs, begins = grid_of(of_launch[:used], tile, most, MOST_TOGETHER)
         quantized_at = *of_quantized(codes_at), *of_quantized(scales_at)
         given = *of_tensors(values_at), *quantized_at, *memory_at, *of_launch, *begins, *arguments
         try:
@@ -425,17 +418,6 @@ def _launch_again(
             launches.clear()
             return [one for place, one in enumerate(pending) if place in left]
     return ()
-
-
-def _grid(launch: _Launch, sizes: tuple[int, ...]) -> tuple[int, Sequence[int]]:
-    """Return the number of programs for tensors of these sizes, and the first program of each tensor but the first."""
-    used = [min(launch.most, -(-size // launch.tile)) for size in sizes[: launch.used]]
-    ends = list(itertools.accumulate([*used, *[0] * (MOST_TOGETHER - launch.used)]))
-    if len(launch.grids) >= _MOST_GRIDS:
-        launch.grids.clear()
-    grid = ends.pop(), ends
-    launch.grids[sizes] = grid
-    return grid
 
 
 def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:

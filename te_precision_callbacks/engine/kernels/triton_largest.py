@@ -28,6 +28,7 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.engine.kernels.triton_parts import (
     Jit,
     decode,
+    grid_of,
     jit,
     launcher_of,
     program_count,
@@ -58,15 +59,8 @@ _GENERAL = [
 
 _jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 
-_Grid = tuple[int, Sequence[int]]
-"""Number of programs, and the arguments that follow from the sizes of the tensors: words, and first programs."""
-
-_Launcher = tuple[Callable[..., object], Sequence[Any], dict[tuple[int, ...], _Grid]]
-
-_launchers: dict[torch.device, _Launcher | None] = {}
-"""Device -> how to launch the kernel without Triton's binder, and grids by sizes; None if that failed."""
-
-_MOST_GRIDS = 256
+_launchers: dict[torch.device, tuple[Callable[..., object], Sequence[Any]] | None] = {}
+"""Device -> how to launch the kernel without Triton's binder; None if that failed."""
 
 
 def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
@@ -74,7 +68,7 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
     if len(tensors) > TOGETHER:
         return add(tensors[:TOGETHER], row) + add(tensors[TOGETHER:], row)
     device = row.device
-    sizes: list[int] = []
+    words: list[int] = []
     pointers: list[int] = []
     of_scales: list[int] = []
     of_tensors: list[int] = []
@@ -85,29 +79,24 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
         if not 0 < size < 2**33 or size % 4 or at % 16 or not values.is_contiguous():
             rest = [other for other in tensors if other is not tensor]
             return [tensor, *add(rest, row)] if rest else [tensor]
-        sizes.append(size)
+        words.append(size // 4)
         pointers.append(at)
         of_scales.append((single_one(device) if scale is None else scale).data_ptr())
         begin = COLUMNS * slot
         of_tensors += number, begin + column, begin + FIRST, order
-    unused = TOGETHER - len(sizes)  # they repeat the first
+    unused = TOGETHER - len(words)  # they repeat the first
+    programs, begins = grid_of(tuple(words), _WORDS, program_count(device), TOGETHER)
     if unused:
+        words += [0] * unused
         pointers += pointers[:1] * unused
         of_scales += of_scales[:1] * unused
         of_tensors += of_tensors[:4] * unused
     launcher = _launchers.get(device)
     if launcher is not None:
-        launch, settings, grids = launcher
-        key = tuple(sizes)
-        grid = grids.get(key)
-        if grid is None:
-            if len(grids) >= _MOST_GRIDS:
-                grids.clear()
-            grid = _grid(sizes, device)
-            grids[key] = grid
-        arguments = *pointers, *of_scales, row.data_ptr(), *grid[1], *of_tensors, _WORDS
+        launch, settings = launcher
+        arguments = *pointers, *of_scales, row.data_ptr(), *words, *begins, *of_tensors, _WORDS
         try:
-            launch(grid[0], 1, 1, raw_stream_of(device)(), *settings, arguments)
+            launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
             return []
         except Exception as error:
             if is_lost(error):
@@ -117,20 +106,11 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
     padded = [*tensors, *[tensors[0]] * unused]
     as_words = [tensor.values.detach().view(-1).view(torch.int32) for tensor in padded]
     scales = [single_one(device) if tensor.scale is None else tensor.scale for tensor in padded]
-    programs, of_sizes = _grid(sizes, device)
     with torch.cuda.device(as_words[0].get_device()):
-        compiled = _add[(programs,)](*as_words, *scales, row, *of_sizes, *of_tensors, WORDS=_WORDS)
+        compiled = _add[(programs,)](*as_words, *scales, row, *words, *begins, *of_tensors, WORDS=_WORDS)
     if compiled is not None and device not in _launchers:  # None in the interpreter
-        _launchers[device] = *launcher_of(compiled), {}
+        _launchers[device] = launcher_of(compiled)
     return []
-
-
-def _grid(sizes: Sequence[int], device: torch.device) -> _Grid:
-    unused = [0] * (TOGETHER - len(sizes))
-    words = [size // 4 for size in sizes] + unused
-    programs = [min(program_count(device), -(-count // _WORDS)) for count in words]
-    *begins, count = itertools.accumulate(programs)
-    return count, [*words, *begins]
 
 
 @_jit

@@ -26,6 +26,7 @@ the program reads its tiles again.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,6 +98,21 @@ def program_count(device: torch.device) -> int:
         return PROGRAMS_OF_INTERPRETER
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
     return processors * _PROGRAMS_PER_PROCESSOR
+
+
+@functools.lru_cache(1024)
+def grid_of(sizes: tuple[int, ...], tile: int, most: int, together: int) -> tuple[int, Sequence[int]]:
+    """Return the number of programs of a launch, and the first program of each of its tensors but the first.
+
+    Args:
+        sizes: of the tensors.
+        tile: elements that a program reads at a time.
+        most: maximum number of programs of a tensor.
+        together: number of tensors that the kernel takes; unused ones have no program.
+    """
+    programs = [min(most, -(-size // tile)) for size in sizes]
+    *begins, count = itertools.accumulate([*programs, *[0] * (together - len(sizes))])
+    return count, begins
 
 
 @functools.cache
