@@ -161,11 +161,22 @@ def test_csv_has_the_numbers_of_the_run(look: Look, report: Path) -> None:
         assert first == last
         assert exact == "true"
         assert float(value) == grid.values[grid.layers.index(name), int(first)]
+    look.close()  # a browser lets a page save ten files in a row
     look.open(report, f"page=layer&layer={BAD}")
-    for number in range(
-        0, look.page.locator("button.csv").count(), 2
-    ):  # a browser lets a script save ten files in a row
+    for number in range(0, look.page.locator("button.csv").count(), 2):
         assert len(look.saved(look.page.locator("button.csv").nth(number))) > 3
+
+
+def test_no_button_moves_when_a_plot_is_drawn(look: Look, report: Path) -> None:
+    """Or a click would miss it."""
+    look.open(report, f"page=layer&layer={BAD}")
+    buttons = "[...document.querySelectorAll('.head button')].map((one) => [one.offsetLeft, one.offsetTop])"
+    before = look.page.evaluate(buttons)
+    look.everything_drawn()
+    assert look.page.evaluate(buttons) == before
+    with look.page.expect_download() as download:
+        look.page.get_by_role("button", name="PNG").first.click()
+    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_depth_profile(look: Look, report: Path) -> None:

@@ -89,10 +89,13 @@ const csvButton = (name, columns, rows) =>
 
 const badge = (exact, text) => el("span", { class: exact ? "badge exact" : "badge" }, text);
 
-const card = (title, { about, extra = [] } = {}, ...children) =>
-  el("section", { class: "card" },
-    el("div", { class: "head" }, el("h2", {}, title), el("span", { class: "space" }), ...extra, about && el("p", {}, about)),
-    ...children);
+// All buttons are there before a plot is drawn: one that came later would move the others away under the mouse.
+function card(title, { about, extra = [] } = {}, ...children) {
+  const made = el("section", { class: "card" }, ...children), text = about && el("p", {}, about);
+  const picture = made.querySelector(".plot") && pictureButton(made);
+  made.prepend(el("div", { class: "head" }, el("h2", {}, title), el("span", { class: "space" }), ...extra, picture, text));
+  return made;
+}
 
 const notes = (report, title = "Missing data") => report.notes.length > 0 &&
   el("div", { class: "notes", role: "note" }, el("strong", {}, title),

@@ -64,25 +64,20 @@ async function draw(node, traces, layout) {
   drawn.add(node);
   await Plotly.react(node, traces, themed(layout), PLOT_OPTIONS);
   node.dataset.drawn = "yes";
-  offerPicture(node);
   return node;
 }
 
-// A button at the head of a plot's card that saves what is drawn: plotly's own toolbar would cover a part of it.
-function offerPicture(node) {
-  const head = node.closest(".card")?.querySelector(".head");
-  if (!head || head.querySelector(".picture")) return;
-  const name = head.querySelector("h2, h3").textContent;
+// A button that saves what is drawn in a card: plotly's own toolbar would cover a part of it.
+function pictureButton(card) {
   const save = async () => {
-    const plots = head.parentElement.querySelectorAll(".plot[data-drawn]");
+    const plots = card.querySelectorAll(".plot[data-drawn]"), name = card.querySelector("h2, h3").textContent;
     const paper_bgcolor = getComputedStyle(document.documentElement).getPropertyValue("--card").trim();
     for (const [at, plot] of [...plots].entries())
       await Plotly.downloadImage({ data: plot.data, layout: { ...plot.layout, paper_bgcolor } }, {
         format: "png", scale: 2, width: plot.clientWidth, height: plot.clientHeight, filename: fileName(plots.length > 1 ? `${name} ${at + 1}` : name),
       });
   };
-  const button = el("button", { class: "small picture", type: "button", title: "Save the plot as a picture", onclick: () => guarded(save) }, "PNG");
-  head.insertBefore(button, head.querySelector(":scope > p"));
+  return el("button", { class: "small", type: "button", title: "Save the plot as a picture", onclick: () => guarded(save) }, "PNG");
 }
 
 function forgetPlots() {
