@@ -13,6 +13,8 @@ ignore_compile_internals``, which lets ``torch.compile`` compile under the mode;
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias, TypeVar
@@ -46,6 +48,15 @@ ResultT = TypeVar("ResultT")
 TrainingForward: TypeAlias = tuple[bool, bool]
 """Whether a forward in training mode ran in FP8, and whether with gradients, unlike the first forward of a reentrant
 checkpoint."""
+
+
+_SHAPE = operator.attrgetter("shape")
+
+
+@functools.lru_cache(1024)
+def _kinds_of(classes: tuple[type, ...]) -> tuple[Sequence[bool], Sequence[bool]]:
+    """Return which arguments of these classes are tensors, and which are bools or strings."""
+    return [issubclass(one, torch.Tensor) for one in classes], [issubclass(one, (bool, str)) for one in classes]
 
 
 class UnobservedForwards:
@@ -184,17 +195,10 @@ class ModelWatch:
                     return noting(*arguments, **keywords)
                 call = self.calls.outside
             try:
-                if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
-                    path = hash((call.path, number, arguments[0].shape))
-                else:
-                    path = hash((call.path, number))
-                    for value in (*arguments, *keywords.values()):
-                        if value is None or value is False:
-                            continue
-                        if isinstance(value, torch.Tensor):
-                            path = hash((path, value.shape))
-                        elif value is True or isinstance(value, str):
-                            path = hash((path, value))
+                values = (*arguments, *keywords.values())
+                are_tensors, are_options = _kinds_of(tuple(map(type, values)))
+                shapes = map(_SHAPE, itertools.compress(values, are_tensors))
+                path = hash((call.path, number, *shapes, *itertools.compress(values, are_options)))
                 if attends is not None:
                     path = hash((path, attends()))
                 call.path = path

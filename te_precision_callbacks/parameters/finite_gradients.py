@@ -17,8 +17,8 @@ from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.parameters.weight_samples import largest_of_each, local_part, to_host
 
-NamedGradient = tuple[str, torch.Tensor]
-"""The name of a parameter, and its gradient or itself."""
+NamedTensor = tuple[str, torch.Tensor] | tuple[str, torch.Tensor, torch.nn.Module]
+"""The name of a parameter, and its gradient; or itself and its module."""
 
 
 _What = Literal["nonfinite_gradient", "nonfinite"]
@@ -49,20 +49,22 @@ class FiniteGradients:
         # Iteration, problem, names, and a function that returns the logarithms of _largest().
         self._copies: list[tuple[int, _What, list[str], Callable[[], list[float]]]] = []
 
-    def before_clipping(self, gradients: Sequence[NamedGradient]) -> None:
+    def before_clipping(self, gradients: Sequence[NamedTensor]) -> None:
         if not self._has_found:
             self._clipped += _largest(gradients)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[NamedGradient]) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[NamedTensor]) -> None:
         clipped = self._clipped
         self._clipped = []
         # A GradScaler gives it to a fused optimizer, which then skips the step by itself.
         if self._has_found or is_capturing() or getattr(optimizer, "found_inf", None) is not None:
             return
-        known = {name for names, _ in clipped for name in names}
-        self._stepped += clipped + _largest([gradient for gradient in gradients if gradient[0] not in known])
+        if clipped:
+            known = {name for names, _ in clipped for name in names}
+            gradients = [gradient for gradient in gradients if gradient[0] not in known]
+        self._stepped += clipped + _largest(gradients)
 
-    def end_step(self, iteration: int, weights: Sequence[NamedGradient] = (), *, at_last: bool = False) -> list[Broken]:
+    def end_step(self, iteration: int, weights: Sequence[NamedTensor] = (), *, at_last: bool = False) -> list[Broken]:
         """Return the gradients that were not finite; if all were, the stepped ``weights`` that are not.
 
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
@@ -103,13 +105,13 @@ class FiniteGradients:
             self._since[name] = iteration + 1
 
 
-def _largest(tensors: Sequence[NamedGradient]) -> list[tuple[list[str], torch.Tensor]]:
+def _largest(tensors: Sequence[NamedTensor]) -> list[tuple[list[str], torch.Tensor]]:
     """Return names, and logarithms of the largest magnitudes of the same length, for each device and dtype.
 
     A logarithm of -inf is a tensor of zeros, inf or nan a tensor that is not finite. Logarithms of float64 fit into
     float32.
     """
-    local = [one if type(one) in PLAIN else local_part(one) for _, one in tensors]
+    local = [one[1] if type(one[1]) in PLAIN else local_part(one[1]) for one in tensors]
     return [
         ([tensors[place][0] for place in places], largest.log2().float()) for places, largest in largest_of_each(local)
     ]

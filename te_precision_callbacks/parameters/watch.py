@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import operator
 import sys
 import weakref
 from collections import Counter
@@ -110,6 +111,14 @@ APART_CHECKS = 2
 must find it.
 """
 
+_GRADIENT = operator.attrgetter("grad")
+_LAYOUT = operator.attrgetter("layout")
+_SHAPE = operator.attrgetter("shape")
+_VERSION = operator.attrgetter("_version")
+_GAP = operator.attrgetter("gap")
+_AT_STEP = operator.attrgetter("at_step")
+_PLAIN = frozenset(PLAIN)
+_DENSE = frozenset([torch.strided])
 
 _NEVER_REACHED = ("no_gradient", "checkpointed", "frozen_held")
 
@@ -163,14 +172,10 @@ class _Writes:
     """Writes to a weight by other code than its optimizer.
 
     Attributes:
-        version: version of the weight after its last optimizer step, or -1.
-        most: maximum number of writes between two optimizer steps.
         samples: samples of the values: iteration, a stack of samples, and the index in it.
         found: the problem of the weight, the iteration, and that of the sample; or None.
     """
 
-    version: int = -1
-    most: int = 0
     samples: tuple[tuple[int, torch.Tensor, int], ...] = ()
     found: tuple[ParameterProblem, int, int] | None = None
 
@@ -197,6 +202,7 @@ class _Parameter:
         kept: last sampled iterations, and whether the next backward added to its uncleared gradient.
         removed: first iteration in which its gradient was there after the backward, but not at the optimizer's step,
             and the version of the weight; or None.
+        most_writes: maximum number of writes to it between two optimizer steps.
     """
 
     name: str
@@ -217,6 +223,7 @@ class _Parameter:
     checks: tuple[tuple[str, int, float], ...] = ()
     kept: dict[int, bool] = field(default_factory=dict)
     removed: tuple[int, int] | None = None
+    most_writes: int = 0
 
     @property
     def is_left_out(self) -> bool:
@@ -290,6 +297,55 @@ class _Held(NamedTuple):
 
 
 @dataclass(eq=False)
+class _OfOptimizer:
+    """The parameters that an optimizer steps, in lists: every step reads them, and a loop in Python takes ten times as
+    long as a function of C over a list.
+
+    Attributes:
+        ids: the ids of the optimizer's groups and tensors for which the lists are right.
+        groups: the parameter groups that step a parameter.
+        tensors: the stepped tensor of each parameter.
+        stepped: the parameters that are not quantized, in the order of the model.
+        are_stepped: whether all tensors are parameters of the model, of a plain class.
+        most: the maximum number of writes to each parameter between two steps.
+        versions: the version of each parameter after the last step; empty before it.
+    """
+
+    ids: Sequence[Sequence[int]]
+    held: list[_Held]
+    groups: Sequence[Mapping[str, Any]]
+    names: Sequence[str]
+    parameters: Sequence[_Parameter]
+    weights: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
+    stepped: Sequence[SteppedWeight]
+    are_stepped: bool
+    most: list[int]
+    versions: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, ids: Sequence[Sequence[int]], held: list[_Held], all_parameters: Iterable[_Parameter]) -> _OfOptimizer:
+        parameters = [entry.parameter for entry in held]
+        are_held = set(parameters)
+        return cls(
+            ids=ids,
+            held=held,
+            groups=[*{id(entry.group): entry.group for entry in held}.values()],
+            names=[parameter.name for parameter in parameters],
+            parameters=parameters,
+            weights=[parameter.weight for parameter in parameters],
+            tensors=[entry.tensor for entry in held],
+            stepped=[
+                (one.name, one.weight, one.module)
+                for one in all_parameters
+                if one in are_held and (type(one.weight) in PLAIN or not is_quantized(one.weight))
+            ],
+            are_stepped=all(entry.tensor is entry.parameter.weight and type(entry.tensor) in PLAIN for entry in held),
+            most=[parameter.most_writes for parameter in parameters],
+        )
+
+
+@dataclass(eq=False)
 class _Schedule:
     """The learning rate of an optimizer: its largest value, and its rise after it has fallen to 0.
 
@@ -346,8 +402,10 @@ class ParameterWatch:
         self._iteration = 0
         self._parameters: dict[int, _Parameter] = {}
         self._listed: list[tuple[int, int]] | None = None  # id and size of the parameters at the last refresh
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], list[_Held]]]
-        self._held = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, _OfOptimizer] = weakref.WeakKeyDictionary()
+        # Id of each list of weights -> the list, of all optimizers that stepped in the iteration of the last step.
+        self._stepped: dict[int, Sequence[SteppedWeight]] = {}
+        self._stepped_at = -1
         self._unmatched: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._masters: weakref.WeakKeyDictionary[Optimizer, list[tuple[_Held, int, torch.Tensor]]]
         self._masters = weakref.WeakKeyDictionary()
@@ -385,6 +443,7 @@ class ParameterWatch:
                 parameter.gap.unhook()
         for cache in (self._parameters, self._held, self._unmatched, self._masters, self._clearing, self._unread):
             cache.clear()
+        self._stepped.clear()
         self.around_backward.clear()
         self._listed = None
 
@@ -394,12 +453,13 @@ class ParameterWatch:
         """Check gradients; in few steps also sample weights and master weights. Called without autograd."""
         self._iteration = iteration
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
-            held = self.held_by(optimizer)
+            known = self._known(optimizer)
+            held = known.held
             if not held:
                 return
             self._optimizer_steps[optimizer] = self._optimizer_steps.get(optimizer, 0) + 1
             rates = []
-            for group in {id(entry.group): entry.group for entry in held}.values():
+            for group in known.groups:
                 rate = group.get("lr", 1.0)
                 if isinstance(rate, torch.Tensor) or rate:
                     self.last_update = iteration
@@ -407,17 +467,26 @@ class ParameterWatch:
                 if isinstance(rate, (int, float)):
                     rates.append(float(rate))
             self._rises += self._schedules.setdefault(optimizer, _Schedule()).note(rates, iteration)
-            gradients = _gradients(held)
-            named = []
-            stepped = []
-            for (parameter, tensor, _, _), gradient in zip(held, gradients, strict=True):
+            if self._stepped_at != iteration:
+                self._stepped_at = iteration
+                self._stepped.clear()
+            self._stepped[id(known.stepped)] = known.stepped
+            for parameter in known.parameters:
                 parameter.held_until = iteration
-                stepped.append((parameter, tensor))
-                if gradient is not None:
-                    named.append((parameter.name, gradient))
-            self._finite.before_step(optimizer, named)
-            self._check_gradients(stepped)
-            self._check_writes(held)
+            gradients: list[torch.Tensor | None] = [*map(_GRADIENT, known.tensors)]
+            has_all = (
+                known.are_stepped
+                and _PLAIN.issuperset(map(type, gradients))
+                and _DENSE.issuperset(map(_LAYOUT, gradients))
+                and all(map(operator.eq, map(_SHAPE, gradients), map(_SHAPE, known.tensors)))
+            )
+            if not has_all:
+                gradients = _gradients(held)
+            named = zip(known.names, gradients, strict=True)
+            self._finite.before_step(optimizer, [(name, one) for name, one in named if one is not None])
+            if not (has_all and all(map(_AT_STEP, known.parameters))) or any(map(_GAP, known.parameters)):
+                self._check_gradients(zip(known.parameters, known.tensors, strict=True))
+            self._check_writes(known)
             self._compare_masters(optimizer)
             self._end_clearing(optimizer)
             if self._is_due:
@@ -446,20 +515,22 @@ class ParameterWatch:
 
     def after_step(self, optimizer: Optimizer) -> None:
         known = self._held.get(optimizer)
-        for entry in () if known is None else known[1]:
-            entry.parameter.writes.version = entry.parameter.weight._version
+        if known is not None:
+            known.versions = [*map(_VERSION, known.weights)]
 
-    def _check_writes(self, held: list[_Held]) -> None:
+    def _check_writes(self, known: _OfOptimizer) -> None:
         """Compare weights that were written more often since the last step than ever between two steps.
 
         Regular writes, such as clamping or the copy of master weights, are thus compared once.
         """
-        for entry in held:
-            known = entry.parameter.writes
-            count = entry.parameter.weight._version - known.version
-            if count > known.most and known.version >= 0:
-                known.most = count
-                self._compare_with_samples(entry.parameter)
+        if not known.versions:
+            return
+        counts = [*map(operator.sub, map(_VERSION, known.weights), known.versions)]
+        if any(map(operator.gt, counts, known.most)):
+            for place, (parameter, count) in enumerate(zip(known.parameters, counts, strict=True)):
+                if count > known.most[place]:
+                    known.most[place] = parameter.most_writes = count
+                    self._compare_with_samples(parameter)
 
     def _compare_with_samples(self, parameter: _Parameter) -> None:
         weight = local_part(parameter.weight)
@@ -508,12 +579,16 @@ class ParameterWatch:
         if len(self._parameters) != len(known):
             self._held.clear()
 
-    def held_by(self, optimizer: Optimizer) -> list[_Held]:
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps parameters of the model."""
+        return bool(self._known(optimizer).held)
+
+    def _known(self, optimizer: Optimizer) -> _OfOptimizer:
         # Groups that grow, whose parameters are replaced, or that load_state_dict() has replaced.
-        groups = [[id(group), *map(id, group["params"])] for group in optimizer.param_groups]
+        ids = [[id(group), *map(id, group["params"])] for group in optimizer.param_groups]
         known = self._held.get(optimizer)
-        if known is not None and known[0] == groups:
-            return known[1]
+        if known is not None and known.ids == ids:
+            return known
         self._refresh()
         owners = dict(self._parameters)
         for parameter in self._parameters.values():
@@ -531,8 +606,9 @@ class ParameterWatch:
                     left.append((tensor, group))
         matched = self._match_by_values(left, held)
         self._unmatched[optimizer] = bool(left) and not matched
-        self._held[optimizer] = groups, held + matched
-        return held + matched
+        known = _OfOptimizer.of(ids, held + matched, self._parameters.values())
+        self._held[optimizer] = known
+        return known
 
     def _match_by_values(self, left: list[tuple[torch.Tensor, Mapping[str, Any]]], held: list[_Held]) -> list[_Held]:
         """Find the weights of an optimizer's master weights, by shape, order and values.
@@ -571,7 +647,7 @@ class ParameterWatch:
             return []
         return matched if any(entry.tensor.dim() > 1 for entry in matched) else []
 
-    def _check_gradients(self, held: list[tuple[_Parameter, torch.Tensor]]) -> None:
+    def _check_gradients(self, held: Iterable[tuple[_Parameter, torch.Tensor]]) -> None:
         for parameter, tensor in held:
             has_gradient = tensor.grad is not None or parameter.weight.grad is not None
             if not (has_gradient and parameter.at_step) or parameter.gap is not None:
@@ -770,7 +846,7 @@ class ParameterWatch:
                 self._check_without_optimizer()
             is_complete = self._pending_read is not None or self._has_sampled or self.is_due
             self._read()
-            broken = self._finite.end_step(iteration, [weight[:2] for weight in stepped])
+            broken = self._finite.end_step(iteration, stepped)
             if self._has_sampled:
                 self._pending_read = self._batches.start_copy()
                 self._is_due = False
@@ -779,22 +855,17 @@ class ParameterWatch:
                 self._refresh()
                 self.unmatched = self._find_unmatched()
             if ("rises_again", "") not in self._reported:
-                is_complete |= any([schedule.rises_again for schedule in self._schedules.values()])  # noqa: C419  # as below
-            if is_complete or any([state.gap is not None for state in self._parameters.values()]):  # noqa: C419  # no call each
+                is_complete |= any([schedule.rises_again for schedule in self._schedules.values()])  # noqa: C419  # no call each
+            if is_complete or any(map(_GAP, self._parameters.values())):
                 problems = self._new_problems()
             problems += self._nonfinite(broken)
         return problems
 
     def stepped(self, iteration: int) -> list[SteppedWeight]:
         """Return what optimizers have stepped in an iteration, unless it is quantized."""
-        stepped: list[SteppedWeight] = []
-        with self._failures.guard("listing", "the stepped parameters"):
-            stepped += [
-                (one.name, one.weight, one.module)
-                for one in self._parameters.values()
-                if one.held_until == iteration and (type(one.weight) in PLAIN or not is_quantized(one.weight))
-            ]
-        return stepped
+        if self._stepped_at != iteration:
+            return []
+        return [*dict.fromkeys(itertools.chain.from_iterable(self._stepped.values()))]
 
     def take_rises(self) -> list[RateRise]:
         """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""
@@ -890,7 +961,7 @@ class ParameterWatch:
         return []
 
     def _held_parameters(self) -> set[int]:
-        return {id(entry.parameter) for _, held in self._held.values() for entry in held}
+        return {id(parameter) for known in self._held.values() for parameter in known.parameters}
 
     def _problems(self, *, at_last: bool) -> Iterator[Problem]:
         without = self._without_gradient()

@@ -296,7 +296,7 @@ class ParameterChecks:
     @torch.no_grad()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         try:
-            if self._replicas.needs_start and self._watch.held_by(optimizer):
+            if self._replicas.needs_start and self._watch.holds(optimizer):
                 self._replicas.begin()
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
