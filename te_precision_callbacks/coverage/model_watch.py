@@ -104,6 +104,7 @@ class ModelWatch:
         ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
         unobserved: Transformer Engine's forwards in the training that were not observed.
         around_backward: contexts to enter around each backward that adds to gradients.
+        begin_call: called with the id of the model before each call of it; with None when counting has stopped.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class ModelWatch:
         self.ran: dict[int, set[TrainingForward]] = {}
         self.unobserved = UnobservedForwards()
         self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
+        self.begin_call: Callable[[int | None], object] = lambda _: None
         self._modules: Mapping[int, NamedTorchModule] = {}
         self._report = report
         self._is_paused = is_paused
@@ -259,6 +261,7 @@ class ModelWatch:
             outer = calls.current
             call = None
             if outer is None:
+                self.begin_call(id(root))
                 call = self._run_guarded(lambda: calls.begin(root, arguments, keywords, integers_count=is_forward))
             if call is not None and call.is_counted and not self.counting:
                 self.counting = True
@@ -337,6 +340,7 @@ class ModelWatch:
         first = not self.failure
         self.failure = f"all products of torch: {type(error).__name__}: {error}"
         if first:
+            self.begin_call(None)
             self._report("counting the matrix products of", "a step", error)
 
     def before_operator(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:

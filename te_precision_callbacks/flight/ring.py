@@ -27,7 +27,9 @@ class Ring:
     Attributes:
         slots: all tensors so far; their places are their slots.
         places: layer and tensor -> slot.
-        order, high, unwatched, tokens: of the current step; see :class:`StepRow`.
+        order, high, unwatched, tokens, turns: of the current step; see :class:`StepRow`.
+        called: the micro-batch of the last call of the model; -1 if it is not known.
+        turn: the micro-batch of the last turn.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,10 @@ class Ring:
         self.high: set[str] = set()
         self.unwatched: Counter[str] = Counter()
         self.tokens: Counter[int] = Counter()
+        self.turns: list[tuple[int, int]] = []
+        self.called = -1
+        self.turn = -1
+        self._calls: Counter[int] = Counter()  # of each model of the session, by its id
         self._waiting: list[StepRow] = []
 
     def slot(self, layer: str, tensor: str) -> int:
@@ -47,6 +53,20 @@ class Ring:
             self.places[layer, tensor] = place
             self.slots.append(TensorSlot(layer, tensor))
         return place
+
+    def begin_call(self, model: int | None) -> None:
+        """Note that a call of a model with gradients begins, given its id; None if calls are no longer noted."""
+        if model is None:
+            self._calls.clear()
+            self.called = -1
+        else:
+            self.called = self._calls[model]
+            self._calls[model] += 1
+
+    def turn_to(self, micro_batch: int) -> None:
+        """Note the micro-batch of the next slots of :attr:`order`."""
+        self.turn = micro_batch
+        self.turns.append((len(self.order), micro_batch))
 
     def add(self, tensors: Sequence[Largest]) -> None:
         """Add tensors on one device. The caller has added their slots to :attr:`order`."""
@@ -85,9 +105,14 @@ class Ring:
 
     def end_step(self, iteration: int, *, updated: bool) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
-        self._waiting.append(
-            StepRow(iteration, self.order, self.high, self.unwatched, tokens=self.tokens, updated=updated)
-        )
+        row = StepRow(iteration, self.order, self.high, self.unwatched, tokens=self.tokens, updated=updated)
+        row.turns = self.turns
+        row.micro_batches = max(self._calls.values(), default=0)
+        self._waiting.append(row)
+        self.turns = []
+        self.turn = -1
+        self.called = -1
+        self._calls.clear()
         self.order = []
         self.high = set()
         if self.tokens:

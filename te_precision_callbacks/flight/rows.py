@@ -49,6 +49,9 @@ class StepRow:
         unwatched: tensors and GEMMs of the step that were not added -> their number.
         tokens: slot -> number of tokens of an expert, over the micro-batches.
         updated: whether an optimizer has stepped parameters of the model.
+        turns: places in ``order`` from which on another micro-batch is read or written, with its number, or -1 if that
+            is not known.
+        micro_batches: their number; 0 if it is not known.
     """
 
     iteration: int
@@ -59,6 +62,12 @@ class StepRow:
     first: int | None = None
     tokens: Mapping[int, int] = field(default_factory=dict)
     updated: bool = False
+    turns: Sequence[tuple[int, int]] = ()
+    micro_batches: int = 0
+
+    def micro_batch_of(self, place: int) -> int:
+        """Return the micro-batch of a place in ``order``, from 0; -1 if it is not known."""
+        return next((number for begin, number in reversed(self.turns) if begin <= place), -1)
 
     def add(self, row: npt.NDArray[np.int32]) -> None:
         """Add the row of a device: int32, [slots, 3]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,8 +26,8 @@ class Origin:
 
     Attributes:
         layer, tensor: the tensor.
-        micro_batch: the tensor's micro-batch, from 0.
-        micro_batches: how many micro-batches the tensor had in the step.
+        micro_batch: the tensor's micro-batch, from 0; -1 if it is not known, or for a weight.
+        micro_batches: how many micro-batches the step had.
         magnitude: its largest magnitude in the last step before; None without one.
         before: layer and tensor of the last one before it in the micro-batch, which was finite, without weights; empty
             if it was the first.
@@ -67,7 +67,7 @@ class Origin:
                 if self.ranks > 1:
                     text += " on this rank: the gradients of another rank may have brought them"
             return text + self._limits
-        of_batch = f"micro-batch {self.micro_batch} of " if self.micro_batches > 1 else ""
+        of_batch = f"micro-batch {self.micro_batch} of " if self.micro_batch >= 0 and self.micro_batches > 1 else ""
         text = f"inf or nan appear in {of_batch}{step}"
         if self.magnitude is not None:
             text += f", after at most {self.magnitude:.3g} in the step before"
@@ -161,7 +161,6 @@ class LastSteps:
 
     def _origin(self, row: StepRow, first: int, before: StepRow | None, since: int) -> Origin:
         slot = row.order[first]
-        seen = Counter(row.order[:first])
         is_backward = self.slots[slot].tensor in BACKWARD
         last = None
         for other in reversed(row.order[:first]):
@@ -178,8 +177,8 @@ class LastSteps:
         return Origin(
             row.iteration,
             *self.slots[slot],
-            micro_batch=seen[slot],
-            micro_batches=row.order.count(slot),
+            micro_batch=-1 if self.slots[slot].tensor == "weight" else row.micro_batch_of(first),
+            micro_batches=row.micro_batches,
             magnitude=None if before is None else _magnitude(before, slot),
             before=() if last is None else (self.slots[last].layer, self.slots[last].tensor),
             before_magnitude=None if last is None else _magnitude(row, last),

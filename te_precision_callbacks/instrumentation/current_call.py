@@ -41,6 +41,7 @@ class Forward:
         plans: the plans of the module's GEMMs; None if they have none.
         kept: values that listeners keep until the backward has run.
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
+        micro_batch: number of the model's call, from 0; -1 if it is not known.
         norm: 1 / RMS of each token before the norm, which the ring gets with the next GEMM; None without one.
     """
 
@@ -53,6 +54,7 @@ class Forward:
         "kept",
         "kind",
         "layers",
+        "micro_batch",
         "norm",
         "plans",
         "read",
@@ -79,6 +81,7 @@ class Forward:
         self.read: set[tuple[int, str]] = set()
         self.plans: dict[tuple[object, ...], Any] | None = None
         self.watched: set[tuple[int, str]] | None = None
+        self.micro_batch = -1
         self.norm: Any = None
 
     def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:

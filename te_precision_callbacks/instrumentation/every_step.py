@@ -84,6 +84,10 @@ class EveryStep:
         try:
             tensors: list[Largest] = []
             order = self.ring.order
+            if gemm == "fprop":
+                forward.micro_batch = self.ring.called
+            if forward.micro_batch != self.ring.turn:
+                self.ring.turn_to(forward.micro_batch)
             if forward.norm is not None:
                 of_norm = self.ring.slot(forward.layers[0], "input")
                 tensors.append(Largest(forward.norm, RECIPROCAL, None, of_norm, len(order)))
@@ -133,6 +137,8 @@ class EveryStep:
             return
         try:
             forward.watched.add((0, "activation"))
+            if self.ring.called != self.ring.turn:
+                self.ring.turn_to(self.ring.called)
             place = len(self.ring.order)
             slot = self.ring.slot(forward.layers[0], "activation")
             self.ring.order.append(slot)

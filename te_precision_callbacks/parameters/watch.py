@@ -862,10 +862,14 @@ class ParameterWatch:
         return problems
 
     def stepped(self, iteration: int) -> list[SteppedWeight]:
-        """Return what optimizers have stepped in an iteration, unless it is quantized."""
+        """Return what optimizers have stepped in an iteration, unless it is quantized, in the order of the model."""
         if self._stepped_at != iteration:
             return []
-        return [*dict.fromkeys(itertools.chain.from_iterable(self._stepped.values()))]
+        stepped = [*itertools.chain.from_iterable(self._stepped.values())]
+        if len(self._stepped) > 1:
+            by_name = {weight[0]: weight for weight in stepped}
+            stepped = [by_name[one.name] for one in self._parameters.values() if one.name in by_name]
+        return stepped
 
     def take_rises(self) -> list[RateRise]:
         """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""

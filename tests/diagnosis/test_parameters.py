@@ -128,6 +128,29 @@ def test_sparse_gradients_are_no_failure(tmp_path: Path, caplog: pytest.LogCaptu
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_broken_weights_are_named_in_the_order_of_the_model(tmp_path: Path, optimizers: int) -> None:
+    """Not in that of the optimizers, which step some twice."""
+    model = Model()
+    weights = [*model.parameters()][::-1]
+    parts = [weights[:8], weights[8:] if optimizers == 1 else weights[4:]]
+    if optimizers == 1:
+        made = [torch.optim.SGD([{"params": part} for part in parts], lr=1e-2)]
+    else:
+        made = [torch.optim.SGD(part, lr=1e-2) for part in parts]
+    steps = iter(range(9))
+
+    def spoil() -> None:
+        if next(steps) == 4:
+            for weight in weights[2:]:
+                torch.nn.init.constant_(weight, torch.nan)
+
+    verdict = train(tmp_path, model, made, after=spoil, steps=7)
+    (found,) = [finding for finding in verdict if finding.rule == "nonfinite"]
+    assert "first embedding.weight" in str(found)
+    assert f"{len(weights) - 2} parameters" in str(found)
+
+
 @pytest.mark.parametrize("late", [0, 1], ids=["all groups", "a group"])
 def test_a_learning_rate_of_0_in_the_first_steps(tmp_path: Path, late: int) -> None:
     model = Model()

@@ -140,6 +140,63 @@ def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: in
     assert recorded == [(finding.seen, finding.until)]
 
 
+class Chosen(torch.nn.Module):
+    """Each call runs the layers that it names, in this order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a = te.Linear(64, 64)
+        self.b = te.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, names: str, broken: str) -> torch.Tensor:
+        for name in names:
+            if name == broken:
+                x = x * torch.nan
+            x = getattr(self, name)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("calls", "broken", "batch"),
+    [
+        (["b", "ab", "ab"], "a", 2),
+        (["b", "b", "ab"], "a", 2),
+        (["aab", "aab"], "a", 1),
+        (["aab", "aab"], "b", 1),
+        (["aab", "ab", "ab"], "a", 1),
+        (["aab"], "a", None),
+    ],
+)
+@pytest.mark.parametrize("by_model", [True, False])
+def test_a_micro_batch_is_a_call_of_the_model(
+    tmp_path: Path, calls: list[str], broken: str, batch: int | None, by_model: bool
+) -> None:
+    """Not a call of the layer; it is not named where the script does not call the model."""
+    model = Chosen()
+    call = model if by_model else model.forward
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for step in range(7):
+            for number, names in enumerate(calls):
+                spoils = step == 5 and number == (batch or 0)
+                call(torch.randn(32, 64), names, broken if spoils else "").square().mean().backward()
+            session.step()
+    where = f"in micro-batch {batch} of step 5" if by_model and batch is not None else "in step 5"
+    assert f"inf or nan appear {where}," in only(session, "nonfinite").seen
+
+
+def test_a_gradient_has_the_micro_batch_of_its_forward(tmp_path: Path) -> None:
+    """As in a pipeline, where backwards are late."""
+    model = Chosen()
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for step in range(7):
+            results = [model(torch.randn(32, 64), "ab", "") for _ in range(3)]
+            for number, result in enumerate(results):
+                (result.square().mean() * (torch.nan if (step, number) == (5, 1) else 1.0)).backward()
+            session.step()
+    assert "inf or nan appear in micro-batch 1 of step 5," in only(session, "nonfinite").seen
+
+
 @pytest.mark.slow
 def test_each_step_is_read(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 8, 13):
