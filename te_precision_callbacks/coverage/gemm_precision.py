@@ -112,6 +112,11 @@ class GemmFact(NamedTuple):
     def is_left_out(self) -> bool:
         return self.not_run not in ("", NO_BACKWARD)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether the calls of the iteration had several recipes, or some none."""
+        return len({form.recipe for _, formats in self.operands for form in formats}) > 1
+
 
 LayerFacts = tuple[GemmFact | None, ...]
 
@@ -129,7 +134,7 @@ class _Change(NamedTuple):
 
     @property
     def is_mixed(self) -> bool:
-        return any(fact is not None and fact.outside for fact in self.facts)
+        return any(fact is not None and fact.is_mixed for fact in self.facts)
 
 
 class _Span(NamedTuple):
@@ -199,8 +204,8 @@ class PrecisionHistory:
         return _UNKNOWN
 
     def begins_mixture(self, layer: str, iteration: int) -> bool:
-        """Return whether GEMMs of a layer run both inside and outside of ``te.autocast`` for at most
-        :data:`_MIXED_STEPS` iterations."""
+        """Return whether GEMMs of a layer run in several recipes, or both inside and outside of ``te.autocast``, for at
+        most :data:`_MIXED_STEPS` iterations."""
         changes = self._layers.get(layer, [])[-2:]
         if not changes or not changes[-1].is_mixed:
             return False

@@ -12,6 +12,7 @@ from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import LOW_PRECISION
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import (
+    ESTIMATED,
     EXCLUDED,
     NOT_OBSERVED,
     Coverage,
@@ -33,6 +34,8 @@ MOST_SPANS = 64
 """The most parts of a run with different calls; the steps after them are one part, with their mean."""
 
 _OF_TE = ("te", "te_ops")
+
+MIXED = f"{ESTIMATED}micro-batches of one step differ in precision"
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,10 @@ def apply_precision(
         entry = None
         if product.family in _OF_TE:
             entry = entries.pop((product.layer, product.gemm), None)
-        yield from _apply_precision(product, entry, layers.get(product.layer), unconverted)
+        facts = layers.get(product.layer)
+        yield from _apply_precision(product, entry, facts, unconverted)
+        if entry is not None and _is_guessed(product, entry) and not (facts and facts.recomputed_outside):
+            yield Product.uncounted(product.layer, product.family, MIXED)
     for entry in entries.values():
         if entry.not_run:
             yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
@@ -290,6 +296,13 @@ def _apply_precision(
         yield from _split_calls(product, entry, facts)
     else:
         yield _with_reason(replace(product, operands=entry.operands), entry, facts)
+
+
+def _is_guessed(product: Product, entry: GemmPrecision) -> bool:
+    """Return whether micro-batches of a step differ in precision, and their shares do not follow from their number."""
+    if entry.outside:
+        return product.macs != product.n * product.m * product.k * product.batch * product.calls
+    return " -> " in entry.recipe
 
 
 def _split_calls(product: Product, entry: GemmPrecision, facts: HighPrecisionFacts | None) -> Iterator[Product]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
@@ -571,6 +571,48 @@ def test_one_step_in_high_precision(tmp_path: Any, odd: int) -> None:
     session = train(16, lambda model, step: [{"fp8": step != odd}], log_dir=tmp_path)
     assert session.coverage(at=odd).share("fp8") == 0
     assert session.coverage(at=12).share("fp8") == session.coverage(at=14 if odd != 14 else 12).share("fp8") == 1
+
+
+@pytest.mark.parametrize(
+    ("second", "rows", "is_guessed"),
+    [
+        (Float8BlockScaling(), 64, True),
+        (None, 256, True),
+        (None, 64, False),
+        (Float8CurrentScaling(), 256, False),
+    ],
+)
+@pytest.mark.parametrize("since", [0, 3])
+def test_micro_batches_of_different_precision(
+    tmp_path: Path, second: Any, rows: int, is_guessed: bool, since: int
+) -> None:
+    """Their shares are known only if the number of calls tells them."""
+    net = torch.nn.Sequential(te.Linear(64, 64), te.Linear(64, 64))
+    with InspectSession(log_dir=tmp_path, model=net) as session:
+        for step in range(6):
+            for size, recipe in ((64, Float8CurrentScaling()), (rows, second)):
+                with te.autocast(enabled=step < since or recipe is not None, recipe=recipe or Float8CurrentScaling()):
+                    net(torch.randn(size, 64)).sum().backward()
+            session.step()
+        coverage = session.coverage(at=5)
+    assert coverage.is_estimate == is_guessed
+    assert ("an estimate" in str(coverage)) == is_guessed
+    assert ("micro-batches of one step differ in precision ('{0-1}')" in str(coverage)) == is_guessed
+    if not is_guessed:
+        assert coverage.share("fp8") == (1 if second else 0.5)
+
+
+def test_a_contract_is_not_checked_by_a_guess(tmp_path: Path) -> None:
+    """A fifth of the multiply-adds are in FP8, and half of the calls."""
+    net = te.Linear(64, 64)
+    session = InspectSession(log_dir=tmp_path, model=net, require="quantized >= 45%").start()
+    for _ in range(3):
+        for rows, enabled in ((64, True), (256, False)):
+            with te.autocast(enabled=enabled):
+                net(torch.randn(rows, 64)).sum().backward()
+        session.step()
+    with pytest.raises(PrecisionContractError, match=r"cannot be checked.*differ in precision"):
+        session.stop()
 
 
 @pytest.mark.parametrize(("outside", "after"), [((10,), 1), ((10, 11), 1), (range(10, 16), 2 / 3), (range(16), 2 / 3)])
