@@ -331,17 +331,17 @@ class _OfOptimizer:
             ids=ids,
             held=held,
             groups=[*{id(entry.group): entry.group for entry in held}.values()],
-            names=[parameter.name for parameter in parameters],
+            names=[*map(operator.attrgetter("name"), parameters)],
             parameters=parameters,
-            weights=[parameter.weight for parameter in parameters],
-            tensors=[entry.tensor for entry in held],
+            weights=[*map(operator.attrgetter("weight"), parameters)],
+            tensors=[*map(operator.attrgetter("tensor"), held)],
             stepped=[
                 (one.name, one.weight, one.module)
                 for one in all_parameters
                 if one in are_held and (type(one.weight) in PLAIN or not is_quantized(one.weight))
             ],
             are_stepped=all(entry.tensor is entry.parameter.weight and type(entry.tensor) in PLAIN for entry in held),
-            most=[parameter.most_writes for parameter in parameters],
+            most=[*map(operator.attrgetter("most_writes"), parameters)],
         )
 
 
