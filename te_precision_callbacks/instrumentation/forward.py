@@ -127,7 +127,8 @@ class ForwardHooks:
         self.every_step = EveryStep(Ring(), failures.report)
         running = Running()
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._update_listeners)
-        self.products.begin_call = self.every_step.ring.begin_call
+        if every_step:
+            self.products.begin_call = self.every_step.ring.begin_call
         classify.in_training_call = lambda: self.products.calls.current is not None
         self._tap = GemmTap(
             classify,
