@@ -15,7 +15,7 @@ import torch
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, Largest
-from te_precision_callbacks.flight.rows import TOKENS, StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import BACKWARD, TOKENS, StepRow, TensorSlot
 
 _STEPS_PER_COPY = 8
 _FIRST_SLOTS = 256
@@ -30,6 +30,7 @@ class Ring:
         order, high, unwatched, tokens, turns: of the current step; see :class:`StepRow`.
         called: the micro-batch of the last call of the model; -1 if it is not known.
         turn: the micro-batch of the last turn.
+        is_late: whether a call of the model began before the backward of the call before, as in a pipeline.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Ring:
         self.turns: list[tuple[int, int]] = []
         self.called = -1
         self.turn = -1
+        self.is_late = False
         self._calls: Counter[int] = Counter()  # of each model of the session, by its id
         self._waiting: list[StepRow] = []
 
@@ -60,6 +62,7 @@ class Ring:
             self._calls.clear()
             self.called = -1
         else:
+            self.is_late |= bool(self.order) and self.slots[self.order[-1]].tensor not in BACKWARD
             self.called = self._calls[model]
             self._calls[model] += 1
 
@@ -112,6 +115,7 @@ class Ring:
         self.turns = []
         self.turn = -1
         self.called = -1
+        self.is_late = False
         self._calls.clear()
         self.order = []
         self.high = set()

@@ -18,6 +18,9 @@ UPDATE = "update"
 TOKENS = "tokens"
 """The number of tokens that an expert has got."""
 
+BACKWARD = ("gradient", "dgrad", "wgrad")
+"""Tensors of the backward."""
+
 _NEVER = np.iinfo(np.int32).max
 
 

@@ -11,13 +11,11 @@ from typing import Any
 
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.base.ranks import world_size
-from te_precision_callbacks.flight.rows import FINITE_AGAIN, TOKENS, StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import BACKWARD, FINITE_AGAIN, TOKENS, StepRow, TensorSlot
 
 KEPT_STEPS = 64
 
 _EXPERT = re.compile(r"\.gemm_\d+$")
-
-BACKWARD = ("gradient", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.arguments import GemmTensors
 from te_precision_callbacks.instrumentation.current_call import Forward
+from te_precision_callbacks.layers.forwards import is_in_backward
 
 
 class EveryStep:
@@ -85,7 +86,9 @@ class EveryStep:
             tensors: list[Largest] = []
             order = self.ring.order
             if gemm == "fprop":
-                forward.micro_batch = self.ring.called
+                # A reentrant checkpoint runs it in a backward, which may be of an earlier call.
+                is_known = not (self.ring.is_late and is_in_backward())
+                forward.micro_batch = self.ring.called if is_known else -1
             if forward.micro_batch != self.ring.turn:
                 self.ring.turn_to(forward.micro_batch)
             if forward.norm is not None:

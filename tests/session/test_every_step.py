@@ -185,16 +185,21 @@ def test_a_micro_batch_is_a_call_of_the_model(
     assert f"inf or nan appear {where}," in only(session, "nonfinite").seen
 
 
-def test_a_gradient_has_the_micro_batch_of_its_forward(tmp_path: Path) -> None:
-    """As in a pipeline, where backwards are late."""
+@pytest.mark.parametrize("checkpoint", [None, False, True])
+def test_a_gradient_has_the_micro_batch_of_its_forward(tmp_path: Path, checkpoint: bool | None) -> None:
+    """As in a pipeline, where backwards are late. A reentrant checkpoint observes the forwards that run in them."""
     model = Chosen()
+    if checkpoint is not None:
+        b = model.b.forward
+        model.b.forward = lambda x: torch.utils.checkpoint.checkpoint(b, x, use_reentrant=checkpoint)  # type: ignore[method-assign]
     with InspectSession(log_dir=tmp_path, model=model) as session:
         for step in range(7):
-            results = [model(torch.randn(32, 64), "ab", "") for _ in range(3)]
+            results = [model(torch.randn(32, 64, requires_grad=True), "ab", "") for _ in range(3)]
             for number, result in enumerate(results):
                 (result.square().mean() * (torch.nan if (step, number) == (5, 1) else 1.0)).backward()
             session.step()
-    assert "inf or nan appear in micro-batch 1 of step 5," in only(session, "nonfinite").seen
+    where = "step 5," if checkpoint else "micro-batch 1 of step 5,"
+    assert f"inf or nan appear in {where}" in only(session, "nonfinite").seen
 
 
 @pytest.mark.slow
