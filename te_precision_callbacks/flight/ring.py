@@ -108,9 +108,16 @@ class Ring:
 
     def end_step(self, iteration: int, *, updated: bool) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
-        row = StepRow(iteration, self.order, self.high, self.unwatched, tokens=self.tokens, updated=updated)
-        row.turns = self.turns
-        row.micro_batches = max(self._calls.values(), default=0)
+        row = StepRow(
+            iteration,
+            self.order,
+            self.high,
+            self.unwatched,
+            tokens=self.tokens,
+            updated=updated,
+            turns=self.turns,
+            micro_batches=max(self._calls.values(), default=0),
+        )
         self._waiting.append(row)
         self.turns = []
         self.turn = -1

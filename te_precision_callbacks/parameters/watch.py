@@ -114,7 +114,9 @@ must find it.
 _GRADIENT = operator.attrgetter("grad")
 _LAYOUT = operator.attrgetter("layout")
 _SHAPE = operator.attrgetter("shape")
-_VERSION = operator.attrgetter("_version")
+_VERSION = operator.attrgetter("weight._version")
+_NAME = operator.attrgetter("name")
+_MOST_WRITES = operator.attrgetter("most_writes")
 _GAP = operator.attrgetter("gap")
 _AT_STEP = operator.attrgetter("at_step")
 _PLAIN = frozenset(PLAIN)
@@ -307,20 +309,16 @@ class _OfOptimizer:
         tensors: the stepped tensor of each parameter.
         stepped: the parameters that are not quantized, in the order of the model.
         are_stepped: whether all tensors are parameters of the model, of a plain class.
-        most: the maximum number of writes to each parameter between two steps.
         versions: the version of each parameter after the last step; empty before it.
     """
 
     ids: Sequence[Sequence[int]]
     held: list[_Held]
     groups: Sequence[Mapping[str, Any]]
-    names: Sequence[str]
     parameters: Sequence[_Parameter]
-    weights: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor]
     stepped: Sequence[SteppedWeight]
     are_stepped: bool
-    most: list[int]
     versions: Sequence[int] = ()
 
     @classmethod
@@ -331,9 +329,7 @@ class _OfOptimizer:
             ids=ids,
             held=held,
             groups=[*{id(entry.group): entry.group for entry in held}.values()],
-            names=[*map(operator.attrgetter("name"), parameters)],
             parameters=parameters,
-            weights=[*map(operator.attrgetter("weight"), parameters)],
             tensors=[*map(operator.attrgetter("tensor"), held)],
             stepped=[
                 (one.name, one.weight, one.module)
@@ -341,7 +337,6 @@ class _OfOptimizer:
                 if one in are_held and (type(one.weight) in PLAIN or not is_quantized(one.weight))
             ],
             are_stepped=all(entry.tensor is entry.parameter.weight and type(entry.tensor) in PLAIN for entry in held),
-            most=[*map(operator.attrgetter("most_writes"), parameters)],
         )
 
 
@@ -482,7 +477,7 @@ class ParameterWatch:
             )
             if not has_all:
                 gradients = _gradients(held)
-            named = zip(known.names, gradients, strict=True)
+            named = zip(map(_NAME, known.parameters), gradients, strict=True)
             self._finite.before_step(optimizer, [(name, one) for name, one in named if one is not None])
             if not (has_all and all(map(_AT_STEP, known.parameters))) or any(map(_GAP, known.parameters)):
                 self._check_gradients(zip(known.parameters, known.tensors, strict=True))
@@ -516,7 +511,7 @@ class ParameterWatch:
     def after_step(self, optimizer: Optimizer) -> None:
         known = self._held.get(optimizer)
         if known is not None:
-            known.versions = [*map(_VERSION, known.weights)]
+            known.versions = [*map(_VERSION, known.parameters)]
 
     def _check_writes(self, known: _OfOptimizer) -> None:
         """Compare weights that were written more often since the last step than ever between two steps.
@@ -525,11 +520,11 @@ class ParameterWatch:
         """
         if not known.versions:
             return
-        counts = [*map(operator.sub, map(_VERSION, known.weights), known.versions)]
-        if any(map(operator.gt, counts, known.most)):
-            for place, (parameter, count) in enumerate(zip(known.parameters, counts, strict=True)):
-                if count > known.most[place]:
-                    known.most[place] = parameter.most_writes = count
+        counts = [*map(operator.sub, map(_VERSION, known.parameters), known.versions)]
+        if any(map(operator.gt, counts, map(_MOST_WRITES, known.parameters))):
+            for parameter, count in zip(known.parameters, counts, strict=True):
+                if count > parameter.most_writes:
+                    parameter.most_writes = count
                     self._compare_with_samples(parameter)
 
     def _compare_with_samples(self, parameter: _Parameter) -> None:
