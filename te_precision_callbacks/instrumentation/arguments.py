@@ -198,36 +198,31 @@ def _subclasses(parent: Any) -> Iterator[Any]:
         yield from _subclasses(child)
 
 
-class Callers:
-    """Finds the Python modules that have imported a function of ``cpp_extensions``, and its name there."""
+def callers(functions: Mapping[Any, Sequence[str]]) -> Sequence[tuple[Any, str]]:
+    """Return the Python modules that have imported functions of ``cpp_extensions``, and the functions' names there.
 
-    def __init__(self) -> None:
-        self._callers: list[tuple[Any, str]] = []
-        self._module_count = 0  # len(sys.modules) at the last search
+    Searches again after new imports.
 
-    def find(self, functions: Mapping[Any, Sequence[str]]) -> list[tuple[Any, str]]:
-        """Return the importing modules, with the functions' names; searches again after new imports.
-
-        Args:
-            functions: Python module of ``cpp_extensions`` -> names of functions.
-        """
-        if len(sys.modules) != self._module_count:
-            self._module_count = len(sys.modules)
-            originals: dict[str, Any] = {}
-            for origin, names in functions.items():
-                originals.update({name: getattr(origin, name) for name in names})
-            self._callers = []
-            for module in list(sys.modules.values()):
-                # Of two sets of keys the smaller is looked up; of a dict, all keys would be.
-                if not originals.keys().isdisjoint(getattr(module, "__dict__", {}).keys()):
-                    for name, original in originals.items():
-                        if _is_caller(module, vars(module).get(name), original):
-                            self._callers.append((module, name))
-        return self._callers
+    Args:
+        functions: Python module of ``cpp_extensions`` -> names of functions.
+    """
+    originals = {name: getattr(origin, name) for origin, names in functions.items() for name in names}
+    imported = len(sys.modules), next(reversed(sys.modules)), len(vars(sys.modules["__main__"]))
+    found = itertools.product(_modules_with(tuple(originals), *imported), originals.items())
+    return [(module, name) for module, (name, original) in found if _is_caller(module, name, original)]
 
 
-def _is_caller(module: Any, function: Any, original: Any) -> bool:
+@functools.lru_cache(maxsize=1)
+def _modules_with(names: Sequence[str], *imported: object) -> Sequence[Any]:
+    """Return the Python modules that have any of the names; ``imported`` changes with new imports."""
+    keys = dict.fromkeys(names).keys()  # of two sets of keys the smaller is looked up; of a dict, all keys would be
+    modules = list(sys.modules.values())
+    return [module for module in modules if not keys.isdisjoint(getattr(module, "__dict__", {}).keys())]
+
+
+def _is_caller(module: Any, name: str, original: Any) -> bool:
     """Return whether a module has the function, or belongs to Transformer Engine and has a user's replacement."""
+    function = vars(module).get(name)
     return function is original or (
         callable(function) and str(getattr(module, "__name__", "")).startswith("transformer_engine.")
     )

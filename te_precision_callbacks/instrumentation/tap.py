@@ -44,13 +44,13 @@ from te_precision_callbacks.instrumentation.arguments import (
     GEMM,
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
-    Callers,
     FindTensors,
     GemmsOfCall,
     GemmTensors,
     PlainTensors,
     argument_namer,
     autograd_functions,
+    callers,
     gemms_of_experts,
     gemms_of_grouped_tensors,
     gradients,
@@ -130,7 +130,6 @@ class GemmTap:
         self._mlps: set[int] = set()
         self._observed: Mapping[int, Any] = {}
         self._name_of_recipe: tuple[Any, str] = (None, "")
-        self._callers = Callers()
         self._compiled = CompiledLinears(self._begin_compiled)
         self._seams = Replacements(keeps_later=True)
         self._warned_captured = False
@@ -214,7 +213,7 @@ class GemmTap:
         wrapped: dict[int, Any] = {}
         attention_wrappers = {"fused_attn_fwd": self._attention.wrap, "fused_attn_bwd": self._attention.wrap}
         wrappers = {**gemm_wrappers, **attention_wrappers}
-        for module, name in self._callers.find({gemm: tuple(gemm_wrappers), fused_attn: tuple(attention_wrappers)}):
+        for module, name in callers({gemm: tuple(gemm_wrappers), fused_attn: tuple(attention_wrappers)}):
             own = getattr(module, name)
             if id(own) not in wrapped:
                 wrapped[id(own)] = wrappers[name](own)

@@ -18,6 +18,7 @@ import torch._inductor.compile_fx
 import torch.distributed._tensor
 import torch.distributed.checkpoint
 import torch.distributed.run
+import torch.utils.cpp_extension
 import torch.utils.tensorboard
 import transformers.trainer
 import typer.rich_utils

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
 
 from te_precision_callbacks.base.numerics import bits
-from te_precision_callbacks.base.numerics.bits import Bits, Specials
+from te_precision_callbacks.base.numerics.bits import Bits
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,8 @@ class FloatFormat(Bits):
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Decode codes (uint8, one per byte) exactly: float32, same shape, contiguous."""
-        if codes.device.type == "cpu" and self.signed and self.bits == 8:
-            return self._decode_bits(codes)
         numbers = table(self, codes.device)
         return numbers.index_select(0, codes.reshape(-1).int()).view(codes.shape)
-
-    def _decode_bits(self, codes: torch.Tensor) -> torch.Tensor:
-        """Decode by shifting bits: on a CPU 3 times as fast as a look-up, and 10 times as fast as torch."""
-        # float16 represents all subnormals of the format, and its conversion to float32 keeps them even if float32
-        # subnormals are flushed to zero (torch.set_flush_denormal, libraries compiled with -ffast-math).
-        position = 10 - self.mantissa_bits
-        wide = codes.contiguous().view(torch.int8).to(torch.int16)
-        # The shift extends the sign into the upper bits; the mask keeps only the highest.
-        wide.bitwise_left_shift_(position).bitwise_and_(-(1 << 15) | (0x7F << position))
-        numbers = wide.view(torch.float16).to(torch.float32)
-        if self.bias != 15:
-            numbers.mul_(2.0 ** (15 - self.bias))
-        if self.specials is Specials.ONE_NAN and numbers.numel():
-            magnitude = codes & 0x7F
-            if int(magnitude.amax()) > self.max_code:
-                numbers.masked_fill_(magnitude > self.max_code, math.nan)
-        return numbers
 
 
 @functools.cache

@@ -20,6 +20,8 @@ torch computes number / tensor as a reciprocal and a product, which may differ i
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E8M0, FloatFormat
@@ -60,15 +62,13 @@ def fp8_scale(
         largest_scale: replaces an infinite scale, before it is rounded down. For FP8 block scaling, the largest number
             of the tensor's dtype.
     """
-    bound = torch.full_like(amax, epsilon)
-    amax = torch.where(amax < bound, bound, amax)
+    amax = amax.clamp(min=epsilon)
     scale = torch.full_like(amax, largest_number) / amax
-    scale = torch.where(scale.isinf(), torch.full_like(scale, largest_scale), scale)
+    scale = torch.where(scale.isinf(), largest_scale, scale)
     if power_of_two:
         # Keep sign and exponent.
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
-    unusable = amax.isinf() | (amax == 0) | amax.isnan()
-    return torch.where(unusable, torch.ones_like(scale), scale)
+    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
 
 
 def delayed_scaling(
