@@ -102,11 +102,14 @@ def is_grouped_tensor(operand: Any) -> bool:
     return hasattr(operand, "split_into_quantized_tensors")
 
 
-def autograd_functions() -> Iterator[tuple[Any, Callable[[], FindTensors]]]:
-    """Yield the modules' autograd Functions, and what finds the tensors before quantization in their forwards."""
+def autograd_functions() -> Iterator[tuple[Any, Callable[[], FindTensors], Sequence[int]]]:
+    """Yield the modules' autograd Functions, what finds the tensors before quantization in their forwards, and the
+    places of the weights among their inputs; no places for groups."""
     for row in MODULES.values():
         function = row.function()
-        yield function, functools.partial(_tensors_of, row, function.forward)
+        _, *inputs = inspect.signature(function.forward).parameters
+        weights = [name for name, (_, tensor) in row.arguments().items() if tensor == "weight" and name in inputs]
+        yield function, functools.partial(_tensors_of, row, function.forward), list(map(inputs.index, weights))
 
 
 def _tensors_of(row: ModuleRow, forward: Callable[..., Any]) -> FindTensors:

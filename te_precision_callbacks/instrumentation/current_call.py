@@ -43,6 +43,7 @@ class Forward:
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
         micro_batch: number of the model's call, from 0; -1 if it is not known.
         norm: 1 / RMS of each token before the norm, which the ring gets with the next GEMM; None without one.
+        has_wgrad: whether the wgrad of each layer runs right after its dgrad.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Forward:
         "half",
         "halves",
         "has_events",
+        "has_wgrad",
         "high",
         "kept",
         "kind",
@@ -83,6 +85,7 @@ class Forward:
         self.watched: set[tuple[int, str]] | None = None
         self.micro_batch = -1
         self.norm: Any = None
+        self.has_wgrad = False
 
     def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
         key = index, tensor

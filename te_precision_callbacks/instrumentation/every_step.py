@@ -1,7 +1,8 @@
 """Adds the operands of each GEMM to the ring, in every step, also if nothing else observes the layer.
 
-Each operand counts where the first GEMM reads it, in the codes that this GEMM gets: a weight once in a step, an
-activation in each fprop, a gradient in each dgrad or wgrad. A result counts if no other GEMM reads it, which is true of
+Each operand counts where a GEMM reads it, in the codes that this GEMM gets: a weight once in a step, an activation in
+each fprop, a gradient in each wgrad, with which its own result counts too, or where no wgrad follows, or the codes of
+both differ, in dgrad. A result counts if no other GEMM reads it, which is true of
 wgrad; and in float16, where finite operands can overflow. A wgrad that is added to others, as in ``main_grad``, does
 not count. Of the input of a norm, the largest RMS of a token counts (LayerNorm: standard deviation), whose reciprocal
 the norm keeps for its backward: a wrong result of an earlier GEMM is seen there, and the norm hides it from the next.
@@ -101,7 +102,7 @@ class EveryStep:
                 result = None if accumulates else out
                 if other_experts and out is not None:
                     self.ring.add_tokens(layer, out.numel() // out.shape[-1])
-                for name, tensor in self._to_add(known, layer, index, gemm, (a, b, result)):
+                for name, tensor in self._to_add(forward, known, index, gemm, (a, b, result)):
                     slot = self.ring.places.get((layer, name))
                     if slot is None:
                         slot = self.ring.slot(layer, name)
@@ -156,12 +157,13 @@ class EveryStep:
         self._report("watching the GEMMs of", layer, error)
 
     def _to_add(
-        self, known: set[tuple[int, str]], layer: str, index: int, gemm: str, tensors: GemmTensors
+        self, forward: Forward, known: set[tuple[int, str]], index: int, gemm: str, tensors: GemmTensors
     ) -> list[tuple[str, Any]]:
-        """Return the tensors of a GEMM that it is the first to read, with their names; ``known``: of the forward."""
+        """Return the tensors of a GEMM that are not added yet, with their names; ``known``: those that are."""
         a, b, out = tensors
         found: list[tuple[str, Any]] = []
         if gemm == "fprop":
+            layer = forward.layers[index]
             if layer not in self._weights:
                 self._weights.add(layer)
                 found.append(("weight", a))
@@ -171,8 +173,11 @@ class EveryStep:
                 found.append(("output", out))
             return found
         if (index, "gradient") not in known:
-            known.add((index, "gradient"))
-            found.append(("gradient", b))
+            kind = type(b)
+            is_same_in_wgrad = forward.has_wgrad and (kind in self._per_tensor or kind in PLAIN)
+            if gemm == "wgrad" or not is_same_in_wgrad or (out is not None and out.dtype is torch.float16):
+                known.add((index, "gradient"))
+                found.append(("gradient", b))
         if out is not None and (gemm == "wgrad" or out.dtype is torch.float16):
             found.append((gemm, out))
         return found

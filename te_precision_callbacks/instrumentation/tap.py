@@ -128,6 +128,7 @@ class GemmTap:
         self._listening = _Listening()
         self._layers: Mapping[int, Sequence[str]] = {}
         self._mlps: set[int] = set()
+        self._may_delay_wgrad = False
         self._observed: Mapping[int, Any] = {}
         self._name_of_recipe: tuple[Any, str] = (None, "")
         self._compiled = CompiledLinears(self._begin_compiled)
@@ -152,6 +153,7 @@ class GemmTap:
         """Set the modules and their layers by id, and the ``te.ops`` operations; their GEMMs are always reported."""
         self._layers = layers
         self._mlps = {key for key, module in modules.items() if te_modules.of(module).is_mlp}
+        self._may_delay_wgrad = any(map(te_modules.may_delay_wgrad, modules.values()))
         self._compiled.modules = [module for module in modules.values() if is_compiled_operator(module)]
         self.operations.watch(operations)
 
@@ -224,10 +226,11 @@ class GemmTap:
         self._seams.replace(attention_class, "end_forward", self._wrap_end(attention_class.end_forward))
         if linear._linear_op is None:
             self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
-        for function, make_find in (*autograd_functions(), (backends.FusedAttnFunc, lambda: _find_none)):
+        attention = backends.FusedAttnFunc, lambda: _find_none, ()
+        for function, make_find, weights in (*autograd_functions(), attention):
             find_tensors = self._reader(function.forward, make_find)
             self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, find_tensors)))
-            self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward)))
+            self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward, weights)))
         for owner in (layernorm_linear, layernorm_mlp):
             self._seams.replace(owner, "apply_normalization", self._unfused.wrap_norm(owner.apply_normalization))
         self._seams.replace(layernorm_mlp, "_act_func", self._unfused.wrap_act_func(layernorm_mlp._act_func))
@@ -390,11 +393,15 @@ class GemmTap:
 
         return forward
 
-    def _wrap_backward(self, upstream: AnyFunction) -> AnyFunction:
+    def _wrap_backward(self, upstream: AnyFunction, weights: Sequence[int]) -> AnyFunction:
+        """Wrap a backward; ``weights``: the places of the weights among its results."""
+
         @functools.wraps(upstream)
         def backward(ctx: Any, *arguments: Any) -> Any:
             entered = getattr(ctx, "te_precision_forward", None) or unobserved_forward()
             entered.half = 2
+            if entered.watched is not None and weights and not self._may_delay_wgrad:
+                entered.has_wgrad = all(map(ctx.needs_input_grad.__getitem__, weights))
             if entered.high is None:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
             try:

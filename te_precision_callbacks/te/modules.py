@@ -190,6 +190,12 @@ def te_classes(kind: type) -> tuple[str, ...]:
     return tuple(base.__name__ for base in kind.__mro__ if base.__module__.startswith(_PACKAGE))
 
 
+def may_delay_wgrad(module: Any) -> bool:
+    """Return whether its wgrads may run after its backward (``delay_wgrad_compute``)."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and store.context is not None
+
+
 def attention_class() -> Any:
     return importlib.import_module(f"{_PACKAGE}pytorch.attention").DotProductAttention
 

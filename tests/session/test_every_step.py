@@ -751,6 +751,45 @@ def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
             assert (row.magnitudes > 0).all()
 
 
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
+@pytest.mark.parametrize("way", ["with wgrad", "one frozen", "all frozen", "float16", "late wgrad"])
+def test_gradients_are_read_once_whichever_gemm_reads_them(recipe: str, way: str, tmp_path: Path) -> None:
+    """And in the order of the backward."""
+    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
+    dtype = torch.float16 if way == "float16" else torch.float32
+    first = te.LayerNormMLP(64, 64, params_dtype=dtype)
+    second = te.Linear(64, 64, bias=False, params_dtype=dtype, delay_wgrad_compute=way == "late wgrad")
+    first.fc2_weight.requires_grad_(way not in ("one frozen", "all frozen"))
+    first.fc1_weight.requires_grad_(way != "all frozen")
+    gradients: list[float] = []
+    with InspectSession(log_dir=tmp_path, model=torch.nn.Sequential(first, second)) as session:
+        run: Any = session._run
+        for _ in range(3):
+            gradients.clear()
+            with te.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]()):
+                x = first(torch.randn(32, 64, dtype=dtype, requires_grad=True))
+                y = second(x)
+            for output in (y, x):
+                output.register_hook(lambda gradient: gradients.append(float(gradient.abs().max())))
+            y.float().square().sum().backward()
+            if way == "late wgrad":
+                second.backward_dw()
+            session.step()
+        ring = run.hooks.every_step.ring
+        row = run._every_step.steps.rows[-1]
+    order = [ring.slots[slot] for slot in row.order]
+    read = [slot for slot in order if slot.tensor == "gradient"]
+    assert [slot.layer for slot in read] == ["1", "0.fc2", "0.fc1"]
+    results = [order.index(TensorSlot(slot.layer, "dgrad")) for slot in read if way == "float16"]
+    assert all(order.index(slot) < result for slot, result in zip(read, results, strict=False))
+    assert not row.unwatched
+    magnitudes = dict(zip(ring.slots, row.magnitudes.tolist(), strict=True))
+    for slot, largest in zip(read, gradients, strict=False):
+        assert magnitudes[slot] == pytest.approx(largest, rel=2**-3) or (
+            recipe == "mxfp8" and magnitudes[slot] > largest
+        )
+
+
 class Experts(torch.nn.Module):
     """Experts; the middle one gets tokens in the first steps only."""
 
