@@ -104,7 +104,8 @@ class ModelWatch:
         ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
         unobserved: Transformer Engine's forwards in the training that were not observed.
         around_backward: contexts to enter around each backward that adds to gradients.
-        begin_call: called with the id of the model before each call of it; with None when counting has stopped.
+        begin_call: called with the id of the model before each call of it, until counting has failed.
+        on_failure: called when counting has failed.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class ModelWatch:
         self.ran: dict[int, set[TrainingForward]] = {}
         self.unobserved = UnobservedForwards()
         self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
-        self.begin_call: Callable[[int | None], object] = lambda _: None
+        self.begin_call: Callable[[int], object] = lambda _: None
+        self.on_failure: Callable[[], object] = lambda: None
         self._modules: Mapping[int, NamedTorchModule] = {}
         self._report = report
         self._is_paused = is_paused
@@ -340,7 +342,7 @@ class ModelWatch:
         first = not self.failure
         self.failure = f"all products of torch: {type(error).__name__}: {error}"
         if first:
-            self.begin_call(None)
+            self.on_failure()
             self._report("counting the matrix products of", "a step", error)
 
     def before_operator(self, arguments: Sequence[Any], *, sharded: bool, by_values: bool) -> None:

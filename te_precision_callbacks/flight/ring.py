@@ -56,15 +56,16 @@ class Ring:
             self.slots.append(TensorSlot(layer, tensor))
         return place
 
-    def begin_call(self, model: int | None) -> None:
-        """Note that a call of a model with gradients begins, given its id; None if calls are no longer noted."""
-        if model is None:
-            self._calls.clear()
-            self.called = -1
-        else:
-            self.is_late |= bool(self.order) and self.slots[self.order[-1]].tensor not in BACKWARD
-            self.called = self._calls[model]
-            self._calls[model] += 1
+    def begin_call(self, model: int) -> None:
+        """Note that a call of a model with gradients begins, given its id."""
+        self.is_late |= bool(self.order) and self.slots[self.order[-1]].tensor not in BACKWARD
+        self.called = self._calls[model]
+        self._calls[model] += 1
+
+    def forget_calls(self) -> None:
+        """Forget the calls of the step, since further ones are not noted."""
+        self._calls.clear()
+        self.called = -1
 
     def turn_to(self, micro_batch: int) -> None:
         """Note the micro-batch of the next slots of :attr:`order`."""

@@ -129,6 +129,7 @@ class ForwardHooks:
         self.products = ModelProducts(failures.report, lambda: classify.paused, self._update_listeners)
         if every_step:
             self.products.begin_call = self.every_step.ring.begin_call
+            self.products.on_failure = self.every_step.ring.forget_calls
         classify.in_training_call = lambda: self.products.calls.current is not None
         self._tap = GemmTap(
             classify,
