@@ -879,7 +879,7 @@ def test_registers_are_not_spilled(tmp_path: Path, with_codes: bool, capability:
     instructions = disassembled(made["cubin"], tmp_path)
     loops = re.findall(r"^\.(L_x_\d+):\n(.*?) BRA[^`\n]*`\(\.\1\)", instructions, flags=re.MULTILINE | re.DOTALL)
     (whole_tiles,) = [loop for name, loop in loops if "LDG" in loop and "BAR" not in loop]
-    assert len(re.findall(r"\b(STL|LDL)\b", whole_tiles)) <= 8
+    assert len(re.findall(r"\b(STL|LDL)\b", whole_tiles)) <= 10
 
 
 def disassembled(cubin: bytes, folder: Path) -> str:
