@@ -788,7 +788,9 @@ class ParameterWatch:
         samples: list[torch.Tensor] = []
         for parameter in matrices:
             own = local_part(parameter.weight)
-            if not is_quantized(own):
+            samples_before = parameter.writes.samples
+            is_new = not samples_before or samples_before[-1][0] < self._iteration  # optimizers may share a parameter
+            if is_new and not is_quantized(own):
                 plain.append(parameter)
                 samples.append(sampled_view(own, THIN))
         for places, stack in stack_equal(samples):

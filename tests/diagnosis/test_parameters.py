@@ -739,6 +739,22 @@ def test_weights_that_other_code_writes_between_two_steps(tmp_path: Path, what: 
         assert f"other code than the optimizer {seen}" in finding.seen
 
 
+@pytest.mark.parametrize("finds", [False, True])
+def test_parameters_of_two_optimizers_that_both_step(tmp_path: Path, finds: bool) -> None:
+    model = Model()
+    actor, critic = adamw(model), adamw(model)
+    actor.zero_grad = lambda *_: None  # type: ignore[method-assign]
+
+    def act(step: int) -> None:
+        if step == 11 and finds:
+            _write(model, "other", [*model.blocks.parameters()])
+
+    verdict = train(tmp_path, model, [actor, critic], steps=15, loss=model.loss_after(act))
+    assert verdict.summary.startswith("Problems found" if finds else "No problems found")
+    problems = [(found.rule, found.since) for found in verdict if found.severity != "note"]
+    assert problems == [] or (finds and problems[0] == ("weight-jump", 11))
+
+
 @pytest.mark.parametrize("step", [3, 13])
 def test_weights_of_an_earlier_step_or_checkpoint_that_are_restored(tmp_path: Path, step: int) -> None:
     model = Model()
