@@ -67,10 +67,12 @@ class UnobservedForwards:
 
     Attributes:
         reasons: id of a module of Transformer Engine -> why its forwards were not observed.
+        with_backward: ids of the modules of forwards in evaluation mode whose backward added to gradients.
     """
 
     def __init__(self) -> None:
         self.reasons: dict[int, str] = {}
+        self.with_backward: set[int] = set()
         self._outside: dict[int, str] = {}
         self._in_each_step: dict[int, str] | None = None
 
@@ -106,6 +108,8 @@ class ModelWatch:
         around_backward: contexts to enter around each backward that adds to gradients.
         begin_call: called with the id of the model before each call of it, until counting has failed.
         on_failure: called when counting has failed.
+        has_double_backward: whether a backward of the model had ``create_graph=True``.
+        is_evaluation_mode: returns whether forwards of modules in evaluation mode are evaluations.
     """
 
     def __init__(
@@ -125,6 +129,9 @@ class ModelWatch:
         self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
         self.begin_call: Callable[[int], object] = lambda _: None
         self.on_failure: Callable[[], object] = lambda: None
+        self.has_double_backward = False
+        self.is_evaluation_mode: Callable[[], bool] = lambda: True
+        self._adds_to_gradients = False
         self._modules: Mapping[int, NamedTorchModule] = {}
         self._report = report
         self._is_paused = is_paused
@@ -169,6 +176,7 @@ class ModelWatch:
     def close(self) -> None:
         self.active = False
         self.counting = False
+        self.has_double_backward = False
         self.unobserved = UnobservedForwards()
         self.state.close()
         self._replaced.restore()
@@ -213,7 +221,7 @@ class ModelWatch:
             call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
             call.nodes -= made_in_thread()
-            self._note_forward(module)  # the model's call has begun, so it is watched
+            self._note_forward(module, result)  # the model's call has begun, so it is watched
             return result
 
         compiled_in_callers_only(part)  # after a graph break its module is compiled, without it
@@ -229,13 +237,13 @@ class ModelWatch:
         def noting(*arguments: Any, **keywords: Any) -> Any:
             result = upstream(*arguments, **keywords)
             if self.is_watching():
-                self._note_forward(module)
+                self._note_forward(module, result)
             return result
 
         return noting
 
     @compiled_in_callers_only
-    def _note_forward(self, module: Any) -> None:
+    def _note_forward(self, module: Any, result: Any) -> None:
         with_gradients = torch.is_grad_enabled()
         if module.training and (with_gradients or not _is_evaluation_forward()):
             self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
@@ -243,6 +251,21 @@ class ModelWatch:
                 self.operators.note_unknown(module)
         else:
             self.unobserved.note(module, in_call=self.calls.current is not None)
+            if with_gradients and self.is_evaluation_mode() and not torch.compiler.is_compiling():
+                self._run_guarded(lambda: self._watch_backward_of(module, result))
+
+    def _watch_backward_of(self, module: Any, result: Any) -> None:
+        key = id(module)
+        known = self.unobserved.with_backward
+
+        def note(gradient: torch.Tensor) -> None:
+            if self._adds_to_gradients:
+                known.add(key)
+
+        if key not in known:
+            for output in leaves(result):
+                if output.grad_fn is not None:
+                    output.register_hook(note)
 
     def _wrap_root(self, root: Any) -> None:
         own = root._compiled_call_impl
@@ -297,16 +320,23 @@ class ModelWatch:
                 return upstream(roots, *arguments, **keywords)
             with ExitStack() as stack:
                 if keywords.get("accumulate_grad"):  # not in torch.autograd.grad()
+                    self._adds_to_gradients = True
+                    stack.callback(setattr, self, "_adds_to_gradients", False)
                     for context in self.around_backward:
                         stack.enter_context(context())
-                stack.enter_context(self._run_guarded(lambda: self._watch_backward(roots)) or nullcontext())
+                watched = self._run_guarded(lambda: self._watch_backward(roots, *arguments))
+                stack.enter_context(watched or nullcontext())
                 return upstream(roots, *arguments, **keywords)
 
         return around
 
-    def _watch_backward(self, roots: Iterable[Any]) -> AbstractContextManager[Any]:
+    def _watch_backward(
+        self, roots: Iterable[Any], gradients: Any = None, keeps: bool = False, creates: bool = False, *_: Any
+    ) -> AbstractContextManager[Any]:
+        """Watch a backward, with the arguments of ``_engine_run_backward``; ``creates``: a graph of the backward."""
         self.operators.nodes.bind(roots)
         call = self.calls.begin_backward(roots)
+        self.has_double_backward |= creates and call is not None
         if call is not None and call.is_counted:
             if is_seen_by(self):
                 return nullcontext()

@@ -130,6 +130,7 @@ class ForwardHooks:
         if every_step:
             self.products.begin_call = self.every_step.ring.begin_call
             self.products.on_failure = self.every_step.ring.forget_calls
+        self.products.is_evaluation_mode = lambda: classify.eval_mode_counts
         classify.in_training_call = lambda: self.products.calls.current is not None
         self._tap = GemmTap(
             classify,

@@ -209,6 +209,8 @@ class ObservedModel:
         self._notices = context.notices
         self._refused = hooks.answers.refused
         self._unobserved: dict[str, str] = {}
+        self._uncounted: dict[str, str] = {}
+        self._added: dict[str, str] = {}
 
     # ------------------------------------------------------------------ attach
 
@@ -218,6 +220,7 @@ class ObservedModel:
         inspector = self._inspector
         ranks = self._context.ranks
         inspector.forget_names()
+        self._added = {}
         self.layers.attach(model, ranks)
         planned = self._plan(model)
         sections = flat_config(options.config.enabled_sections, planned.sections)
@@ -380,7 +383,11 @@ class ObservedModel:
             if trains and not te_modules.is_unknown(type(module)):
                 unwatched.append(module)
         if unwatched and self._notices.first("unwatched"):
-            names = fold_for_sentence(*(str(module.name) for module in unwatched))
+            paths: dict[torch.nn.Module, str] = {}
+            for scope, root in named_roots(self.model) or ():
+                paths |= {part: f"{scope}.{path}".strip(".") for path, part in root.named_modules()}
+            self._added = {paths[module]: "not attached" for module in unwatched if module in paths}
+            names = fold_for_sentence(*(paths.get(module, str(module.name)) for module in unwatched))
             parameters = itertools.chain.from_iterable(module.parameters() for module in unwatched)
             if not held_ids_of_process().isdisjoint(map(id, parameters)):
                 reason = "trained, but not in the session's model"
@@ -408,18 +415,30 @@ class ObservedModel:
             )
 
     def note_unobserved(self) -> None:
-        """Note the layers that ran only in forwards that are not observed, with the reasons."""
-        reasons = self.hooks.products.unobserved.reasons
+        """Note the layers that ran only in forwards that are not observed, with the reasons; for coverage, also those
+        of which some forwards of the training are not observed, and those that were added to the model."""
+        forwards = self.hooks.products.unobserved
+        reasons = forwards.reasons
         observed = self.hooks.order.forward
         unobserved: dict[str, str] = {}
+        uncounted = dict(self._added)
+        if self.hooks.products.has_double_backward:
+            uncounted["the model"] = "double backward (create_graph=True)"
         for named in self.layers.modules if reasons else ():
             if id(named.module) in reasons:
                 for name in named.names:
-                    if name not in observed and not self._refused.why(name):
+                    if self._refused.why(name):
+                        continue
+                    if name not in observed:
                         unobserved[name] = reasons[id(named.module)]
+                    elif id(named.module) in forwards.with_backward:
+                        uncounted[name] = "evaluation mode"
+        uncounted |= unobserved
+        if uncounted != self._uncounted:
+            self._uncounted = uncounted
+            self._results.coverage.put_unobserved(uncounted)
         if unobserved != self._unobserved:
             self._unobserved = unobserved
-            self._results.coverage.put_unobserved(unobserved)
             self._describe_unobserved()
 
     def _why_unobserved(self, layer: str) -> str:

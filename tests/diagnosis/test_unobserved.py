@@ -241,6 +241,84 @@ def test_layers_of_another_model(tmp_path: Path) -> None:
     assert diagnose(tmp_path) == session.findings
 
 
+def adversary(critic: torch.nn.Module, way: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The generator's loss: its backward runs through the critic, here in evaluation mode, or only in an evaluation."""
+
+    def of(fake: torch.Tensor) -> torch.Tensor:
+        critic.eval()
+        with te.autocast(enabled=False):
+            loss: torch.Tensor = critic(fake if way == "trains" else fake.detach().requires_grad_()).square().mean()
+        if way == "gradient of the input":
+            torch.autograd.grad(loss, [*critic.parameters()])
+        critic.train()
+        return loss if way == "trains" else fake.square().mean()
+
+    return of
+
+
+@pytest.mark.parametrize("way", ["trains", "evaluation with gradients", "gradient of the input"])
+def test_layers_that_also_train_in_evaluation_mode(tmp_path: Path, way: str) -> None:
+    generator, critic = Mlp(), Mlp()
+    loss_of = adversary(critic, way)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (generator, critic)]
+    models = {"generator": generator, "critic": critic}
+    with InspectSession(
+        model=models, log_dir=tmp_path, report=False, require="fp8 >= 50%", on_broken="warn"
+    ) as session:
+        for _ in range(STEPS):
+            tensor = torch.randn(32, WIDTH)
+            loss_of(generator(tensor)).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            critic(tensor).square().mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            session.step()
+    coverage = session.coverage()
+    assert coverage.has_unknown == (way == "trains")
+    assert str(coverage).startswith("Not observed: evaluation mode (critic.") == (way == "trains")
+    unchecked = {rule.rule: rule.why for rule in session.findings.not_checked}
+    assert ("not observed: evaluation mode" in unchecked.get("contract", "")) == (way == "trains")
+    assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize("penalizes", [False, True])
+def test_a_gradient_penalty_is_not_counted(tmp_path: Path, penalizes: bool) -> None:
+    critic = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.SiLU(), torch.nn.Linear(WIDTH, 1))
+    model = Mlp()
+    with InspectSession(model={"model": model, "critic": critic}, log_dir=tmp_path, report=False) as session:
+        for _ in range(3):
+            tensor = torch.randn(32, WIDTH, requires_grad=True)
+            loss = critic(model(tensor)).mean()
+            if penalizes:
+                (gradient,) = torch.autograd.grad(critic(tensor).sum(), tensor, create_graph=True)
+                loss = loss + gradient.square().mean()
+            loss.backward()
+            session.step()
+    line = str(session.coverage())
+    assert line.startswith("Not observed: double backward (create_graph=True) (the model); FP8 in") == penalizes
+    assert session.coverage().has_unknown == penalizes
+
+
+def test_a_layer_that_was_added_and_not_attached(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for step in range(STEPS):
+            if step == 3:
+                model.append(te.Linear(WIDTH, WIDTH))
+                optimizer.add_param_group({"params": [*model[1].parameters()]})
+            model(torch.randn(32, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            if step == 5:
+                assert str(session.coverage()).startswith("Not observed: not attached ('1')")
+                assert session.findings.summary.startswith("Not enough checked: observation: in step 3, '1': trained")
+                session.attach(model)
+    assert str(session.coverage()).startswith("FP8 in 76.9 %")
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_a_frozen_base_is_green(tmp_path: Path, base: type[torch.nn.Module]) -> None:
     session = train(tmp_path, Model(base().requires_grad_(False)))
