@@ -89,7 +89,8 @@ class _Record:
                 logged.setdefault((iteration, False), _LoggedData({}, [], [])).scalars[name] = value
         for row in sorted(events, key=lambda row: row["rank"] or 0):
             # Parameters are checked after the step's statistics.
-            of_step = logged.setdefault((row["iteration"], row["kind"] == "parameters"), _LoggedData({}, [], []))
+            is_after = row["phase"] == "step" and row["kind"] in ("parameters", "first_nonfinite")
+            of_step = logged.setdefault((row["iteration"], is_after), _LoggedData({}, [], []))
             event = _event(row)
             rank = 0 if event.data.get("of_all") else row["rank"] or 0
             if row["kind"] == "segment_ended":

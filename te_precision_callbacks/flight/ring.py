@@ -27,7 +27,7 @@ class Ring:
     Attributes:
         slots: all tensors so far; their places are their slots.
         places: layer and tensor -> slot.
-        order, high, unwatched, tokens, turns: of the current step; see :class:`StepRow`.
+        order, high, unwatched, tokens, turns, updated_at: of the current step; see :class:`StepRow`.
         called: the micro-batch of the last call of the model; -1 if it is not known.
         turn: the micro-batch of the last turn.
         is_late: whether a call of the model began before the backward of the call before, as in a pipeline.
@@ -42,6 +42,7 @@ class Ring:
         self.unwatched: Counter[str] = Counter()
         self.tokens: Counter[int] = Counter()
         self.turns: list[tuple[int, int]] = []
+        self.updated_at: int | None = None
         self.called = -1
         self.turn = -1
         self.is_late = False
@@ -107,7 +108,7 @@ class Ring:
             bits = numbers.nan_to_num(nan=-1.0, posinf=-1.0).view(torch.int32)
             on.row(len(self.slots))[:, MAGNITUDE].scatter_reduce_(0, places, bits, "amax")
 
-    def end_step(self, iteration: int, *, updated: bool) -> list[StepRow]:
+    def end_step(self, iteration: int) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
         row = StepRow(
             iteration,
@@ -115,12 +116,13 @@ class Ring:
             self.high,
             self.unwatched,
             tokens=self.tokens,
-            updated=updated,
+            updated_at=self.updated_at,
             turns=self.turns,
             micro_batches=max(self._calls.values(), default=0),
         )
         self._waiting.append(row)
         self.turns = []
+        self.updated_at = None
         self.turn = -1
         self.called = -1
         self.is_late = False

@@ -51,7 +51,7 @@ class StepRow:
         high: the layers with an activation in high precision.
         unwatched: tensors and GEMMs of the step that were not added -> their number.
         tokens: slot -> number of tokens of an expert, over the micro-batches.
-        updated: whether an optimizer has stepped parameters of the model.
+        updated_at: the place in ``order`` at which an optimizer first stepped parameters of the model; None without.
         turns: places in ``order`` from which on another micro-batch is read or written, with its number, or -1 if that
             is not known.
         micro_batches: their number; 0 if it is not known.
@@ -64,7 +64,7 @@ class StepRow:
     magnitudes: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     first: int | None = None
     tokens: Mapping[int, int] = field(default_factory=dict)
-    updated: bool = False
+    updated_at: int | None = None
     turns: Sequence[tuple[int, int]] = ()
     micro_batches: int = 0
 

@@ -36,6 +36,8 @@ class Origin:
         since: the first step that was watched.
         ranks: the number of ranks.
         unwatched: what the step has that was not watched, where they may have begun.
+        place: its place in the order of the step.
+        after_update: whether an optimizer had stepped parameters of the model in the step before it was read.
     """
 
     iteration: int
@@ -52,6 +54,8 @@ class Origin:
     since: int
     ranks: int
     unwatched: tuple[str, ...] = ()
+    place: int = 0
+    after_update: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,8 +63,9 @@ class Origin:
     def __str__(self) -> str:
         step = f"step {self.iteration}"
         if self.tensor == "weight" and self.weights > 1:
-            text = f"the weights of {self.weights} layers have inf or nan as {step} begins"
-            if self.iteration > self.since:
+            when = f"after a step of an optimizer in {step}" if self.after_update else f"as {step} begins"
+            text = f"the weights of {self.weights} layers have inf or nan {when}"
+            if self.iteration > self.since and not self.after_update:
                 text += f": the optimizer wrote them in step {self.iteration - 1}, whose GEMMs read finite numbers"
                 if self.ranks > 1:
                     text += " on this rank: the gradients of another rank may have brought them"
@@ -113,7 +118,7 @@ class LastSteps:
         before = self.rows[-1] if self.rows else None
         self.rows.append(row)
         if row.first is None:
-            self._finite += row.updated
+            self._finite += row.updated_at is not None
             return None
         self._finite = 0
         origin = self._origin(row, row.first, before, self._since)
@@ -186,6 +191,8 @@ class LastSteps:
             since=since,
             ranks=world_size(),
             unwatched=tuple(row.unwatched),
+            place=first,
+            after_update=row.updated_at is not None and first >= row.updated_at,
         )
 
 

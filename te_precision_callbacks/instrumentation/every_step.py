@@ -67,6 +67,12 @@ class EveryStep:
         self._per_tensor: set[type] = set()
         self._numbers: dict[int, int] = {}
 
+    def note_update(self) -> None:
+        """Note that an optimizer has stepped parameters of the model, whose weights are then read again."""
+        self._weights.clear()
+        if self.ring.updated_at is None:
+            self.ring.updated_at = len(self.ring.order)
+
     def end_step(self) -> None:
         self._weights.clear()
 

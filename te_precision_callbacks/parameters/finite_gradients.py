@@ -37,23 +37,25 @@ class FiniteGradients:
 
     Attributes:
         vanished: parameters with a gradient that has become 0, and the first iteration; the caller clears it.
+        broken: the iteration of the first gradients that were not finite, and their place in the order of its GEMMs.
     """
 
     def __init__(self) -> None:
         self.vanished: list[tuple[str, int]] = []
+        self.broken: tuple[int, int] | None = None
         self._since: dict[str, int] = {}  # parameter -> the iteration from which on its gradient was not 0
         self._zeros: dict[str, tuple[int, int]] = {}  # parameter -> first iteration, number of steps
         self._has_found = False
         self._clipped: list[tuple[list[str], torch.Tensor]] = []
-        self._stepped: list[tuple[list[str], torch.Tensor]] = []
-        # Iteration, problem, names, and a function that returns the logarithms of _largest().
-        self._copies: list[tuple[int, _What, list[str], Callable[[], list[float]]]] = []
+        self._stepped: list[tuple[int, list[str], torch.Tensor]] = []  # the first: their place
+        # Iteration, problem, place, names, and a function that returns the logarithms of _largest().
+        self._copies: list[tuple[int, _What, int, list[str], Callable[[], list[float]]]] = []
 
     def before_clipping(self, gradients: Sequence[NamedTensor]) -> None:
         if not self._has_found:
             self._clipped += _largest(gradients)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[NamedTensor]) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[NamedTensor], place: int) -> None:
         clipped = self._clipped
         self._clipped = []
         # A GradScaler gives it to a fused optimizer, which then skips the step by itself.
@@ -62,33 +64,40 @@ class FiniteGradients:
         if clipped:
             known = {name for names, _ in clipped for name in names}
             gradients = [gradient for gradient in gradients if gradient[0] not in known]
-        self._stepped += clipped + _largest(gradients)
+        self._stepped += [(place, *part) for part in clipped + _largest(gradients)]
 
     def end_step(self, iteration: int, weights: Sequence[NamedTensor] = (), *, at_last: bool = False) -> list[Broken]:
-        """Return the gradients that were not finite; if all were, the stepped ``weights`` that are not.
+        """Return the gradients that were not finite, at the first place with such ones; if all were, the stepped
+        ``weights`` that are not.
 
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
         """
         self._clipped = []
         waits = False
-        updated = [] if self._has_found else _largest(weights)
-        kinds: dict[_What, list[tuple[list[str], torch.Tensor]]]
+        updated = [] if self._has_found else [(0, *part) for part in _largest(weights)]
+        kinds: dict[_What, list[tuple[int, list[str], torch.Tensor]]]
         kinds = {"nonfinite_gradient": self._stepped, "nonfinite": updated}
         for what, of_kind in kinds.items():
-            for names, largest in of_kind:
-                self._copies.append((iteration, what, names, to_host(largest)))
+            for place, names, largest in of_kind:
+                self._copies.append((iteration, what, place, names, to_host(largest)))
                 waits |= largest.device.type != "cpu" and not at_last
         self._stepped = []
         ready = [copy for copy in self._copies if copy[0] < iteration or not waits]
         self._copies = [copy for copy in self._copies if copy[0] >= iteration and waits]
         found: list[Broken] = []
-        for of_iteration, what, names, read in ready:
+        first: tuple[int, _What, int] | None = None
+        for of_iteration, what, place, names, read in ready:
             odd = [(name, size) for name, size in zip(names, read(), strict=True) if not -math.inf < size < math.inf]
-            found += [Broken(of_iteration, what, name) for name, size in odd if size != -math.inf]
+            broken = [Broken(of_iteration, what, name) for name, size in odd if size != -math.inf]
+            if broken and first in (None, (of_iteration, what, place)):
+                first = of_iteration, what, place
+                found += broken
             if what == "nonfinite_gradient":
                 self._note_zeros(of_iteration, names, {name for name, size in odd if size == -math.inf})
         self._has_found |= bool(found)
-        return [one for one in found if one.what == "nonfinite_gradient"] or found
+        if first is not None and first[1] == "nonfinite_gradient":
+            self.broken = first[0], first[2]
+        return found
 
     def _note_zeros(self, iteration: int, names: Iterable[str], zeros: set[str]) -> None:
         for name in names:

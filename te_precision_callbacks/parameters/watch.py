@@ -444,7 +444,7 @@ class ParameterWatch:
 
     # ------------------------------------------------------------------ before a step of an optimizer
 
-    def before_step(self, optimizer: Optimizer, iteration: int) -> None:
+    def before_step(self, optimizer: Optimizer, iteration: int, place: int) -> None:
         """Check gradients; in few steps also sample weights and master weights. Called without autograd."""
         self._iteration = iteration
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
@@ -478,7 +478,7 @@ class ParameterWatch:
             if not has_all:
                 gradients = _gradients(held)
             named = zip(map(_NAME, known.parameters), gradients, strict=True)
-            self._finite.before_step(optimizer, [(name, one) for name, one in named if one is not None])
+            self._finite.before_step(optimizer, [(name, one) for name, one in named if one is not None], place)
             if not (has_all and all(map(_AT_STEP, known.parameters))) or any(map(_GAP, known.parameters)):
                 self._check_gradients(zip(known.parameters, known.tensors, strict=True))
             self._check_writes(known)
@@ -573,6 +573,10 @@ class ParameterWatch:
                 self._parameters[id(weight)] = known.get(id(weight)) or _Parameter(name, weight, module)
         if len(self._parameters) != len(known):
             self._held.clear()
+
+    @property
+    def broken(self) -> tuple[int, int] | None:
+        return self._finite.broken
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps parameters of the model."""

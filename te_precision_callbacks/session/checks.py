@@ -294,13 +294,14 @@ class ParameterChecks:
         self.note_checkpoint = self._watch.note_checkpoint
 
     @torch.no_grad()
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int, place: int) -> None:
+        """Check the gradients before an optimizer steps, at a place in the order of the iteration's GEMMs."""
         try:
             if self._replicas.needs_start and self._watch.holds(optimizer):
                 self._replicas.begin()
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
-        self._watch.before_step(optimizer, iteration)
+        self._watch.before_step(optimizer, iteration, place)
         for rise in self._watch.take_rises():
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
             self._events.append(Event("learning_rate_rose", text, iteration))
@@ -322,6 +323,10 @@ class ParameterChecks:
             slots = tuple(TensorSlot(layer, "wgrad") for layer in layers_of(names))
             self._events.append(_event_of_change(Change("frozen", slots, since)))
         self._record(problems, iteration, of_all=self._ranks.are_connected)
+
+    @property
+    def broken(self) -> tuple[int, int] | None:
+        return self._watch.broken
 
     def have_updated(self, iteration: int) -> bool:
         """Return whether an optimizer has stepped parameters of the model in an iteration."""
@@ -374,25 +379,23 @@ class EveryStepCheck:
         self._changes = Changes(watch.ring.slots)
         self._updates = UpdateSizes(watch.ring)
         self.unsent: list[Origin] = []
+        self._held: list[Origin] = []
         self._watched = 0
         self._records_left = MOST_RECORDS
         self._left = dict.fromkeys(get_args(Kind), MOST_CHANGES)
 
-    def end_step(
-        self, iteration: int, *, waits: bool, updated: bool = False, stepped: Iterable[SteppedWeight] = ()
-    ) -> None:
+    def end_step(self, iteration: int, *, waits: bool, stepped: Iterable[SteppedWeight] = ()) -> None:
         """End a step.
 
         Args:
             waits: whether to read all steps so far from the device, after waiting for it.
-            updated: whether an optimizer has stepped parameters of the model.
-            stepped: the weights that it has stepped.
+            stepped: the weights that optimizers have stepped.
         """
         try:
             if self._watch.is_on and not is_capturing():
                 self._updates.add(stepped)
             self._watch.end_step()
-            self._add(self._watch.ring.end_step(iteration, updated=updated))
+            self._add(self._watch.ring.end_step(iteration))
         except Exception as error:
             self._watch.is_on = False
             self._failures.report("reading what was watched in", f"iteration {iteration}", error)
@@ -426,8 +429,23 @@ class EveryStepCheck:
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 
-    def note_last_nonfinite(self) -> None:
+    def add_held(self, iteration: int, broken: tuple[int, int] | None) -> None:
+        """Add the events for what was read after an optimizer's step, in the iteration in which this becomes known.
+
+        Args:
+            broken: see :attr:`FiniteGradients.broken`.
+        """
+        for origin in self._held:
+            event = _event_of(origin)
+            if broken is not None and broken[0] == origin.iteration and broken[1] <= origin.place:
+                self._events.append(replace(event, iteration=iteration, phase="step"))  # behind that of the gradients
+            else:
+                self._events.insert(0, event)
+        self._held.clear()
+
+    def note_last_nonfinite(self, iteration: int) -> None:
         """Add an event for the last step with inf or nan, at the end of the run."""
+        self.add_held(iteration, None)
         last = self.steps.last
         if last is not None:
             text = f"The last step with inf or nan is {last.iteration}."
@@ -445,8 +463,11 @@ class EveryStepCheck:
         for row in rows:
             origin = self.steps.add(row)
             if origin is not None:
-                self._events.append(_event_of(origin))
                 self.unsent.append(origin)
+                if origin.after_update:
+                    self._held.append(origin)
+                else:
+                    self._events.append(_event_of(origin))
             ended = self.steps.take_ended()
             if ended is not None:
                 text = f"Inf and nan of step {ended.iteration} are not in the {FINITE_AGAIN} optimizer steps after it."

@@ -169,7 +169,8 @@ class Run:
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._checks_updates:
             self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.armed))
-        self._parameters.before_optimizer_step(optimizer, self.context.iteration)
+        place = len(self.hooks.every_step.ring.order)
+        self._parameters.before_optimizer_step(optimizer, self.context.iteration, place)
         self._scale_restore.before_step(optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -177,6 +178,8 @@ class Run:
         self.hooks.products.note_optimizer_step(optimizer)
         self._updates.after_step(optimizer)
         self._parameters.after_optimizer_step(optimizer)
+        if self._parameters.have_updated(self.context.iteration):
+            self.hooks.every_step.note_update()
         # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
         audit = self.context.results.audit
         if audit.lacks_backward and has_gradients(self.model.parameters()):
@@ -256,9 +259,8 @@ class Run:
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
-        updated = self._parameters.have_updated(iteration)
         stepped = self._parameters.stepped(iteration)
-        self._every_step.end_step(iteration, waits=self.observation.engine.has_news, updated=updated, stepped=stepped)
+        self._every_step.end_step(iteration, waits=self.observation.engine.has_news, stepped=stepped)
         self.model.end_step()
         self.hooks.padding.end_step()
         self._updates.end_step()
@@ -286,6 +288,7 @@ class Run:
             self.context.events.append(event)
             self._rules.actions.note_dump(event.layer)
         self._parameters.end_step(iteration, stepped)
+        self._every_step.add_held(iteration, self._parameters.broken)
         try:
             self._contract.end_step(iteration)
         finally:
@@ -582,7 +585,7 @@ class Run:
             ends_all = error is None or isinstance(error, KeyboardInterrupt)
             kept = LEFT_FOR_PROBLEMS if error is None else 0
             self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, kept=kept)
-            self._every_step.note_last_nonfinite()
+            self._every_step.note_last_nonfinite(iteration)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
             if error is None and self._shares_losses:

@@ -751,6 +751,39 @@ def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
             assert (row.magnitudes > 0).all()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("what", ["gradient", "weight"])
+def test_an_iteration_with_several_steps_of_the_optimizer(what: str, steps: int, tmp_path: Path) -> None:
+    """As of a GAN, or of the epochs on a rollout: nan is written before, or after, the first of them."""
+    model = Blocks("current")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with InspectSession(log_dir=tmp_path, model=model, report=False) as session:
+        for iteration in range(9):
+            for step in range(steps):
+                optimizer.zero_grad()
+                model(torch.randn(32, 64)).square().mean().backward()
+                is_planted = (iteration, step) == (6, 0)
+                assert model.linear.weight.grad is not None
+                if is_planted and what == "gradient":
+                    model.linear.weight.grad[0, 0] = math.nan
+                optimizer.step()
+                if is_planted and what == "weight":
+                    torch.nn.init.constant_(model.linear.weight[0], math.nan)
+            session.step()
+    finding = only(session, "nonfinite")
+    assert finding.since == 6
+    if what == "gradient":
+        assert str(finding).startswith("gradient of linear: the gradient of linear.weight has inf or nan")
+    elif steps == 1:
+        assert "1 parameter has inf or nan after the update of step 6, first linear.weight" in finding.seen
+    elif steps == 2:
+        assert (finding.layers, finding.tensor) == (("linear",), "weight")
+        assert "what wrote the weights" in finding.remedy
+    else:
+        assert finding.seen.endswith("layers have inf or nan after a step of an optimizer in step 6")
+    assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
+
+
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 @pytest.mark.parametrize("way", ["with wgrad", "one frozen", "all frozen", "float16", "late wgrad"])
 def test_gradients_are_read_once_whichever_gemm_reads_them(recipe: str, way: str, tmp_path: Path) -> None:

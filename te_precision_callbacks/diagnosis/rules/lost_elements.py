@@ -166,21 +166,22 @@ class Nonfinite(RuleCheck):
                 yield self._first
 
     def _origin(self, event: Event) -> Iterator[Sighting]:
-        if event.data["since"] < event.iteration:
-            self.note_data(event.iteration - 1)  # which was watched, and finite
+        iteration = event.data["iteration"]
+        is_new = event.data["since"] < iteration
+        if is_new:
+            self.note_data(iteration - 1)  # which was watched, and finite
         seen = event.text.partition(": ")[2].rstrip(".")
-        found = Sighting((event.layer,), event.tensor, "", seen, event.iteration)
+        found = Sighting((event.layer,), event.tensor, "", seen, iteration)
         if event.phase == "backward" and self._is_scaled:
             yield found._replace(severity="note", key="scaled", remedy=_SKIPPED)
             return
         if event.tensor == "weight":
-            is_new = event.data["since"] < event.iteration
             found = found._replace(remedy=_REMEDY_OF_UPDATE if is_new else _REMEDY_OF_START)
             if event.data["weights"] > 1:
                 found = found._replace(layers=(), tensor="")
         else:
             found = found._replace(remedy=_remedy_between(event))
-        if self._first is None or event.iteration < (self._first.since or 0):  # known late, from another rank
+        if self._first is None or iteration < (self._first.since or 0):  # known late, from another rank
             self._first = found
         yield self._first
 
