@@ -52,8 +52,11 @@ class FiniteGradients:
         self._copies: list[tuple[int, _What, int, list[str], Callable[[], list[float]]]] = []
 
     def before_clipping(self, gradients: Sequence[NamedTensor]) -> None:
-        if not self._has_found:
-            self._clipped += _largest(gradients)
+        if self._has_found:
+            return
+        # Those of a batch that the script drops after clipping do not reach the optimizer.
+        names = {gradient[0] for gradient in gradients}
+        self._clipped = [clipped for clipped in self._clipped if names.isdisjoint(clipped[0])] + _largest(gradients)
 
     def before_step(self, optimizer: torch.optim.Optimizer, gradients: Sequence[NamedTensor], place: int) -> None:
         clipped = self._clipped

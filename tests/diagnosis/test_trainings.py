@@ -341,9 +341,11 @@ NORMS = [1 + 0.3 * math.sin(7.7 * step * step) for step in range(60)]
         ([9.0, 3.0, *NORMS], []),
         ([100.0 * 0.9**step for step in range(100)], []),
         (NORMS[:10], []),
-        ([1.0, math.nan, 1.0], [("nonfinite-gradient-norm", "error", 1)]),
+        ([1.0, math.nan, 1.0, 1.0], [("nonfinite-gradient-norm", "error", 1)]),
+        ([1.0, math.nan, 1.0, 1.0, 1.0], [("nonfinite-gradient-norm", "note", 1)]),
+        ([1.0, math.nan, 1.0, 1.0, 1.0, math.inf], [("nonfinite-gradient-norm", "error", 1)]),
     ],
-    ids=["one", "several", "5,000 times", "noise", "the start", "falling", "few", "nan"],
+    ids=["one", "several", "5,000 times", "noise", "the start", "falling", "few", "nan", "skipped", "again"],
 )
 def test_gradient_norms(norms: list[float], expected: Found) -> None:
     assert found(logged(norms, "grad_norm")) == expected

@@ -253,6 +253,31 @@ def test_a_batch_with_nan_that_the_script_skips(
     assert diagnose(tmp_path) == session.findings
 
 
+@pytest.mark.parametrize(
+    ("how", "severity"), [("skipped", "note"), ("dropped", "note"), ("kept", "error"), ("stepped", "error")]
+)
+def test_a_nan_norm_of_gradients(how: str, severity: str, tmp_path: Path) -> None:
+    """In step 7: the script skips the optimizer's step, also step(), or neither; or it adds the next gradients."""
+    model = Blocks("current")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for number in range(13):
+            batch = torch.randn(32, 64)
+            if number == 7:
+                batch[3, 5] = math.nan
+            model(batch).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if norm.isfinite() or how == "stepped" or number > 7:
+                optimizer.step()
+            if number != 7 or how != "kept":
+                optimizer.zero_grad()
+            if number != 7 or how in ("skipped", "stepped"):
+                session.step()
+    severities = {finding.rule: finding.severity for finding in session.findings}
+    assert severities == dict.fromkeys(["nonfinite", "nonfinite-gradient-norm"], severity), str(session.findings)
+    assert diagnose(tmp_path) == session.findings
+
+
 def put_into_weight(number: float) -> Callable[[int, Blocks], None]:
     def after(step: int, model: Blocks) -> None:
         if step == 6:

@@ -16,8 +16,9 @@ from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
-from te_precision_callbacks.diagnosis.rules.training import gradient_norm_of, training_losses
+from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP, gradient_norm_of, training_losses
 from te_precision_callbacks.flight import changes
+from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, holds_any, total
 
@@ -288,6 +289,7 @@ class NonfiniteGradientNorm(RuleCheck):
         super().__init__()
         self._is_scaled: bool | None = None
         self._waiting: list[Sighting] = []
+        self._bad = self._finite = 0  # norms that are inf or nan, and finite ones since the last of them
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         if facts.settings is not None:
@@ -301,8 +303,16 @@ class NonfiniteGradientNorm(RuleCheck):
             return
         self.note_data(iteration)
         if not math.isfinite(norm):
+            self._bad += 1
+            self._finite = 0
             self._waiting.append(Sighting((), "", "", f"{name} is {norm}", iteration))
-            yield from self._release()
+        elif self._bad:
+            self._finite += 1
+            if self._finite == FINITE_AGAIN:
+                seen = f"the gradient norm was inf or nan in {many(self._bad, 'step')}, and is finite again"
+                again = Sighting((), "", "", seen, None, "note", remedy=OF_SKIPPED_STEP, replaces=True)
+                self._waiting.append(again)
+        yield from self._release()
 
     def _release(self) -> Iterator[Sighting]:
         if self._is_scaled is not None:
@@ -469,7 +479,10 @@ RULES = (
         subject="model",
         needs="the logged gradient norm",
         collect=_NORM,
-        condition="the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss",
+        condition=(
+            "the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss. A note if it is"
+            f" then finite {FINITE_AGAIN} times in a row, as where the script skips a step"
+        ),
         silent="a run with a GradScaler for float16, which skips such steps and lowers its scale",
         severity="error",
         source="arithmetic",
