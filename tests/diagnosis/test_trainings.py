@@ -18,6 +18,7 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.sinks.step_records import end_of
+from te_precision_callbacks.statistics.names import CLIPPED_NORM
 from tests.diagnosis.planted import Block, trained
 from tests.diagnosis.test_rules import checked, told
 
@@ -349,6 +350,38 @@ NORMS = [1 + 0.3 * math.sin(7.7 * step * step) for step in range(60)]
 )
 def test_gradient_norms(norms: list[float], expected: Found) -> None:
     assert found(logged(norms, "grad_norm")) == expected
+
+
+@pytest.mark.parametrize("norm", [9000.0, math.nan])
+@pytest.mark.parametrize(("every", "is_found"), [(1, False), (3, True), (100, True)])
+def test_the_norm_of_clipping_counts_unless_most_steps_log_one(every: int, is_found: bool, norm: float) -> None:
+    """A script that skips a step may leave out its norm; some trainers log every 500th."""
+    steps: list[dict[str, float]] = [
+        {CLIPPED_NORM: size, "loss": 2.0, **({"grad_norm": size} if step % every == 0 else {})}
+        for step, size in enumerate(NORMS)
+    ]
+    findings = told(*steps, {CLIPPED_NORM: norm}, settings=Settings()).findings
+    assert [finding.seen.split(" is ")[0] for finding in findings] == [CLIPPED_NORM] * is_found
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_the_norm_of_a_batch_that_is_dropped(logs: bool, tmp_path: Path) -> None:
+    """The script clips it, and neither steps with it nor logs its norm."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+        for step in range(32):
+            model(torch.randn(16, 16) * (1000 if step == 26 else 1)).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step != 26:
+                optimizer.step()
+                session.log({"grad_norm": norm} if logs else {})
+                session.step()
+            optimizer.zero_grad()
+    assert ["gradient-jump" in [finding.rule for finding in of] for of in (session.findings, diagnose(tmp_path))] == [
+        not logs
+    ] * 2
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])

@@ -16,7 +16,7 @@ from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
-from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP, gradient_norm_of, training_losses
+from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP, GradientNorms, training_losses
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
@@ -251,12 +251,13 @@ class GradientJump(RuleCheck):
 
     def __init__(self) -> None:
         super().__init__()
+        self._chosen = GradientNorms()
         self._norms: deque[float] = deque(maxlen=NORMS)
         self._high: list[float] = []
         self._since = 0  # the first step of these
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        name, norm = gradient_norm_of(values)
+        name, norm = self._chosen.choose(values)
         if not (math.isfinite(norm) and norm > 0):
             return
         self.note_data(iteration)
@@ -287,6 +288,7 @@ class NonfiniteGradientNorm(RuleCheck):
 
     def __init__(self) -> None:
         super().__init__()
+        self._chosen = GradientNorms()
         self._is_scaled: bool | None = None
         self._waiting: list[Sighting] = []
         self._bad = self._finite = 0  # norms that are inf or nan, and finite ones since the last of them
@@ -298,7 +300,7 @@ class NonfiniteGradientNorm(RuleCheck):
             yield from self._release()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        name, norm = gradient_norm_of(values)
+        name, norm = self._chosen.choose(values)
         if not name or self._is_scaled:
             return
         self.note_data(iteration)

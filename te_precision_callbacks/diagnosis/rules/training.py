@@ -56,19 +56,26 @@ def _other_losses(values: Iterable[str]) -> list[str]:
     return [name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION)]
 
 
-def gradient_norm_of(values: Mapping[str, float]) -> tuple[str, float]:
-    """The gradient norm among the trainer's metrics, with its name; an empty name and nan without one.
-
-    A norm that is inf or nan comes first, then the norm that clipping was seen to use: some scripts log the norm after
-    clipping.
+class GradientNorms:
+    """Chooses the gradient norm among the trainer's metrics: a logged one in runs that log one in most steps, else the
+    norm that clipping was seen to use.
     """
-    norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
 
-    def order(name: str) -> tuple[bool, bool, bool, int, str]:
-        return math.isfinite(values[name]), name != CLIPPED_NORM, name != "grad_norm", len(name), name
+    def __init__(self) -> None:
+        self._logged = self._clipped = 0  # steps with such a norm
 
-    name = min(norms, key=order, default="")
-    return name, values.get(name, math.nan)
+    def choose(self, values: Mapping[str, float]) -> tuple[str, float]:
+        """Return name and norm, of several ones a norm that is inf or nan; an empty name and nan without a norm."""
+        norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
+        self._logged += any(name != CLIPPED_NORM for name in norms)
+        self._clipped += CLIPPED_NORM in norms
+        is_logged = 2 * self._logged > self._clipped
+
+        def order(name: str) -> tuple[bool, bool, int, str]:
+            return math.isfinite(values[name]), name != "grad_norm", len(name), name
+
+        name = min((name for name in norms if (name != CLIPPED_NORM) == is_logged), key=order, default="")
+        return name, values.get(name, math.nan)
 
 
 OF_SKIPPED_STEP = (
@@ -144,6 +151,7 @@ class GradientNorm(RuleCheck):
 
     def __init__(self) -> None:
         super().__init__()
+        self._chosen = GradientNorms()
         self._loss = math.nan
         self._windows: dict[int, deque[_Point]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._waiting: dict[int, list[_Point]] = defaultdict(list)
@@ -152,7 +160,7 @@ class GradientNorm(RuleCheck):
         losses = _other_losses(values)
         if losses:
             self._loss = values[loss_first(losses)[0]]
-        name, norm = gradient_norm_of(values)
+        name, norm = self._chosen.choose(values)
         if not (math.isfinite(norm) and norm > 0 and math.isfinite(self._loss)):
             return
         self.note_data(iteration)
