@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +58,8 @@ class Change:
     Attributes:
         slots: the changed tensors or layers, in the order of execution of the step.
         since: the first step with the change.
-        until: the last step with it; None if it goes on, or has not ended yet.
+        until: the last step with it; None if it goes on, or has not ended yet. Layers without a GEMM or gradient are
+            reported when they are missed, and again when they are back.
         before, now: the magnitude of the first tensor in the steps before, and in ``since``; 0 for other changes.
         of_all: whether nearly all weights have changed, and more than one.
     """
@@ -82,10 +83,8 @@ class Change:
             if self.until == self.since:
                 return f"{count} ran in high precision in step {self.since} alone"
             return f"{count} ran in high precision in the steps {self.since} to {self.until}, and not before and after"
-        if self.kind == "uncalled":
-            return f"{count} had a GEMM in each step, and no more since step {self.since}"
-        if self.kind == "frozen":
-            return f"the weights of {count} got a gradient in each step, and none or only 0 since step {self.since}"
+        if self.kind in ABSENCES:
+            return describe_absences(self.kind, [(self.since, self.until)] * len(self.slots))
         others = len(self.slots) - 1
         before = f"in the {LEAST_HISTORY} to {HISTORY} steps before"
         if first.tensor == UPDATE:
@@ -99,6 +98,27 @@ class Change:
             f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g}"
             f" {before}{more}"
         )
+
+
+ABSENCES: Mapping[Kind, tuple[str, str]] = {
+    "uncalled": ("{} had a GEMM in each step", "none"),
+    "frozen": ("the weights of {} got a gradient in each step", "none or only 0"),
+}
+"""Kinds of changes that end when the layer is back: what it had before, and has no more."""
+
+
+def describe_absences(kind: Kind, spans: Collection[tuple[int, int | None]]) -> str:
+    """Describe layers by the first and the last step of each one's absence; None if it goes on."""
+    before, none = ABSENCES[kind]
+    text = before.format(many(len(spans), "layer"))
+    since = min(first for first, _ in spans)
+    ends = [last for _, last in spans if last is not None]
+    if len(ends) == len(spans):
+        steps = "some of the steps" if len(set(spans)) > 1 else "the steps"
+        return f"{text}, {none} in {steps} {since} to {max(ends)}, and again after them"
+    later = " or later" if len({first for first, _ in spans}) > 1 else ""
+    back = f"; {len(ends)} of them {'has' if len(ends) == 1 else 'have'} one again" if ends else ""
+    return f"{text}, and {none} since step {since}{later}{back}"
 
 
 class _Begin(NamedTuple):
@@ -130,6 +150,8 @@ class Changes:
         self._called_from: dict[TensorSlot, int] = {}
         self._high_since: dict[str, _Begin] = {}  # layer -> the first step of the last ones in high precision
         self._uncalled_since: dict[TensorSlot, int] = {}
+        self._absent: dict[TensorSlot, tuple[Kind, int]] = {}  # with the first step, if it was reported
+        self._longest: dict[TensorSlot, int] = {}  # the longest absence that was reported, in steps
 
     def add(self, row: StepRow) -> Iterator[Change]:
         """Add the next step, and yield its changes."""
@@ -234,12 +256,19 @@ class Changes:
             yield Change("precision", tuple(slots), since, row.iteration - 1)
 
     def _calls(self, row: StepRow, places: Mapping[TensorSlot, int]) -> Iterator[Change]:
-        """Yield layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one."""
+        """Yield layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one.
+        Also yield those that are back; they are missed again after twice their longest absence.
+        """
         missing: dict[tuple[Kind, int], list[TensorSlot]] = {}
+        back: dict[tuple[Kind, int], list[TensorSlot]] = {}
         called = [slot for slot in places if slot.tensor in ("activation", "wgrad")]
         for slot in called:
             self._called_from.setdefault(slot, self._steps)
             self._uncalled_since.pop(slot, None)
+            if slot in self._absent:
+                _, since = absence = self._absent.pop(slot)
+                self._longest[slot] = row.iteration - since
+                back.setdefault(absence, []).append(slot)
         for slot in [slot for slot in self._called_from if slot not in places]:
             if slot not in self._uncalled_since:
                 if self._steps - self._called_from[slot] < LEAST_PRESENT:
@@ -247,12 +276,14 @@ class Changes:
                     continue
                 self._uncalled_since[slot] = row.iteration
             since = self._uncalled_since[slot]
-            if row.iteration - since + 1 >= LEAST_ABSENT:
+            if row.iteration - since + 1 >= max(LEAST_ABSENT, 2 * self._longest.get(slot, 0)):
                 del self._called_from[slot], self._uncalled_since[slot]
                 forward = places.get(TensorSlot(slot.layer, "activation"))
-                if slot.tensor == "activation":
-                    missing.setdefault(("uncalled", since), []).append(slot)
-                elif forward is not None and row.magnitudes[forward] >= 0:
-                    missing.setdefault(("frozen", since), []).append(slot)
+                if slot.tensor != "activation" and (forward is None or row.magnitudes[forward] < 0):
+                    continue
+                self._absent[slot] = "uncalled" if slot.tensor == "activation" else "frozen", since
+                missing.setdefault(self._absent[slot], []).append(slot)
         for (kind, since), slots in missing.items():
             yield Change(kind, tuple(slots), since)
+        for (kind, since), slots in back.items():
+            yield Change(kind, tuple(slots), since, row.iteration - 1)

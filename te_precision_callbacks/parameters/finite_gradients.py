@@ -36,15 +36,17 @@ class FiniteGradients:
     """Checks the gradients and the stepped weights of each step, until some were not finite.
 
     Attributes:
-        vanished: parameters with a gradient that has become 0, and the first iteration; the caller clears it.
+        vanished: parameters with a gradient that has become 0, with the first iteration, and also with the last one
+            when it is not 0 any more; the caller clears it.
         broken: the iteration of the first gradients that were not finite, and their place in the order of its GEMMs.
     """
 
     def __init__(self) -> None:
-        self.vanished: list[tuple[str, int]] = []
+        self.vanished: list[tuple[str, int, int | None]] = []
         self.broken: tuple[int, int] | None = None
         self._since: dict[str, int] = {}  # parameter -> the iteration from which on its gradient was not 0
         self._zeros: dict[str, tuple[int, int]] = {}  # parameter -> first iteration, number of steps
+        self._least: dict[str, int] = {}  # parameter -> the number of steps from which on it is reported
         self._has_found = False
         self._clipped: list[tuple[list[str], torch.Tensor]] = []
         self._stepped: list[tuple[int, list[str], torch.Tensor]] = []  # the first: their place
@@ -107,13 +109,16 @@ class FiniteGradients:
             if name not in self._since:
                 self._since[name] = iteration
             elif name in self._zeros and name not in zeros:
-                del self._zeros[name]
+                first, steps = self._zeros.pop(name)
+                if steps >= self._least.get(name, LEAST_ABSENT):
+                    self._least[name] = 2 * steps
+                    self.vanished.append((name, first, self._since[name] - 1))
         for name in zeros:
             first, steps = self._zeros.get(name, (iteration, 0))
             if steps or iteration - self._since[name] >= LEAST_PRESENT:
                 self._zeros[name] = first, steps + 1
-                if steps + 1 == LEAST_ABSENT:
-                    self.vanished.append((name, first))
+                if steps + 1 == self._least.get(name, LEAST_ABSENT):
+                    self.vanished.append((name, first, None))
             self._since[name] = iteration + 1
 
 

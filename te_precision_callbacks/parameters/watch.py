@@ -879,17 +879,17 @@ class ParameterWatch:
         self._rises = []
         return rises
 
-    def take_vanished(self) -> dict[int, list[str]]:
-        """Return first iteration -> matrices with gradients that have become 0.
+    def take_vanished(self) -> dict[tuple[int, int | None], list[str]]:
+        """Return first iteration, and last one of those that are back -> matrices with gradients that have become 0.
 
         Layers in lists of a block are left out: experts may get no tokens.
         """
-        found: dict[int, list[str]] = {}
+        found: dict[tuple[int, int | None], list[str]] = {}
         if self._finite.vanished:
             matrices = {known.name for known in self._parameters.values() if known.weight.dim() > 1}
-            for name, since in self._finite.vanished:
+            for name, since, until in self._finite.vanished:
                 if name in matrices and len(numbers_of(name)) < 2:
-                    found.setdefault(since, []).append(name)
+                    found.setdefault((since, until), []).append(name)
             self._finite.vanished.clear()
         return found
 

@@ -32,7 +32,7 @@ from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
 from te_precision_callbacks.dumps.recording import Recorder
-from te_precision_callbacks.flight.changes import LEAST_HISTORY, Change, Changes, Kind
+from te_precision_callbacks.flight.changes import ABSENCES, LEAST_HISTORY, Change, Changes, Kind
 from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps, Origin
 from te_precision_callbacks.flight.updates import UpdateSizes
@@ -319,9 +319,9 @@ class ParameterChecks:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
         self._watch.begin_step(iteration + 1)
-        for since, names in self._watch.take_vanished().items():
+        for span, names in self._watch.take_vanished().items():
             slots = tuple(TensorSlot(layer, "wgrad") for layer in layers_of(names))
-            self._events.append(_event_of_change(Change("frozen", slots, since)))
+            self._events.append(_event_of_change(Change("frozen", slots, *span)))
         self._record(problems, iteration, of_all=self._ranks.are_connected)
 
     @property
@@ -473,8 +473,9 @@ class EveryStepCheck:
                 text = f"Inf and nan of step {ended.iteration} are not in the {FINITE_AGAIN} optimizer steps after it."
                 self._events.append(Event("finite_again", text, row.iteration))
             for change in self._changes.add(row):
-                self._left[change.kind] -= 1
-                if self._left[change.kind] >= 0:
+                is_end = change.kind in ABSENCES and change.until is not None
+                self._left[change.kind] -= not is_end
+                if is_end or self._left[change.kind] >= 0:
                     self._events.append(_event_of_change(change))
             self._watched += bool(row.order)
             if self._watched == LEAST_HISTORY and row.order:

@@ -642,6 +642,50 @@ def test_a_layer_that_gets_no_gradient_any_more(how: str, tmp_path: Path) -> Non
     assert [found.rule for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == ["frozen-layer"]
 
 
+@pytest.mark.parametrize("how", ["skipped", "frozen", "zero", "zeroed"])
+def test_a_layer_that_is_back(how: str, tmp_path: Path) -> None:
+    """After step 29; then it is missed only after twice as long, in the steps 46 to 57 not yet."""
+    model = Blocks("current")
+    is_gone = [20 <= step < 30 or 46 <= step < 58 for step in range(64)]
+    gone = iter(is_gone)
+    if how == "zeroed":
+        model.linear.weight.register_hook(lambda gradient: gradient * (not next(gone)))
+
+    def at(step: int, batch: int, model: Blocks) -> Hook | None:
+        model.linear.requires_grad_(not (how == "frozen" and is_gone[step]))
+        if how == "zero" and is_gone[step]:
+            return lambda place, x: x * 0 if place == "output" else x
+        return None
+
+    session = train(model, 64, tmp_path, at, calls=lambda step: {"skips": how == "skipped" and is_gone[step]})
+    finding = only(session, "uncalled-layer" if how == "skipped" else "frozen-layer")
+    assert (finding.layers, finding.severity) == (("linear",), "note")
+    assert (finding.since, finding.until) == (20, 29)
+    assert "in the steps 20 to 29, and again after them" in finding.seen
+    assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(36, "warning"), (64, "note"), (130, "warning")])
+def test_layers_that_run_in_phases(steps: int, severity: str, tmp_path: Path) -> None:
+    """Two layers in turn, 18 steps each; from step 72 on, only one."""
+    model = Chosen()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for step in range(steps):
+            model(torch.randn(32, 64), "ab"[step // 18 % 2 if step < 72 else 1], "").square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    finding = only(session, "uncalled-layer")
+    layers, seen = {
+        36: (("a",), "1 layer had a GEMM in each step, and none since step 18"),
+        64: (("a", "b"), "2 layers had a GEMM in each step, none in some of the steps 18 to 53, and again after them"),
+        130: (("a", "b"), "2 layers had a GEMM in each step, and none since step 36 or later; 1 of them has one again"),
+    }[steps]
+    assert (finding.layers, finding.severity, finding.since, finding.seen) == (layers, severity, 18, seen)
+    assert diagnose(tmp_path) == session.findings
+
+
 def test_a_gradient_that_is_0_only_at_the_optimizers_step(tmp_path: Path) -> None:
     model = Blocks("current")
     steps = iter(range(100))

@@ -15,6 +15,8 @@ from te_precision_callbacks.flight.changes import (
     SHARE,
     SPIKE,
     SPIKE_OF_GRADIENT,
+    Kind,
+    describe_absences,
 )
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -24,7 +26,7 @@ class Changed(RuleCheck):
 
     applies = False
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: Kind) -> None:
         super().__init__()
         self._kind = kind
 
@@ -34,17 +36,40 @@ class Changed(RuleCheck):
             self.checked = True
         if event.kind == "changed" and event.data["kind"] == self._kind:
             self.note_data(event.iteration - 1)  # which was watched
-            slots = event.data["slots"]
-            if self._kind != "spike":
-                layers, _ = zip(*slots, strict=True)
-                yield Sighting(layers, "", "", event.text, event.iteration)
-                return
-            first = slots[0][1]
-            layers = tuple(layer for layer, tensor in slots if tensor == first)
-            is_inf = event.data["now"] in LARGEST_CODES
-            severity: Severity = "warning" if is_inf else "note"
-            remedy = _OF_INF if is_inf else ""
-            yield Sighting(layers, first, "", event.text, event.iteration, severity, remedy=remedy)
+            yield from self._change(event)
+
+    def _change(self, event: Event) -> Iterator[Sighting]:
+        slots = event.data["slots"]
+        if self._kind != "spike":
+            layers, _ = zip(*slots, strict=True)
+            yield Sighting(layers, "", "", event.text, event.iteration)
+            return
+        first = slots[0][1]
+        layers = tuple(layer for layer, tensor in slots if tensor == first)
+        is_inf = event.data["now"] in LARGEST_CODES
+        severity: Severity = "warning" if is_inf else "note"
+        remedy = _OF_INF if is_inf else ""
+        yield Sighting(layers, first, "", event.text, event.iteration, severity, remedy=remedy)
+
+
+class Absence(Changed):
+    """Reports all layers that were missed as one finding: a note once all of them are back."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self._absences: dict[str, tuple[int, int | None]] = {}  # layer -> first and last step; None if it goes on
+
+    def _change(self, event: Event) -> Iterator[Sighting]:
+        is_new = not self._absences
+        layers, _ = zip(*event.data["slots"], strict=True)
+        self._absences.update(dict.fromkeys(layers, (event.data["since"], event.data["until"])))
+        spans = self._absences.values()
+        severity: Severity = "warning" if any(last is None for _, last in spans) else "note"
+        latest = max(first if last is None else last for first, last in spans)
+        found = Sighting(layers, "", "", describe_absences(self._kind, spans), latest, severity)
+        if not is_new:
+            yield found._replace(replaces=True)
+        yield found
 
 
 _OF_INF = (
@@ -53,6 +78,7 @@ _OF_INF = (
 )
 
 _COLLECT = "every_step=True, the default, and a longer run"
+_BACK = "A note once all such layers have one again. A layer is missed again after twice its longest gap"
 _NEEDS = f"every_step=True, and {LEAST_HISTORY} steps"
 
 RULES = (
@@ -89,7 +115,7 @@ RULES = (
         collect=_COLLECT,
         condition=(
             f"a layer had a GEMM in each of {LEAST_PRESENT} training steps in a row, and has had none for"
-            f" {LEAST_ABSENT} steps, in which other layers had"
+            f" {LEAST_ABSENT} steps, in which other layers had. {_BACK}"
         ),
         silent="layers that are left out at random, or in turn, from the start",
         severity="warning",
@@ -97,7 +123,7 @@ RULES = (
         why="its weights do not change any more, and the model without it is another model",
         disproof="the script leaves the layer out on purpose from that step on",
         remedy="Look for what chooses the layers of a step: a schedule, a condition on data, routing, early exits",
-        check=lambda: Changed("uncalled"),
+        check=lambda: Absence("uncalled"),
     ),
     Rule(
         id="frozen-layer",
@@ -108,7 +134,7 @@ RULES = (
         condition=(
             f"a layer had a wgrad other than 0 in each of {LEAST_PRESENT} training steps in a row, and has had none for"
             f" {LEAST_ABSENT} steps, in which its forward ran. Or the gradient of a matrix was not 0 at the optimizer's"
-            f" steps in {LEAST_PRESENT} steps, and then is 0 at {LEAST_ABSENT} of them in a row"
+            f" steps in {LEAST_PRESENT} steps, and then is 0 at {LEAST_ABSENT} of them in a row. {_BACK}"
         ),
         silent=(
             "layers that are trained in turn from the start; at the optimizer's step also layers in lists of a block,"
@@ -124,7 +150,7 @@ RULES = (
             " gradients may be 0 until its amax leaves the history: use a shorter amax_history_len, or current scaling"
         ),
         consequence_of=("spike", "stale-scale", "uncalled-layer"),
-        check=lambda: Changed("frozen"),
+        check=lambda: Absence("frozen"),
     ),
     Rule(
         id="spike",
