@@ -430,7 +430,7 @@ class EveryStepCheck:
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 
     def add_held(self, iteration: int, broken: tuple[int, int] | None) -> None:
-        """Add the events for what was read after an optimizer's step, in the iteration in which this becomes known.
+        """Add the events for weights that an optimizer has written, in the iteration in which this becomes known.
 
         Args:
             broken: see :attr:`FiniteGradients.broken`.
@@ -464,7 +464,7 @@ class EveryStepCheck:
             origin = self.steps.add(row)
             if origin is not None:
                 self.unsent.append(origin)
-                if origin.after_update:
+                if origin.after_update and origin.tensor == "weight":  # the gradients may have brought it
                     self._held.append(origin)
                 else:
                     self._events.append(_event_of(origin))
