@@ -67,7 +67,7 @@ class UnobservedForwards:
 
     Attributes:
         reasons: id of a module of Transformer Engine -> why its forwards were not observed.
-        with_backward: ids of the modules of forwards in evaluation mode whose backward added to gradients.
+        with_backward: ids of modules with a forward in evaluation mode and a backward of it that added to gradients.
     """
 
     def __init__(self) -> None:

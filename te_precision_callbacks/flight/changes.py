@@ -107,18 +107,26 @@ ABSENCES: Mapping[Kind, tuple[str, str]] = {
 """Kinds of changes that end when the layer is back: what it had before, and has no more."""
 
 
+_ABSENCE_OF: Mapping[str, Kind] = {"activation": "uncalled", "wgrad": "frozen"}
+
+
 def describe_absences(kind: Kind, spans: Collection[tuple[int, int | None]]) -> str:
     """Describe layers by the first and the last step of each one's absence; None if it goes on."""
     before, none = ABSENCES[kind]
     text = before.format(many(len(spans), "layer"))
-    since = min(first for first, _ in spans)
-    ends = [last for _, last in spans if last is not None]
+    firsts, lasts = zip(*spans, strict=True)
+    ends = [last for last in lasts if last is not None]
     if len(ends) == len(spans):
-        steps = "some of the steps" if len(set(spans)) > 1 else "the steps"
-        return f"{text}, {none} in {steps} {since} to {max(ends)}, and again after them"
-    later = " or later" if len({first for first, _ in spans}) > 1 else ""
-    back = f"; {len(ends)} of them {'has' if len(ends) == 1 else 'have'} one again" if ends else ""
-    return f"{text}, and {none} since step {since}{later}{back}"
+        steps = "the steps"
+        if len(set(spans)) > 1:
+            steps = "some of the steps"
+        return f"{text}, {none} in {steps} {min(firsts)} to {max(ends)}, and again after them"
+    text += f", and {none} since step {min(firsts)}"
+    if len(set(firsts)) > 1:
+        text += " or later"
+    if ends:
+        text += f"; {many(len(ends), 'layer')} came back"
+    return text
 
 
 class _Begin(NamedTuple):
@@ -257,7 +265,7 @@ class Changes:
 
     def _calls(self, row: StepRow, places: Mapping[TensorSlot, int]) -> Iterator[Change]:
         """Yield layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one.
-        Also yield those that are back; they are missed again after twice their longest absence.
+        Also yield layers that are back; they are missed again after twice their longest absence.
         """
         missing: dict[tuple[Kind, int], list[TensorSlot]] = {}
         back: dict[tuple[Kind, int], list[TensorSlot]] = {}
@@ -281,7 +289,7 @@ class Changes:
                 forward = places.get(TensorSlot(slot.layer, "activation"))
                 if slot.tensor != "activation" and (forward is None or row.magnitudes[forward] < 0):
                     continue
-                self._absent[slot] = "uncalled" if slot.tensor == "activation" else "frozen", since
+                self._absent[slot] = _ABSENCE_OF[slot.tensor], since
                 missing.setdefault(self._absent[slot], []).append(slot)
         for (kind, since), slots in missing.items():
             yield Change(kind, tuple(slots), since)

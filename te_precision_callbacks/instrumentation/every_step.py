@@ -1,8 +1,8 @@
 """Adds the operands of each GEMM to the ring, in every step, also if nothing else observes the layer.
 
-Each operand counts where a GEMM reads it, in the codes that this GEMM gets: a weight once in a step, an activation in
-each fprop, a gradient in each wgrad, with which its own result counts too, or where no wgrad follows, or the codes of
-both differ, in dgrad. A result counts if no other GEMM reads it, which is true of
+Each operand counts where a GEMM reads it, in the codes that this GEMM gets: a weight once in a step, and again after a
+step of an optimizer; an activation in each fprop; a gradient in wgrad, or in dgrad if no wgrad follows or the codes of
+both differ. A result counts if no other GEMM reads it, which is true of
 wgrad; and in float16, where finite operands can overflow. A wgrad that is added to others, as in ``main_grad``, does
 not count. Of the input of a norm, the largest RMS of a token counts (LayerNorm: standard deviation), whose reciprocal
 the norm keeps for its backward: a wrong result of an earlier GEMM is seen there, and the norm hides it from the next.
@@ -68,7 +68,7 @@ class EveryStep:
         self._numbers: dict[int, int] = {}
 
     def note_update(self) -> None:
-        """Note that an optimizer has stepped parameters of the model, whose weights are then read again."""
+        """Note that an optimizer has stepped parameters of the model: weights are read again."""
         self._weights.clear()
         if self.ring.updated_at is None:
             self.ring.updated_at = len(self.ring.order)
@@ -165,7 +165,7 @@ class EveryStep:
     def _to_add(
         self, forward: Forward, known: set[tuple[int, str]], index: int, gemm: str, tensors: GemmTensors
     ) -> list[tuple[str, Any]]:
-        """Return the tensors of a GEMM that are not added yet, with their names; ``known``: those that are."""
+        """Return the tensors of a GEMM to add, with their names; ``known``: the tensors that are added."""
         a, b, out = tensors
         found: list[tuple[str, Any]] = []
         if gemm == "fprop":

@@ -72,16 +72,17 @@ class FiniteGradients:
         self._stepped += [(place, *part) for part in clipped + _largest(gradients)]
 
     def end_step(self, iteration: int, weights: Sequence[NamedTensor] = (), *, at_last: bool = False) -> list[Broken]:
-        """Return the gradients that were not finite, at the first place with such ones; if all were, the stepped
-        ``weights`` that are not.
+        """Return the gradients that were not finite, at the first place with any; if all were, the stepped ``weights``
+        that are not.
 
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
         """
         self._clipped = []
         waits = False
-        updated = [] if self._has_found else [(0, *part) for part in _largest(weights)]
         kinds: dict[_What, list[tuple[int, list[str], torch.Tensor]]]
-        kinds = {"nonfinite_gradient": self._stepped, "nonfinite": updated}
+        kinds = {"nonfinite_gradient": self._stepped, "nonfinite": []}
+        if not self._has_found:
+            kinds["nonfinite"] += [(0, *part) for part in _largest(weights)]
         for what, of_kind in kinds.items():
             for place, names, largest in of_kind:
                 self._copies.append((iteration, what, place, names, to_host(largest)))

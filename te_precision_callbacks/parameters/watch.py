@@ -357,7 +357,7 @@ class _Schedule:
     of_groups: Sequence[float] = ()
 
     def note(self, rates: Sequence[float], iteration: int) -> list[RateRise]:
-        """Note the learning rates of the parameter groups, and return those that rise far in this step."""
+        """Note the learning rates of the parameter groups, and return their large rises in this step."""
         groups = map(RateRise, self.of_groups, rates)
         risen = [group for group in groups if group.now >= RISE * group.before > 0]
         self.of_groups = rates
@@ -880,7 +880,7 @@ class ParameterWatch:
         return rises
 
     def take_vanished(self) -> dict[tuple[int, int | None], list[str]]:
-        """Return first iteration, and last one of those that are back -> matrices with gradients that have become 0.
+        """Return first and last iteration -> matrices with gradients that have become 0; None if they still are.
 
         Layers in lists of a block are left out: experts may get no tokens.
         """

@@ -430,9 +430,10 @@ class EveryStepCheck:
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 
     def add_held(self, iteration: int, broken: tuple[int, int] | None) -> None:
-        """Add the events for weights that an optimizer has written, in the iteration in which this becomes known.
+        """Add the events for weights that an optimizer has written.
 
         Args:
+            iteration: the current one.
             broken: see :attr:`FiniteGradients.broken`.
         """
         for origin in self._held:

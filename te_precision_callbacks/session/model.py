@@ -385,8 +385,10 @@ class ObservedModel:
         if unwatched and self._notices.first("unwatched"):
             paths: dict[torch.nn.Module, str] = {}
             for scope, root in named_roots(self.model) or ():
-                paths |= {part: f"{scope}.{path}".strip(".") for path, part in root.named_modules()}
-            self._added = {paths[module]: "not attached" for module in unwatched if module in paths}
+                for path, part in root.named_modules():
+                    paths[part] = f"{scope}.{path}".strip(".")
+            for module in paths.keys() & set(unwatched):
+                self._added[paths[module]] = "not attached"
             names = fold_for_sentence(*(paths.get(module, str(module.name)) for module in unwatched))
             parameters = itertools.chain.from_iterable(module.parameters() for module in unwatched)
             if not held_ids_of_process().isdisjoint(map(id, parameters)):
@@ -415,8 +417,11 @@ class ObservedModel:
             )
 
     def note_unobserved(self) -> None:
-        """Note the layers that ran only in forwards that are not observed, with the reasons; for coverage, also those
-        of which some forwards of the training are not observed, and those that were added to the model."""
+        """Note the layers that ran only in forwards that are not observed, with the reasons.
+
+        Coverage also gets layers with some unobserved forwards of the training, layers that were added to the model,
+        and double backward.
+        """
         forwards = self.hooks.products.unobserved
         reasons = forwards.reasons
         observed = self.hooks.order.forward

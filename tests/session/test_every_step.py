@@ -680,7 +680,7 @@ def test_layers_that_run_in_phases(steps: int, severity: str, tmp_path: Path) ->
     layers, seen = {
         36: (("a",), "1 layer had a GEMM in each step, and none since step 18"),
         64: (("a", "b"), "2 layers had a GEMM in each step, none in some of the steps 18 to 53, and again after them"),
-        130: (("a", "b"), "2 layers had a GEMM in each step, and none since step 36 or later; 1 of them has one again"),
+        130: (("a", "b"), "2 layers had a GEMM in each step, and none since step 36 or later; 1 layer came back"),
     }[steps]
     assert (finding.layers, finding.severity, finding.since, finding.seen) == (layers, severity, 18, seen)
     assert diagnose(tmp_path) == session.findings

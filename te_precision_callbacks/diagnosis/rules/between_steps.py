@@ -122,7 +122,7 @@ RULES = (
         source="this project",
         why="its weights do not change any more, and the model without it is another model",
         disproof="the script leaves the layer out on purpose from that step on",
-        remedy="Look for what chooses the layers of a step: a schedule, a condition on data, routing, early exits",
+        remedy="Look for what chooses the layers of a step: a schedule, the data, routing, early exits, eval()",
         check=lambda: Absence("uncalled"),
     ),
     Rule(
