@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.failures import ObservationFailures
+from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
@@ -68,19 +69,32 @@ OptimizerMethod = Callable[[torch.optim.Optimizer], None]
 
 
 def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[RemovableHandle]:
-    """Call methods before and after each step of any optimizer; the hooks hold weak references to them."""
-    return [register_optimizer_step_pre_hook(_hook(before)), register_optimizer_step_post_hook(_hook(after))]
+    """Call methods before and after each step of any optimizer; the hooks hold weak references to them.
 
-
-def _hook(method: OptimizerMethod) -> Callable[..., None]:
-    reference = weakref.WeakMethod(method)
+    The backward of a step with a closure, as in Lightning, runs in the step: ``before`` is called after its first one.
+    """
+    before_step, after_step = weakref.WeakMethod(before), weakref.WeakMethod(after)
 
     @outside_of_dynamo
-    def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (bound := reference()) is not None:
+    def call_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        waiting = [optimizer]
+
+        def act() -> None:
+            bound = before_step()
+            if bound is not None and waiting:
+                bound(waiting.pop())
+
+        wrapped = after_closure(args, keywords, act)
+        if wrapped is None:
+            act()
+        return wrapped
+
+    @outside_of_dynamo
+    def call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (bound := after_step()) is not None:
             bound(optimizer)
 
-    return call
+    return [register_optimizer_step_pre_hook(call_before), register_optimizer_step_post_hook(call_after)]
 
 
 class LoopChecks:

@@ -471,6 +471,24 @@ def test_a_gradient_norm_that_the_module_logs_is_checked(tmp_path: Path, has_log
     assert "te/findings" not in {row["name"] for row in rows}, "it is a result, no number of the trainer"
 
 
+class Spoils(Plain):
+    """nan in a gradient, after the backward, which runs inside of the optimizer's step."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.global_step == LOST:
+            gradient = self.net[1].weight.grad
+            assert gradient is not None
+            gradient[0, 0] = math.nan
+
+
+def test_a_gradient_is_checked_after_its_backward(tmp_path: Path) -> None:
+    callback = PrecisionDebugCallback(log_dir=tmp_path / "debug")
+    trainer(tmp_path, callbacks=[callback]).fit(Spoils(), loader(8))
+    (finding,) = (finding for finding in callback.session.findings if finding.rule == "nonfinite")
+    assert finding.since == LOST
+    assert str(finding).startswith("gradient of net.1: the gradient of net.1.weight has inf or nan")
+
+
 class Starts(EarlyStopping):
     def __init__(self, **keywords: Any) -> None:
         super().__init__("te/findings", mode="min", patience=100, strict=True, **keywords)
