@@ -107,7 +107,7 @@ def autograd_functions() -> Iterator[tuple[Any, Callable[[], FindTensors], Seque
     places of the weights among their inputs; no places for groups."""
     for row in MODULES.values():
         function = row.function()
-        _, *inputs = inspect.signature(function.forward).parameters
+        inputs = list(inspect.signature(function.forward).parameters)[1:]
         weights = [name for name, (_, tensor) in row.arguments().items() if tensor == "weight" and name in inputs]
         yield function, functools.partial(_tensors_of, row, function.forward), list(map(inputs.index, weights))
 

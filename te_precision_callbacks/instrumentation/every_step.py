@@ -2,10 +2,10 @@
 
 Each operand counts where a GEMM reads it, in the codes that this GEMM gets: a weight once in a step, and again after a
 step of an optimizer; an activation in each fprop; a gradient in wgrad, or in dgrad if no wgrad follows or the codes of
-both differ. A result counts if no other GEMM reads it, which is true of
-wgrad; and in float16, where finite operands can overflow. A wgrad that is added to others, as in ``main_grad``, does
-not count. Of the input of a norm, the largest RMS of a token counts (LayerNorm: standard deviation), whose reciprocal
-the norm keeps for its backward: a wrong result of an earlier GEMM is seen there, and the norm hides it from the next.
+both differ. A result counts if no other GEMM reads it, which is true of wgrad; and in float16, where finite operands
+can overflow. A wgrad that is added to others, as in ``main_grad``, does not count. Of the input of a norm, the largest
+RMS of a token counts (LayerNorm: standard deviation), whose reciprocal the norm keeps for its backward: a wrong result
+of an earlier GEMM is seen there, and the norm hides it from the next.
 
 What the codes say of inf and nan follows from the casts of Transformer Engine 2.20.2: FP8 keeps nan, and MXFP8 keeps
 inf in its scales. Casts saturate otherwise. With delayed scaling, the largest magnitude is read from the quantizer,

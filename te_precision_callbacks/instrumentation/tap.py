@@ -401,7 +401,7 @@ class GemmTap:
             entered = getattr(ctx, "te_precision_forward", None) or unobserved_forward()
             entered.half = 2
             if entered.watched is not None and weights and not self._may_delay_wgrad:
-                entered.has_wgrad = all(map(ctx.needs_input_grad.__getitem__, weights))
+                entered.has_wgrad = _needs_all(ctx, weights)
             if entered.high is None:
                 return self._running.call(entered, True, upstream, ctx, *arguments)
             try:
@@ -660,6 +660,12 @@ class GemmTap:
         except Exception as error:
             layer = OUTSIDE if forward is None else forward.layers[0]
             self._report("observing the GEMMs of", layer, error)
+
+
+def _needs_all(ctx: Any, places: Sequence[int]) -> bool:
+    """Return whether a backward has to compute the gradients of the inputs at these places."""
+    needs = getattr(ctx, "needs_input_grad", ())
+    return max(places) < len(needs) and all(map(needs.__getitem__, places))
 
 
 def _find_none(arguments: Sequence[Any]) -> PlainTensors:
