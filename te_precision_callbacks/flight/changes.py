@@ -106,7 +106,6 @@ ABSENCES: Mapping[Kind, tuple[str, str]] = {
 }
 """Kinds of changes that end when the layer is back: what it had before, and has no more."""
 
-
 _ABSENCE_OF: Mapping[str, Kind] = {"activation": "uncalled", "wgrad": "frozen"}
 
 
@@ -158,7 +157,7 @@ class Changes:
         self._called_from: dict[TensorSlot, int] = {}
         self._high_since: dict[str, _Begin] = {}  # layer -> the first step of the last ones in high precision
         self._uncalled_since: dict[TensorSlot, int] = {}
-        self._absent: dict[TensorSlot, tuple[Kind, int]] = {}  # with the first step, if it was reported
+        self._absent: dict[TensorSlot, int] = {}  # with the first step, if it was reported
         self._longest: dict[TensorSlot, int] = {}  # the longest absence that was reported, in steps
 
     def add(self, row: StepRow) -> Iterator[Change]:
@@ -274,9 +273,9 @@ class Changes:
             self._called_from.setdefault(slot, self._steps)
             self._uncalled_since.pop(slot, None)
             if slot in self._absent:
-                _, since = absence = self._absent.pop(slot)
+                since = self._absent.pop(slot)
                 self._longest[slot] = row.iteration - since
-                back.setdefault(absence, []).append(slot)
+                back.setdefault((_ABSENCE_OF[slot.tensor], since), []).append(slot)
         for slot in [slot for slot in self._called_from if slot not in places]:
             if slot not in self._uncalled_since:
                 if self._steps - self._called_from[slot] < LEAST_PRESENT:
@@ -289,8 +288,8 @@ class Changes:
                 forward = places.get(TensorSlot(slot.layer, "activation"))
                 if slot.tensor != "activation" and (forward is None or row.magnitudes[forward] < 0):
                     continue
-                self._absent[slot] = _ABSENCE_OF[slot.tensor], since
-                missing.setdefault(self._absent[slot], []).append(slot)
+                self._absent[slot] = since
+                missing.setdefault((_ABSENCE_OF[slot.tensor], since), []).append(slot)
         for (kind, since), slots in missing.items():
             yield Change(kind, tuple(slots), since)
         for (kind, since), slots in back.items():

@@ -383,13 +383,11 @@ class ObservedModel:
             if trains and not te_modules.is_unknown(type(module)):
                 unwatched.append(module)
         if unwatched and self._notices.first("unwatched"):
-            paths: dict[torch.nn.Module, str] = {}
-            for scope, root in named_roots(self.model) or ():
-                for path, part in root.named_modules():
-                    paths[part] = f"{scope}.{path}".strip(".")
-            for module in paths.keys() & set(unwatched):
-                self._added[paths[module]] = "not attached"
-            names = fold_for_sentence(*(paths.get(module, str(module.name)) for module in unwatched))
+            paths = self.layers.paths(self.model)
+            for module in unwatched:
+                if id(module) in paths:
+                    self._added[paths[id(module)]] = "not attached"
+            names = fold_for_sentence(*(paths.get(id(module), str(module.name)) for module in unwatched))
             parameters = itertools.chain.from_iterable(module.parameters() for module in unwatched)
             if not held_ids_of_process().isdisjoint(map(id, parameters)):
                 reason = "trained, but not in the session's model"

@@ -16,7 +16,7 @@ from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
-from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP, GradientNorms, training_losses
+from te_precision_callbacks.diagnosis.rules.training import FiniteAgain, GradientNorms, training_losses
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
@@ -291,7 +291,7 @@ class NonfiniteGradientNorm(RuleCheck):
         self._chosen = GradientNorms()
         self._is_scaled: bool | None = None
         self._waiting: list[Sighting] = []
-        self._bad = self._finite = 0  # norms that are inf or nan, and finite ones since the last of them
+        self._steps = FiniteAgain("the gradient norm", "step")
 
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         if facts.settings is not None:
@@ -305,15 +305,10 @@ class NonfiniteGradientNorm(RuleCheck):
             return
         self.note_data(iteration)
         if not math.isfinite(norm):
-            self._bad += 1
-            self._finite = 0
+            self._steps.add_bad()
             self._waiting.append(Sighting((), "", "", f"{name} is {norm}", iteration))
-        elif self._bad:
-            self._finite += 1
-            if self._finite == FINITE_AGAIN:
-                seen = f"the gradient norm was inf or nan in {many(self._bad, 'step')}, and is finite again"
-                again = Sighting((), "", "", seen, None, "note", remedy=OF_SKIPPED_STEP, replaces=True)
-                self._waiting.append(again)
+        else:
+            self._waiting += self._steps.add_finite()
         yield from self._release()
 
     def _release(self) -> Iterator[Sighting]:

@@ -87,6 +87,26 @@ UNFILTERED = "loss_step"
 """The loss of a step as the backward gets it, from a trainer that leaves inf and nan out of what it logs."""
 
 
+class FiniteAgain:
+    """Counts the steps with inf or nan in a number of the trainer, and the finite ones since the last of them."""
+
+    def __init__(self, what: str, step: str) -> None:
+        self._what = what
+        self._step = step
+        self._bad = self._finite = 0
+
+    def add_bad(self) -> None:
+        self._bad += 1
+        self._finite = 0
+
+    def add_finite(self) -> Iterator[Sighting]:
+        """Add a finite step; yield a note with :data:`FINITE_AGAIN` of them in a row after others."""
+        self._finite += 1
+        if self._bad and self._finite == FINITE_AGAIN:
+            seen = f"{self._what} was inf or nan in {many(self._bad, self._step)}, and is finite again"
+            yield Sighting((), "", "", seen, None, "note", remedy=OF_SKIPPED_STEP, replaces=True)
+
+
 class _Point(NamedTuple):
     iteration: int
     norm: float
@@ -101,7 +121,7 @@ class NonfiniteLoss(RuleCheck):
         self._others: dict[str, None] = {}
         self._is_filtered = False
         self._has_unfiltered = False
-        self._bad = self._finite = 0  # logged steps with inf or nan, and finite ones since the last of them
+        self._steps = FiniteAgain("the loss", "logged step")
 
     @property
     def why_not(self) -> str:
@@ -133,15 +153,11 @@ class NonfiniteLoss(RuleCheck):
             self._others.update(dict.fromkeys(_other_losses(values)))
         for name in losses:
             if not math.isfinite(values[name]):
-                self._bad += 1
-                self._finite = 0
+                self._steps.add_bad()
                 yield Sighting((), "", "", f"{name} is {values[name]}", iteration)
                 return
-        if losses and self._bad:
-            self._finite += 1
-            if self._finite == FINITE_AGAIN:
-                seen = f"the loss was inf or nan in {many(self._bad, 'logged step')}, and is finite again"
-                yield Sighting((), "", "", seen, None, "note", remedy=OF_SKIPPED_STEP, replaces=True)
+        if losses:
+            yield from self._steps.add_finite()
 
 
 class GradientNorm(RuleCheck):
