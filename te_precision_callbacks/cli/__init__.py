@@ -16,6 +16,7 @@ import typer
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.environment import LAUNCH_VARIABLE
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.former_names import former_command
 from te_precision_callbacks.check.command import check_command
 from te_precision_callbacks.check.maps import map_command
 from te_precision_callbacks.cli.doctor.command import doctor_command
@@ -162,6 +163,10 @@ def main() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
+    former = former_command(sys.argv[1:])
+    if former is not None:
+        typer.echo(f"te-precision: {former}", err=True)
+        raise SystemExit(2)
     try:
         app()
     except OSError as error:

@@ -1,0 +1,42 @@
+"""What to use instead of names of earlier development versions; to be removed at the first release.
+
+Commands and their options are written as on the command line, modules and Python names in full, and everything else as
+users write it: keywords, keys and features of a config, statistics, rules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from types import MappingProxyType, ModuleType
+
+FORMER_NAMES: Mapping[str, str] = MappingProxyType({})
+"""A name -> the sentence that says what to use instead."""
+
+
+def former_command(words: Sequence[str]) -> str | None:
+    """Return what replaces the command, or the option, of a command line; None if the line has none of them."""
+    command = words[0] if words else ""
+    options = [f"{command} {word.partition('=')[0]}" for word in words if word.startswith("-")]
+    for name in (command, " ".join(words[:2]), *options):
+        sentence = FORMER_NAMES.get(f"te-precision {name}")
+        if sentence is not None:
+            return f"te-precision {name} no longer exists. {sentence}"
+    return None
+
+
+def check_import(name: str) -> None:
+    """Raise an ImportError for a module, or a name of a module, that no longer exists."""
+    if name in FORMER_NAMES:
+        raise ModuleNotFoundError(f"{name} no longer exists. {FORMER_NAMES[name]}", name=name)
+
+
+class _FormerModules(MetaPathFinder):
+    """Asked by Python for modules that no other finder knows."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        check_import(fullname)
+
+
+sys.meta_path.append(_FormerModules())

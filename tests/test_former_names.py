@@ -1,0 +1,55 @@
+"""Each name that no longer exists gives one error, which says what to use instead."""
+
+import importlib
+import sys
+
+import pytest
+
+from te_precision_callbacks.base.former_names import FORMER_NAMES
+from te_precision_callbacks.base.suggestions import suggestion
+from te_precision_callbacks.cli import main
+
+COMMANDS = [name for name in FORMER_NAMES if name.startswith("te-precision ")]
+PYTHON_NAMES = [name for name in FORMER_NAMES if name.startswith("te_precision_callbacks.")]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_and_an_option(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *options = name.split()[1:]
+    for words in (
+        [command, *options, "run"],
+        [command, "run", *options],
+        [command, "run", *(f"{option}=1" for option in options)],
+    ):
+        if options and not options[0].startswith("-") and words[1] != options[0]:
+            continue  # a command below a command
+        monkeypatch.setattr(sys, "argv", ["te-precision", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        assert (ended.value.code, printed.out) == (2, "")
+        assert printed.err == f"te-precision: {name} no longer exists. {FORMER_NAMES[name]}\n"
+
+
+@pytest.mark.parametrize("name", PYTHON_NAMES)
+def test_a_python_name(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(ImportError, match=f"{name} no longer exists") as raised:
+        importlib.import_module(name)
+    assert FORMER_NAMES[name] in str(raised.value)
+    with pytest.raises(ImportError, match=f"{name} no longer exists"):
+        exec(f"from {module} import {attribute}")
+
+
+def test_each_sentence_says_what_to_use_instead() -> None:
+    for name, sentence in FORMER_NAMES.items():
+        assert sentence[0].isupper(), name
+        assert sentence.endswith("."), name
+
+
+def test_a_former_name_in_a_config_or_a_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_precision_callbacks.base.suggestions.FORMER_NAMES", {"maximum": "Use max."})
+    assert suggestion("maximum", ["max"]) == " It no longer exists. Use max."
+    assert suggestion("maxima", ["max"]) == " Did you mean 'max'?"
