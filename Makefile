@@ -12,7 +12,7 @@
 #                  ARGS="--device cpu" GPU_PYTHON=.venv/bin/python runs the same code on a CPU
 # make clients SRC=<folder of sources>   other people's training scripts, without the debugger and with it; tests/clients/README.md
 # make proof   what the diagnosis says of planted defects, of published bugs and of healthy trainings, and whether its
-#              remedies help, into docs/proof.md; hours.
+#              remedies help, into benchmarks/proof/README.md; hours.
 #              ARGS="--draws 12 --folder proof-runs" trains less, and goes on where it was interrupted
 #
 # Each sets up what it needs in .venv on its first call, and again where requirements.lock or pyproject.toml has changed:

@@ -60,6 +60,7 @@ from measuring import (
 
 from te_precision_callbacks import reference
 from te_precision_callbacks.base.vocabulary import Observe
+from te_precision_callbacks.config.loading import DEFAULT_CONFIG
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 QUANTIZED_TENSORS = TENSORS[:3]
@@ -224,6 +225,11 @@ def with_ours(
         yield session.step
 
 
+def without_early_steps() -> Config:
+    """The statistics of the default config, in a section of another name: collected in steps 0, 100, ..."""
+    return {"statistics": DEFAULT_CONFIG["default_statistics"]}
+
+
 @contextlib.contextmanager
 def with_upstream(model: torch.nn.Module, sections: Config) -> Iterator[EndOfStep]:
     """Plain nvidia-dlfw-inspect with Transformer Engine's own features, in a state as if nothing had run before."""
@@ -341,8 +347,8 @@ def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
         "start, first step and stop": whole,
         "a collection step": functools.partial(training.within, session),
     }
-    quiet = functools.partial(session, early_steps=False)
-    others: dict[str, Way] = {"five other steps": functools.partial(training.within, quiet, 5)}
+    later = functools.partial(session, sections=without_early_steps())
+    others: dict[str, Way] = {"five other steps": functools.partial(training.within, later, 5)}
     cases = []
     for timed, steps in ((ways, 1), (others, 5)):
         base = functools.partial(training.within, without, steps)
@@ -376,7 +382,7 @@ def watch(options: argparse.Namespace, device: torch.device) -> list[Case]:
         for part, (owner, name) in parts.items():
             wrapped = functools.partialmethod(functools.partial(timed, part, getattr(owner, name)))
             patches.enter_context(mock.patch.object(owner, name, wrapped))
-        end = patches.enter_context(with_ours(training.model, None, early_steps=False))
+        end = patches.enter_context(with_ours(training.model, without_early_steps()))
         training.step(end)  # the first one has more to do
         for _ in range(options.least):
             spent.update(dict.fromkeys(parts, 0))

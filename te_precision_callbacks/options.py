@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
@@ -18,18 +17,18 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict, get_type_hints
 
 from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
-from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.files import StrPath
 from te_precision_callbacks.base.spans import whole_number
 from te_precision_callbacks.base.suggestions import suggestion
-from te_precision_callbacks.base.vocabulary import LayerNames, Observe
-from te_precision_callbacks.config.contract import Contract, ContractSource, OnBroken, read_contract
+from te_precision_callbacks.base.vocabulary import Observe
+from te_precision_callbacks.config.contract import Contract, ContractSource
 from te_precision_callbacks.config.fields import size_in_bytes
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
-from te_precision_callbacks.config.steps import EarlySteps, read_early_steps, with_early_steps
+from te_precision_callbacks.config.steps import with_early_steps
 from te_precision_callbacks.diagnosis.engine import OnFinding, reads_stop
 from te_precision_callbacks.layers.naming import Scope, check_scope
-from te_precision_callbacks.maps.comparing import SameAs, SameAsSource, read_same_as
+from te_precision_callbacks.maps.comparing import read_requirements
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, LEAST_LIMIT
 from te_precision_callbacks.sinks.metrics import LogFilter, MetricSelection
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT as LOG_LIMIT
@@ -154,10 +153,7 @@ class SessionKeywords(TypedDict, total=False):
     reduce: bool
     statistics_log: StatisticsLogValue
     records: Records
-    report: bool
     start_step: int | None
-    early_steps: EarlySteps
-    layer_names: LayerNames | None
     scope: Scope
     prefix: str
     log_filter: LogFilter
@@ -168,8 +164,6 @@ class SessionKeywords(TypedDict, total=False):
     allow_unmatched: bool
     strict: bool
     require: ContractSource
-    require_same: SameAsSource
-    on_broken: OnBroken
     on_finding: OnFinding
     profile: int | str | None
     quiet: bool
@@ -182,8 +176,8 @@ def _hints() -> Mapping[str, Any]:
 
 _PLAIN = frozenset(
     {
-        *("process_group", "reduce", "report", "layer_names", "prefix", "observe", "every_step"),
-        *("precision_features_in_eval", "allow_unmatched", "strict", "on_broken", "quiet"),
+        *("process_group", "reduce", "prefix", "observe", "every_step"),
+        *("precision_features_in_eval", "allow_unmatched", "strict", "quiet"),
     }
 )
 """Keywords without a parser of their own."""
@@ -211,8 +205,8 @@ class SessionOptions:
     """The options of a session.
 
     Attributes:
-        config: a path, a mapping, or a loaded config. None: statistics of every layer at ``early_steps`` and every
-            100th step (docs/statistics.md#the-default-config).
+        config: a path, a mapping, or a loaded config. None: statistics of every layer in steps 0, 1, 2, 5, 10, 20, 50
+            and every 100th step (docs/statistics.md#the-default-config).
         log_dir: the folder for logs. None: the trainer's folder, or the current one.
         feature_dirs: folders of your own features; every ``.py`` file below them is executed.
         features: your own features, as classes.
@@ -224,14 +218,7 @@ class SessionOptions:
             ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB; then the log ends.
         records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
             such as ``"64GiB"``; then old steps are downsampled (docs/records.md#old-steps-of-a-long-run).
-        report: write the run's page to ``<log_dir>/report.html`` when it has ended without an error
-            (docs/report.md#as-a-page).
         start_step: the debug iteration at start. None: 0, or the resumed step.
-        early_steps: additional collection steps at the start. True: steps 1, 2, 5, 10, 20 and 50. A list: its steps.
-            False: none. None: True with the default config or a section named ``default_statistics``, otherwise False.
-            DumpTensors ignores it.
-        layer_names: ``"path"``: layer names are paths in the module tree. ``"upstream"``: nvidia-dlfw-inspect's names
-            and numbers. None: the config's key ``layer_names``, otherwise paths (docs/features.md#names).
         scope: prefix of this rank's layer names, if ranks have different layers at the same path: a text such as
             ``"pp1"``, or a function of a module's path. Empty: derived from Megatron's parallel state or device meshes
             (docs/statistics.md#aggregation).
@@ -249,10 +236,6 @@ class SessionOptions:
         strict: raise instead of warning about a failed observation, a layer refused by TE's debug path, or a difference
             found by the audit of a resume (docs/resuming.md#the-audit).
         require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract).
-        require_same: the map of another side, such as a rollout engine, whose layers the run must quantize too: the
-            path of a map or a checkpoint, or a mapping with ``map`` and ``alignment``
-            (docs/rollout.md#stop-a-run-that-differs). Checked like ``require``.
-        on_broken: ``"raise"`` a PrecisionContractError for a broken contract, or ``"warn"``.
         on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: log
             each finding once. ``"stop"``, ``"stop: nonfinite, dead-gradient"``: raise a PrecisionFindingError on all
             ranks. A mapping of rules to reactions, such as ``{"nonfinite": "dump, protect checkpoint"}``, or a function
@@ -272,10 +255,7 @@ class SessionOptions:
     reduce: bool = True
     statistics_log: StatisticsLogValue = "rank0"
     records: Records = "on"
-    report: bool = False
     start_step: int | None = None
-    early_steps: EarlySteps = None
-    layer_names: LayerNames | None = None
     scope: Scope = ""
     prefix: str = "te"
     log_filter: LogFilter = None
@@ -286,8 +266,6 @@ class SessionOptions:
     allow_unmatched: bool = False
     strict: bool = False
     require: Contract | None = None
-    require_same: SameAs | None = None
-    on_broken: OnBroken = "raise"
     on_finding: OnFinding = "warn"
     profile: int | str | None = None
     quiet: bool = False
@@ -299,7 +277,6 @@ class SessionOptions:
         Raises:
             OptionError: an unknown keyword, or an invalid value.
             ConfigError: the config cannot be used.
-            MissingExtraError: ``report=True`` without plotly.
         """
         known = {entry.name for entry in fields(cls)}
         for key in keywords:
@@ -314,10 +291,7 @@ class SessionOptions:
             keywords["start_step"] = step_number("start_step=", start_step)
         read_statistics_log(keywords.get("statistics_log", "rank0"))
         read_profile(keywords.get("profile"))
-        if not record_limit(keywords.get("records", "on")) and keywords.get("report"):
-            raise OptionError("report=True needs records, but records='off' is set. Remove one of the two.")
-        if keywords.get("report") and find_spec("plotly") is None:
-            raise MissingExtraError("te_precision_callbacks.views.report", "report")
+        record_limit(keywords.get("records", "on"))
         check_scope(keywords.get("scope", ""))
         on_finding = keywords.get("on_finding", "warn")
         if isinstance(on_finding, Mapping) and [*on_finding] == ["stop"]:  # as YAML reads "stop: error"
@@ -334,18 +308,14 @@ class SessionOptions:
             if not isinstance(feature, type):
                 raise OptionError(f"features= takes feature classes, not {feature!r}.")
         loaded = load_config(config, features=features, feature_dirs=feature_dirs)
-        early_steps = read_early_steps(keywords.pop("early_steps", None), loaded)
         options = cls(
-            config=with_early_steps(loaded, early_steps),
-            early_steps=early_steps,
+            config=with_early_steps(loaded),
             log_dir=None if log_dir is None else _path("log_dir", log_dir),
             feature_dirs=feature_dirs,
             features=features,
             sinks=_sequence("sinks", keywords.pop("sinks", ())),
             debug=parse_debug(keywords.pop("debug", ())),
-            layer_names=keywords.pop("layer_names", None) or loaded.layer_names,
-            require=read_contract(keywords.pop("require", None)),
-            require_same=read_same_as(keywords.pop("require_same", None)),
+            require=read_requirements(keywords.pop("require", None)),
             **keywords,
         )
         for sink in options.sinks:
@@ -381,7 +351,7 @@ def spelled_out(constructor: FunctionT) -> FunctionT:
     return constructor
 
 
-_ONLY_IN_PYTHON = (os.PathLike, Config, Contract, SameAs, Callable)
+_ONLY_IN_PYTHON = (os.PathLike, Config, Contract, Callable)
 
 
 def _yaml_type(hint: Any) -> Any:

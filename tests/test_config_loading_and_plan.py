@@ -57,9 +57,9 @@ LAYERS = [
 ]
 
 
-def plan(layers: dict[str, Any], of: Sequence[Any] = LAYERS, **keywords: Any) -> Plan:
+def plan(layers: dict[str, Any], of: Sequence[Any] = LAYERS, **keys: Any) -> Plan:
     section = {"enabled": True, "layers": layers, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-    return load_config({"section": section}).plan(of, REGISTERED, **keywords)
+    return load_config({"section": section, **keys}).plan(of, REGISTERED)
 
 
 GEMM = (
@@ -202,7 +202,7 @@ def test_a_config_for_upstreams_names_that_selects_other_layers_by_path_is_warne
             "(section 'section'): the section 'section' selects model.layers.2.fc1; by nvidia-dlfw-inspect's names it "
             "would select model.layers.2.fc1 (here model.layers.1.fc1)."
         ) in message
-        assert message.endswith("set layer_names='path' to keep selecting by path.")
+        assert message.endswith("layer_names: path in the config keeps selecting by path.")
         caplog.clear()
         assert plan_blocks(block, layer_names="path") == ["model.layers.2.fc1"]
         assert plan_blocks(block, layer_names="upstream") == ["model.layers.1.fc1"]

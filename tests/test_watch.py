@@ -350,7 +350,7 @@ def test_the_run_ends_before_the_process_group(tmp_path: Path, monkeypatch: pyte
 def test_a_session_of_the_script_wins(tmp_path: Path) -> None:
     model = Model()
     with watched(tmp_path / "watch") as watch:
-        with InspectSession(model=model, log_dir=tmp_path / "own", report=False):
+        with InspectSession(model=model, log_dir=tmp_path / "own"):
             train(model, sgd(model))
         assert watch.session is None
     assert (tmp_path / "own").is_dir()
@@ -362,7 +362,7 @@ def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
     optimizer = sgd(model)
     with watched(tmp_path / "watch"):
         train(model, optimizer)
-        with InspectSession(model=model, log_dir=tmp_path / "own", report=False) as session:
+        with InspectSession(model=model, log_dir=tmp_path / "own") as session:
             loss_of(model, 0).backward()
             optimizer.step()
             session.step()

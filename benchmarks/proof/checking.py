@@ -14,7 +14,7 @@ from defects import TABLE
 from te_precision_callbacks.diagnosis import Finding, diagnose
 from te_precision_callbacks.runs import open_run
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "proof.md"
+PAGE = Path(__file__).with_name("README.md")
 
 
 Row = dict[str, Any]
@@ -88,7 +88,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 
 
 def write_into_page(name: str, text: str) -> None:
-    """Put a text between the markers of its name in docs/proof.md."""
+    """Put a text between the markers of its name in benchmarks/proof/README.md."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = PAGE.read_text().partition(begin)
     _, _, after = rest.partition(end)

@@ -7,7 +7,7 @@ or a warning of a rule that is right for its kind, and the finding's first layer
 has statistics in every second step; the rest have the default config.
 
 ``--folder`` keeps the recorded trainings; a further call checks them without training. ``--page`` writes the tables
-into docs/proof.md.
+into benchmarks/proof/README.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Each draw has a model, a recipe, a random place and a random step, and the default config. An inf or nan is right if the
 first finding has the step, and the layer that was the first to read it: hooks of this script note that layer. Another
 fault is right if a finding of a right rule, also a note, begins in its step. ``--draws`` draws of each kind; ``--page``
-writes the table into docs/proof.md.
+writes the table into benchmarks/proof/README.md.
 """
 
 from __future__ import annotations

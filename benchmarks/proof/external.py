@@ -7,7 +7,7 @@ It is found if a finding, or a note, of a right rule begins in a right layer. Th
 and no note of these rules.
 
 ``--folder`` keeps the recorded trainings; a further call checks them without training. ``--page`` writes the table
-into docs/proof.md.
+into benchmarks/proof/README.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 In a block of six, the gradient of the MLP is 2^power times as large, or as small, from step 0 on. Each training has
 seven steps, all with statistics. It is found if an error or a warning names a layer of the block first. ``--page``
-writes the table into docs/proof.md. It takes a few minutes on a free core.
+writes the table into benchmarks/proof/README.md. It takes a few minutes on a free core.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="NAME")
     parser.add_argument("--powers", nargs="+", type=int, default=POWERS, metavar="POWER")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
+    parser.add_argument("--page", action="store_true", help="write the table into benchmarks/proof/README.md")
     options = parser.parse_args()
     start_process((9, 0))
     columns = [sign * power for power in options.powers for sign in (1, -1)]

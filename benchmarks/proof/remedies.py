@@ -6,7 +6,7 @@ Each training has the same data and the same seed without the defect, with it, a
 remedy is to take the defect out, the remedied training is the healthy one.
 
 ``--folder`` keeps the recorded trainings; a further call checks them without training. ``--page`` writes the table
-into docs/proof.md.
+into benchmarks/proof/README.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def proof_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep trainings here; those that are there are not repeated")
     parser.add_argument("--processes", type=int, default=2, help="trainings at once (default: 2)")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/proof.md")
+    parser.add_argument("--page", action="store_true", help="write the table into benchmarks/proof/README.md")
     parser.add_argument("--draws", type=int, default=20, help="of each defect, in contest.py only (default: 20)")
     return parser
 

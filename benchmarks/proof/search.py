@@ -5,7 +5,8 @@
 Margins, written down before the runs: in each planted case, the search ranks the planted layer first, and first of its
 GEMMs one that reads the planted tensor; its choice closes at least 80 % of the gap of the loss between all-low and
 all-high. Under NVFP4 the search is better than a rival if the 95 % interval of the paired difference of the losses is
-below 0. ``--page`` writes the tables into docs/proof.md. The exit code is 1 if a planted case misses its margin.
+below 0. ``--page`` writes the tables into benchmarks/proof/README.md. The exit code is 1 if a planted case misses its
+margin.
 """
 
 from __future__ import annotations

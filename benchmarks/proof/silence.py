@@ -3,8 +3,8 @@
     python benchmarks/proof/silence.py [--names PART ...] [--blocks 2 24] [--folder FOLDER]
 
 Each warning and each error is a false alarm; notes are counted. ``--folder`` keeps the recorded trainings; a further
-call checks them without training. ``--page`` writes the table into docs/proof.md. The exit code is 1 if there is a
-false alarm.
+call checks them without training. ``--page`` writes the table into benchmarks/proof/README.md. The exit code is 1 if
+there is a false alarm.
 """
 
 from __future__ import annotations

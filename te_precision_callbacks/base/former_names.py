@@ -9,9 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
-FORMER_NAMES: Mapping[str, str] = MappingProxyType({})
+FORMER_NAMES: Mapping[str, str] = {
+    "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
+    "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
+    "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
+    "report": "Run te-precision report RUN after the training.",
+    "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
+}
 """A name -> the sentence that says what to use instead."""
 
 

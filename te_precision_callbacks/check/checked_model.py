@@ -26,14 +26,14 @@ from te_precision_callbacks.check.findings import (
     unsized_shares,
 )
 from te_precision_callbacks.config import Config, ConfigError, Plan
-from te_precision_callbacks.config.contract import Contract, ContractSource, read_contract
+from te_precision_callbacks.config.contract import Contract, ContractSource
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.effects import NAMESPACE, spans_of
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.loading import notes_of
 from te_precision_callbacks.config.planning import Section, draft
 from te_precision_callbacks.config.schemas import LogGemmError, known_features
-from te_precision_callbacks.config.steps import read_early_steps, with_early_steps
+from te_precision_callbacks.config.steps import with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
@@ -50,6 +50,7 @@ from te_precision_callbacks.layers.naming import (
     named_operations,
     named_te_modules,
 )
+from te_precision_callbacks.maps.comparing import read_requirements
 from te_precision_callbacks.options import check_value
 from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.speed.memory import Memory, plan_memory
@@ -152,10 +153,10 @@ def check_model(
     is_wanted = recipe != NONE
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe)
-    contract = read_contract(require)
+    contract = read_requirements(require)
     checked = _Check(
         model,
-        with_early_steps(config, read_early_steps(None, config)),
+        with_early_steps(config),
         recipe,
         tokens,
         batch,
@@ -191,6 +192,8 @@ def _with_broken_clauses(checked: CheckedModel, contract: Contract, with_regions
     for steps, coverage in checked.spans.items():
         texts += [f"In {steps}: {text}" for text in broken_clauses(checkable, coverage)]
     findings += findings_of("contract", texts)
+    if contract.same_as is not None:
+        findings += findings_of("same", contract.same_as.broken(checked.coverage, "the plan"))
     return replace(checked, findings=(*checked.findings, *findings))
 
 

@@ -223,14 +223,14 @@ def check_command(
             capability,
             observe=observe or _AUTO,
             require=require,
+            same_as=same_as,
+            alignment=alignment,
             config=loaded,
             tokens=tokens,
             allow_unmatched=allow_unmatched,
             memory=memory,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
-    if same_as is not None:
-        checked = _with_differences(checked, same_as, alignment)
     expected = None
     if target is not None:
         expected = _speed(checked, target, calibrate=calibrate, table=table)
@@ -306,6 +306,8 @@ def plan_function(
     *,
     observe: str = _AUTO,
     require: str | None = None,
+    same_as: str | None = None,
+    alignment: Path | None = None,
     **keywords: Any,
 ) -> tuple[CheckedModel, str, ConversionResult | None]:
     """Plan the model that a function builds; returns the plan, the device, and the result of a conversion."""
@@ -316,7 +318,10 @@ def plan_function(
     from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
     from te_precision_callbacks.check.checked_model import check_model
     from te_precision_callbacks.check.factory import build_batch, recipe_by_name
-    from te_precision_callbacks.config.contract import read_contract
+    from te_precision_callbacks.config.contract import Contract
+    from te_precision_callbacks.maps.alignment import read_alignment
+    from te_precision_callbacks.maps.comparing import SameAs, read_requirements
+    from te_precision_callbacks.maps.sources import open_map
     from te_precision_callbacks.options import check_value
 
     notes: tuple[str, ...] = ()
@@ -326,7 +331,10 @@ def plan_function(
     built_batch = batch and build_batch(batch)
     with rename_keywords({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
-        contract = read_contract(require)
+        contract = read_requirements(require)
+    if same_as is not None:
+        required = SameAs(open_map(same_as), read_alignment(alignment))
+        contract = (contract or Contract.model_validate({})).model_copy(update={"same_as": required})
     check = functools.partial(
         check_model,
         recipe=recipe,
@@ -361,17 +369,6 @@ def _plan_model(
             raise
         return _plan_model(spec, convert, check, on_meta=False)  # the meta device may be the cause
     return checked, device, converted
-
-
-def _with_differences(checked: CheckedModel, same_as: str, alignment: Path | None) -> CheckedModel:
-    from te_precision_callbacks.check.findings import findings_of
-    from te_precision_callbacks.maps.alignment import read_alignment
-    from te_precision_callbacks.maps.comparing import SameAs
-    from te_precision_callbacks.maps.sources import open_map
-
-    required = SameAs(open_map(same_as), read_alignment(alignment))
-    findings = findings_of("same", required.broken(checked.coverage, "the plan"))
-    return replace(checked, findings=(*checked.findings, *findings))
 
 
 @without_collections()

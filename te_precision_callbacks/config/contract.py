@@ -7,6 +7,8 @@ contract = read_contract({
     "layers": {r".*mlp.*": "mxfp8"},                      # all GEMMs of these layers
     "state": {"optimizer_state": "float32"},
     "by_step": 3,
+    "same_as": "rollout.json",                            # or {"map": ..., "alignment": ...}
+    "on_broken": "warn",
 })
 """
 
@@ -36,8 +38,6 @@ from te_precision_callbacks.config.problems import ConfigError, Problems
 from te_precision_callbacks.config.yaml_text import read_yaml
 
 CONTRACT = "precision_contract"
-
-OnBroken = Literal["raise", "warn"]
 
 
 def _entries(data: Any) -> Mapping[Any, Any]:
@@ -88,7 +88,9 @@ class Contract(BaseModel):
         layers: pattern of layer names -> the precision of all their GEMMs.
         state: subject -> dtype, as torch names it: ``float32``.
         by_step: the contract must hold after this number of steps.
-        on_broken: by default the integration's keyword ``on_broken``.
+        same_as: the precision map of another side, such as a rollout engine, whose layers the run must quantize too:
+            a path, or a mapping with ``map`` and ``alignment``; :mod:`te_precision_callbacks.maps.comparing` reads it.
+        on_broken: raise a PrecisionContractError for a broken contract, or warn.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -99,7 +101,8 @@ class Contract(BaseModel):
     )
     state: dict[_Subject, _Dtype] = Field({}, min_length=1, description="a mapping from kinds of state to dtypes")
     by_step: StrictInt = Field(3, ge=1, description="an integer >= 1")
-    on_broken: OnBroken | None = Field(None, description="'raise' or 'warn'")
+    same_as: Any = Field(None, repr=False)
+    on_broken: Literal["raise", "warn"] = Field("raise", description="'raise' or 'warn'")
 
 
 ContractSource = str | os.PathLike[str] | Mapping[str, Any] | Contract | None
@@ -121,7 +124,7 @@ def read_contract(source: ContractSource) -> Contract | None:
         if not isinstance(data, Mapping) or set(data) != {CONTRACT}:
             raise ConfigError(
                 f"{places.name} is not a contract: the file must have the key {CONTRACT!r}, and below it 'share',"
-                " 'layers', 'state' or 'by_step'."
+                " 'layers', 'state', 'same_as' or 'by_step'."
             )
         return _read(data[CONTRACT], lambda *keys: places(CONTRACT, *keys))
     if isinstance(source, str):
@@ -145,8 +148,8 @@ def _read(data: Any, place: Callable[..., str]) -> Contract:
         contract = Contract.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError(*(_problem(details, place) for details in error.errors(include_url=False))) from None
-    if not (contract.share or contract.layers or contract.state):
-        raise ConfigError(f"{place()}: the contract is empty. Add 'share', 'layers' or 'state'.")
+    if not (contract.share or contract.layers or contract.state or contract.same_as):
+        raise ConfigError(f"{place()}: the contract is empty. Add 'share', 'layers', 'state' or 'same_as'.")
     return contract
 
 

@@ -98,7 +98,6 @@ class Config:
         registered: RegisteredFeatures,
         *,
         allow_unmatched: bool = False,
-        layer_names: LayerNames | None = None,
     ) -> Plan:
         """Plan which features act on each layer.
 
@@ -107,13 +106,12 @@ class Config:
         Args:
             registered: the existing features.
             allow_unmatched: warn about sections and names that match no layer, instead of raising.
-            layer_names: the names that selectors use; by default paths.
 
         Raises:
             ConfigError: lists all problems: unknown features, selectors without a match, conflicts between sections or
                 features.
         """
-        drafted = draft(self.enabled_sections, layers, registered, layer_names=layer_names or self.layer_names)
+        drafted = draft(self.enabled_sections, layers, registered, layer_names=self.layer_names)
         drafted.idle.warn(logger)
         if allow_unmatched:
             drafted.missing.warn(logger)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RegisteredFeatures = Mapping[str, Collection[str]]
 
-_BY_UPSTREAM = "layer_names='upstream' selects by the layer names of nvidia-dlfw-inspect's infer_and_assign_layer_names"
+_BY_UPSTREAM = "layer_names: upstream selects by the layer names of nvidia-dlfw-inspect's infer_and_assign_layer_names"
 
 _AS_WARNING = " Fix the selector, or set allow_unmatched=True (te-precision check: --allow-unmatched)."
 
@@ -298,7 +298,8 @@ def _other_layers_message(
     there = some_of([f"{layers[at].upstream[0]} (here {layers[at].name})" for at in by_upstream])
     return (
         f"{section.selector.place()}: the section {shown(section.name)} selects {here}; by nvidia-dlfw-inspect's"
-        f" names it would select {there}. {_BY_UPSTREAM}; set layer_names='path' to keep selecting by path."
+        f" names it would select {there}. {_BY_UPSTREAM};"
+        " layer_names: path in the config keeps selecting by path."
     )
 
 

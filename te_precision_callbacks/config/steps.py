@@ -1,4 +1,4 @@
-"""The steps of a config's features: ``early_steps=``, and features that never acted.
+"""The steps of a config's features: the early steps of the default config, and features that never acted.
 
 Early steps are additional collection steps at the start of a run. They are not a key of configs, because configs must
 stay valid for Transformer Engine. Steps count from the start of the training, so a resumed run collects in the same
@@ -7,12 +7,11 @@ steps as an uninterrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from te_precision_callbacks.base.counts import first_of
-from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.levels import Level, ObservingFeatureSchema, Target
@@ -23,40 +22,19 @@ from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
 _MOST_NAMED = 3
 
-EarlySteps = bool | Sequence[int] | None
-
 EARLY_STEPS = (1, 2, 5, 10, 20, 50)
 """Denser at the start, where most defects begin: rules that need three collection steps are checked after step 2. The
 default config continues with every 100th step, at a cost below 2 % of a training of 1,000 steps."""
 
 
-def read_early_steps(early_steps: object, config: Config) -> tuple[int, ...]:
-    """Return the early steps in increasing order. None: :data:`EARLY_STEPS` with the default config, else no steps.
-
-    Raises:
-        OptionError: the option is invalid.
-    """
-    if early_steps is None or isinstance(early_steps, bool):
-        if early_steps or (early_steps is None and config.is_default):
-            return EARLY_STEPS
-        return ()
-    steps = list(early_steps) if isinstance(early_steps, Iterable) and not isinstance(early_steps, (str, bytes)) else []
-    if not steps or any(type(step) is not int or step < 0 for step in steps):
-        raise OptionError(
-            "early_steps= must be True, False, None, or a list of whole numbers >= 0, such as [1, 2, 5], not"
-            f" {early_steps!r}."
-        )
-    return tuple(sorted(set(steps)))
-
-
-def with_early_steps(config: Config, steps: Sequence[int]) -> Config:
-    """Add steps to the schedules of all statistics, between their first and last step, but not to DumpTensors."""
-    if not steps:
+def with_early_steps(config: Config) -> Config:
+    """Add :data:`EARLY_STEPS` to the schedules of all statistics of the default config."""
+    if not config.is_default:
         return config
-    return replace(config, sections=tuple(_with_early_steps(section, steps) for section in config.sections))
+    return replace(config, sections=tuple(map(_with_early_steps, config.sections)))
 
 
-def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
+def _with_early_steps(section: Section) -> Section:
     def early(options: Any) -> Any:
         schema = options.schema if isinstance(options, ReadOptions) else None
         if not isinstance(schema, (ObservingFeatureSchema, LogGemmError)) or isinstance(schema, DumpTensors):
@@ -68,7 +46,7 @@ def _with_early_steps(section: Section, steps: Sequence[int]) -> Section:
 
     def item(options: Any) -> Any:
         copy = options.model_copy()
-        vars(copy)["schedule"] = options.schedule.with_early(steps)
+        vars(copy)["schedule"] = options.schedule.with_early(EARLY_STEPS)
         return copy
 
     features: Mapping[str, Any] = section.features.get(NAMESPACE, {})

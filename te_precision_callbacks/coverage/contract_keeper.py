@@ -16,7 +16,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.vocabulary import PRECISIONS
-from te_precision_callbacks.config.contract import Contract, OnBroken
+from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.coverage import (
     MOST_WITHOUT_BACKWARD,
@@ -50,10 +50,6 @@ class PrecisionContractError(RaisedInTraining, RuntimeError):
         self.coverage = coverage
 
 
-Differences = Callable[[Iterable[Product], str], list[str]]
-"""Returns messages about products, of a source with a name, that differ from another side (``require_same=``)."""
-
-
 class ContractKeeper:
     """Checks a run's contract, with the same result on all ranks that reduce together.
 
@@ -65,10 +61,8 @@ class ContractKeeper:
     first checked step, and in multiples of :data:`CHECK_INTERVAL`.
     """
 
-    def __init__(self, contract: Contract, on_broken: OnBroken, differences: Differences | None) -> None:
+    def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._differences = differences
-        self._on_broken = contract.on_broken or on_broken
         self._first: int | None = None
         self._changes = 0
         self._changed_at = 0
@@ -130,7 +124,7 @@ class ContractKeeper:
         self._checked_until = self._checked
         broken = [*self._broken_clauses(coverage), *_broken_state(self._contract, coverage.state)]
         when = f" at step {iteration}"
-        raises = self._on_broken == "raise" and bool(broken) and ranks.check_connected()
+        raises = self._contract.on_broken == "raise" and bool(broken) and ranks.check_connected()
         self.unchecked = ""
         if broken:
             return self._report_broken(broken, coverage, when, raises=raises)
@@ -158,7 +152,7 @@ class ContractKeeper:
             why_not: the reason if there is nothing to check.
             raises: False if another exception ends the run.
         """
-        raises = raises and self._on_broken == "raise"
+        raises = raises and self._contract.on_broken == "raise"
         for step in self._incomplete:  # later steps may have counted the calls that were missing
             step_coverage = coverage_at(step)
             if step_coverage.is_incomplete:
@@ -193,9 +187,8 @@ class ContractKeeper:
 
     def _broken_clauses(self, coverage: Coverage) -> list[str]:
         broken = broken_clauses(self._contract, coverage)
-        if self._differences is not None and coverage:
-            for text in self._differences(coverage, "this run"):
-                broken.append(f"require_same=: {text}")
+        if self._contract.same_as is not None and coverage:
+            broken += [f"same_as: {text}" for text in self._contract.same_as.broken(coverage, "this run")]
         return broken
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:

@@ -215,7 +215,7 @@ class Inspector:
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
                 "The script has already called debug_api.initialize(). Remove its calls of initialize, step and"
-                " end_debug, and pass its config as config=; add layer_names='upstream' to select the same layers."
+                " end_debug, and pass its config as config=; add layer_names: upstream to it to select the same layers."
             )
         self._make_folder()
         self._snapshot = Snapshot()
@@ -430,8 +430,8 @@ _EXPLANATIONS = {
     "initialize_training_step": "start_step= or session.iteration sets the debug iteration.",
     "step": "The session's step() counts the debug iterations.",
     "end_debug": "The session ends nvidia-dlfw-inspect when it stops.",
-    "infer_and_assign_layer_names": "Layers are named as in session.layers; set layer_names='upstream' to use this"
-    " function's names, which also select layers if assigned before attach().",
+    "infer_and_assign_layer_names": "Layers are named as in session.layers; layer_names: upstream in the config"
+    " uses this function's names, which also select layers if assigned before attach().",
     "set_tensor_reduction_group": "process_group= is the group over which statistics are reduced.",
 }
 """Function of ``nvdlfw_inspect.api`` -> what replaces it in a session, for the warning."""

@@ -9,6 +9,7 @@ from itertools import chain, product
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, many
+from te_precision_callbacks.config.contract import Contract, ContractSource, read_contract
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.maps.alignment import Alignment, align, read_alignment
 from te_precision_callbacks.maps.precision_map import (
@@ -135,13 +136,9 @@ def fold_said(texts: Iterable[str]) -> str:
     return "; ".join(fold_names(texts, most=2))
 
 
-SameAsSource = str | os.PathLike[str] | Mapping[str, Any] | None
-"""A value of ``require_same=``."""
-
-
 @dataclass(frozen=True)
 class SameAs:
-    """The map that a run or a plan must agree with: ``require_same=`` and ``--same-as``."""
+    """The map that a run or a plan must agree with: ``same_as`` of a contract, and ``--same-as``."""
 
     required: PrecisionMap
     alignment: Alignment
@@ -155,12 +152,20 @@ class SameAs:
         return [f"A is {source}, B is {self.required.source}: {text}" for text in comparison.broken]
 
 
-def read_same_as(value: SameAsSource) -> SameAs | None:
-    """Read ``require_same=``: the path of a map, or a mapping with ``map`` and ``alignment``; raises a MapError."""
-    if value is None:
-        return None
-    given = value if isinstance(value, Mapping) else {"map": value}
-    if "map" not in given or set(given) - {"map", "alignment"}:
-        raise MapError(f"require_same= must be a path, or a mapping with map and alignment, not {value!r}.")
-    paths = validated(dict[str, str | os.PathLike[str]], given, "require_same=")
-    return SameAs(open_map(paths["map"]), read_alignment(paths.get("alignment")))
+def read_requirements(source: ContractSource) -> Contract | None:
+    """Read a contract, and open the map of its ``same_as``, which becomes a :class:`SameAs`.
+
+    Raises:
+        ConfigError: the contract is not valid.
+        MapError: the map or the alignment cannot be read.
+    """
+    contract = read_contract(source)
+    value = contract and contract.same_as
+    if contract is None or value is None or isinstance(value, SameAs):
+        return contract
+    files = value if isinstance(value, Mapping) else {"map": value}
+    if "map" not in files or set(files) - {"map", "alignment"}:
+        raise MapError(f"same_as of a contract must be a path, or a mapping with map and alignment, not {value!r}.")
+    paths = validated(dict[str, str | os.PathLike[str]], files, "same_as of a contract")
+    required = SameAs(open_map(paths["map"]), read_alignment(paths.get("alignment")))
+    return contract.model_copy(update={"same_as": required})

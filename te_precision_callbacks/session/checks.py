@@ -17,7 +17,6 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import OptionError, SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks
-from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import (
     ContractKeeper,
@@ -192,11 +191,7 @@ class ContractCheck:
         self._ranks = context.ranks
         self._events = context.events
         self._contract = options.require
-        same = options.require_same
-        self.keeper: ContractKeeper | None = None
-        if options.require is not None or same is not None:
-            differences = None if same is None else same.broken
-            self.keeper = ContractKeeper(options.require or Contract.model_validate({}), options.on_broken, differences)
+        self.keeper = None if options.require is None else ContractKeeper(options.require)
         self._shares_left = 0
 
     def attach(self, names: list[str]) -> None:

@@ -16,7 +16,6 @@ from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log, record_limit
 from te_precision_callbacks.overflow import ActivationOverflowError
-from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.runs.run_files import FOLDER, Place, new_trace_file
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
@@ -200,16 +199,8 @@ class RunFiles:
             return self._log_dir / FOLDER / run_id
         return self._log_dir
 
-    def log_command(self) -> str:
-        """Log the command that writes the report page; return the id of the run, empty without records."""
-        if run_id := self._run_id:
+    def log_command(self) -> None:
+        """Log the command that writes the report page, if the run has records."""
+        if self._run_id:
             self.page = shell_command("te-precision", "report", str(self.run_folder))
             logger.info("%s makes one page of this run.", self.page)
-        return run_id
-
-    def write_page(self, run_id: str) -> None:
-        from te_precision_callbacks.views.report import write_report
-
-        path = write_report(open_run(self._log_dir / FOLDER / run_id), self._log_dir / "report.html")
-        logger.info("The report of this run: %s", path)
-        self.page = str(path)

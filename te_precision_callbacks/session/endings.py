@@ -264,11 +264,6 @@ class ClosingReport:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
 
-    def write_page(self, error: BaseException | None) -> None:
-        """Log the command that writes the report page; with ``report=``, write it unless an error ended the run."""
-        if (run_id := self._files.log_command()) and self._context.options.report and error is None:
-            self._files.write_page(run_id)
-
     def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
         if self._context.options.quiet or os.environ.get("TE_PRECISION_QUIET", "") not in ("", "0"):
             return

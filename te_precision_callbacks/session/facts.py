@@ -194,7 +194,6 @@ class RunFacts:
             "te_backend": "reference" if is_installed() else "compiled",
             "reduce": self._options.reduce,
             "observe": self._options.observe,
-            **({"early_steps": self._options.early_steps} if self._options.early_steps else {}),
             **({"profile": self._options.profile} if self._options.profile is not None else {}),
             "script": _script(),
             "started_by": self._results.started_at,

@@ -148,7 +148,7 @@ class NamedLayers:
         self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
 
     def _find(self, model: Model) -> None:
-        names = self._options.layer_names or "path"
+        names = self._options.config.layer_names or "path"
         scope = self._options.scope
         self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
         self.operations = named_operations(model, by_number=self._by_number, scope=scope)
@@ -224,9 +224,9 @@ class ObservedModel:
         self.layers.attach(model, ranks)
         planned = self._plan(model)
         sections = flat_config(options.config.enabled_sections, planned.sections)
-        config = {"layer_names": repr(options.layer_names), **sections}
+        config = {"layer_names": repr(options.config.layer_names), **sections}
         agreed = dict(config)
-        for name in ("strict", "debug", "require", "early_steps"):
+        for name in ("strict", "debug", "require"):
             agreed[name] = repr(getattr(options, name))
         require_equal(agreed, inspector.iteration, ranks)
         self.flat_config = config
@@ -254,7 +254,6 @@ class ObservedModel:
             self.layers.of_all,
             registered,
             allow_unmatched=self._options.allow_unmatched,
-            layer_names=self._options.layer_names,
         )
         check_conditions(plan, config.enabled_sections, detects_overflow=ACTIVATION_OVERFLOW in self._options.debug)
         planned = {entry.layer: entry for entry in plan.layers}

@@ -480,7 +480,7 @@ class Run:
                 ("closing", "the sinks", True, lambda: self._close_sinks(error)),
                 ("checking", "the whole run", leads_all and not self._is_terminated, self._closing.check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
-                ("writing", "the report", leads_all, lambda: self._closing.write_page(error)),
+                ("logging", "the command of the report", leads_all, self._files.log_command),
                 (
                     "printing",
                     "the verdict",

@@ -355,7 +355,7 @@ class InspectSession:
             OptionError: ``logging_step`` is not a whole number from 0 on.
             ObservationError: with ``strict=True``, a statistic or a sink failed; otherwise reported once.
             ResumeAuditError: with ``strict=True``, a resume has not restored the state of the checkpoint.
-            PrecisionContractError: the contract of ``require=`` is broken, with ``on_broken="raise"``.
+            PrecisionContractError: the contract of ``require=`` is broken, whose ``on_broken`` is "raise".
             ActivationOverflowError: with ``debug="activation_overflow"``, an inf or nan occurred since the last check.
             DetectionFailedError: with ``debug="activation_overflow"``, the detection has failed.
         """

@@ -94,7 +94,7 @@ def test_what_the_conversion_unfreezes_or_unties(
         after.base.requires_grad_(False)
         if tied:
             after.head.weight = after.embedding.weight
-    with PrecisionDebugger(prepares, after, log_dir=tmp_path, report=False) as debugger:
+    with PrecisionDebugger(prepares, after, log_dir=tmp_path) as debugger:
         for step in range(10):
             tokens = torch.randint(16, (32,), generator=torch.Generator().manual_seed(step))
             prepares.backward(torch.nn.functional.cross_entropy(after(tokens).float(), tokens))

@@ -192,7 +192,7 @@ def test_a_change_in_steps_in_which_nothing_is_due_is_noticed(tmp_path: Path) ->
         shown.append((session.precision[0].operands["weight"], session.precision[0].seen))
 
     for recipes in ([FP8, FP8, None, FP8, FP8], [None, None, FP8, None, None]):
-        stepped(te.Linear(32, 32), tmp_path, recipes, inputs=inputs, after=show, early_steps=False)
+        stepped(te.Linear(32, 32), tmp_path, recipes, statistics(freq=10), inputs=inputs, after=show)
     assert shown[:5] == [("FP8 E4M3", True)] * 2 + [("FP8 E4M3 -> FP32", False)] * 3
     assert shown[9] == ("FP32 -> FP8 E4M3", False)
 

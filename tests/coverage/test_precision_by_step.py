@@ -205,7 +205,7 @@ def test_each_output_says_first_what_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET")
-    run(tmp_path, "fp8 >= 95%", steps=3, on_broken="warn")
+    run(tmp_path, {"share": "fp8 >= 95%", "on_broken": "warn"}, steps=3)
     broken = "The run breaks its precision contract (require=) at step 2: fp8 is 50.0 %, required: >= 95 %"
     for first, second in (
         [line.removeprefix("te-precision: ") for line in capsys.readouterr().err.splitlines()[:2]],

@@ -59,7 +59,7 @@ def train(
 ) -> None:
     rank = dist.get_rank()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    with InspectSession(model=net, log_dir=folder, report=False, reduce=reduces_statistics) as session:
+    with InspectSession(model=net, log_dir=folder, reduce=reduces_statistics) as session:
         for step in range(STEPS):
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + rank))
             with te.autocast(recipe=Float8CurrentScaling()):
@@ -89,7 +89,7 @@ def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> N
     shard = net[1].weight.to_local()
     codes = shard._rowwise_data if isinstance(recipe, MXFP8BlockScaling) else shard._data
     old = codes.clone()
-    with InspectSession(model=net, log_dir=folder, report=False) as session:
+    with InspectSession(model=net, log_dir=folder) as session:
         for _ in range(10):
             with te.autocast(recipe=recipe):
                 loss = net(torch.randn(32, 256, dtype=torch.bfloat16)).float().pow(2).mean()

@@ -86,7 +86,7 @@ def trained(
     """
     loss = loss or (lambda step: model(torch.randn(16, 32)).square().mean())
     stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    with InspectSession(config, model=model, log_dir=folder, report=False) as session:
+    with InspectSession(config, model=model, log_dir=folder) as session:
         for step in range(steps):
             for micro_batch in range(step * micro_batches, (step + 1) * micro_batches):
                 with around(micro_batch):

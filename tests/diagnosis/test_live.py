@@ -315,8 +315,6 @@ def test_the_closing_lines_of_a_run_that_the_overflow_detector_stops(
 def test_the_closing_lines_of_notes_and_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "none", steps=0)
     assert "page:" not in capsys.readouterr().err
-    train(tmp_path / "page", steps=1, defect=False, report=True)
-    assert f"  page: {tmp_path / 'page' / 'report.html'}" in capsys.readouterr().err.splitlines()
     note = Finding(
         **dict.fromkeys(("title", "tensor", "statistic", "why", "remedy", "patch", "disproof", "source"), ""),  # type: ignore[arg-type]
         **dict.fromkeys(("since", "until", "last_good", "checkpoint")),  # type: ignore[arg-type]

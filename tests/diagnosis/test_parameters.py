@@ -363,7 +363,7 @@ def test_listed_experts_without_tokens_for_many_steps_are_a_note_with_their_shar
 def test_gradients_that_are_not_cleared(tmp_path: Path, clears: str, micro_batches: int, finds: bool) -> None:
     model = Model()
     optimizer = adamw(model)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for step in range(9):
             for micro_batch in range(micro_batches):
                 if clears == "before each backward":
@@ -396,7 +396,7 @@ def test_one_of_two_optimizers_does_not_clear_its_gradients(tmp_path: Path, part
         for weight in of_kind["vectors" if parts == "matrices" else "matrices"]:
             weight.grad = None
 
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for step in range(9):
             model.loss(step).backward()
             for optimizer in optimizers:
@@ -410,7 +410,7 @@ def test_one_of_two_optimizers_does_not_clear_its_gradients(tmp_path: Path, part
 def test_gradients_that_are_written_by_hand(tmp_path: Path, clears: bool) -> None:
     model = Model()
     optimizer = adamw(model)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for step in range(9):
             gradients = torch.autograd.grad(model.loss(step), list(model.parameters()))
             if clears:
@@ -445,7 +445,7 @@ def test_gradients_of_a_discriminator_that_are_cleared_late(tmp_path: Path) -> N
     """Before its own backward, not before the generator's."""
     models = torch.nn.ModuleDict({"generator": Block(), "discriminator": Block()})
     optimizers = {name: adamw(part) for name, part in models.items()}
-    with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=models, log_dir=tmp_path) as session:
         for _ in range(9):
             for name in ("discriminator", "generator"):
                 optimizers[name].zero_grad()
@@ -462,7 +462,7 @@ def test_a_generator_and_a_discriminator_in_turns(tmp_path: Path, detaches: bool
     other steps no gradient reaches it, or nothing takes it."""
     models = torch.nn.ModuleDict({"generator": Block(), "discriminator": torch.nn.Sequential(Block(), Block())})
     generator, discriminator = adamw(models["generator"]), adamw(models["discriminator"])
-    with InspectSession(model=models, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=models, log_dir=tmp_path) as session:
         for step in range(25):
             trains = step % 5 == 4
             models["discriminator"].requires_grad_(detaches or not trains)

@@ -85,7 +85,7 @@ class Training(NamedTuple):
         optimizer = self.optimizer(model.parameters(), lr=self.rate)
         rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.schedule or STEPS)
         losses = []
-        with InspectSession(with_statistics_every(4), model=model, log_dir=folder, report=False) as session:
+        with InspectSession(with_statistics_every(4), model=model, log_dir=folder) as session:
             for step in range(STEPS):
                 labels = torch.randint(CLASSES, (32,), generator=torch.Generator().manual_seed(step))
                 with te.autocast(recipe=Float8CurrentScaling()):
@@ -188,7 +188,7 @@ def test_only_wrong_learning_rate_schedules_are_found(name: str, tmp_path: Path)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     schedule = make(optimizer)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for _ in range(48):
             model(torch.ones(4, 8)).square().mean().backward()
             optimizer.step()
@@ -220,7 +220,7 @@ def test_gradients_that_are_clipped_far(name: str, tmp_path: Path) -> None:
     own = torch.nn.utils.clip_grad._clip_grads_with_norm_
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for _ in range(21):
             model(torch.ones(4, 8)).mean().backward()
             clip(list(model.parameters()))
@@ -236,7 +236,7 @@ def test_a_first_loss_of_all_micro_batches(reduction: str, is_found: bool, tmp_p
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.Linear(16, 16), te.Linear(16, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for _ in range(2):
             total = torch.zeros(())
             for _ in range(4):

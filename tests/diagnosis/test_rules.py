@@ -719,7 +719,7 @@ def test_experts_may_have_gradients_of_any_size() -> None:
 
 
 DUE = (0, 1, 2, 5, *range(10, 101, 10))
-"""The collection steps of a config with freq: 10 and early_steps=True."""
+"""The collection steps of a config with freq: 10 and the early steps."""
 
 
 @pytest.mark.parametrize("is_absent", [False, True], ids=["0", "absent"])

@@ -370,7 +370,7 @@ def test_the_norm_of_a_batch_that_is_dropped(logs: bool, tmp_path: Path) -> None
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for step in range(32):
             model(torch.randn(16, 16) * (1000 if step == 26 else 1)).square().mean().backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -114,6 +114,10 @@ def named(verdict: Verdict) -> list[str]:
     return [finding.rule for finding in verdict]
 
 
+def warned(share: str) -> dict[str, str]:
+    return {"share": share, "on_broken": "warn"}
+
+
 BASES = [Mlp, WithConvolution, Recurrent, Experts]
 
 
@@ -132,7 +136,7 @@ def test_evaluation_mode_is_the_finding(tmp_path: Path, base: type[torch.nn.Modu
 @pytest.mark.parametrize(("base", "context"), half(BASES, [torch.no_grad, torch.inference_mode]))
 def test_layers_without_gradients(tmp_path: Path, base: type[torch.nn.Module], context: Callable[[], Any]) -> None:
     model = Model(base().requires_grad_(False), without(context))
-    session = train(tmp_path, model, require="fp8 >= 95%", on_broken="warn")
+    session = train(tmp_path, model, require=warned("fp8 >= 95%"))
     assert not session.findings.wrong
     assert f"Not observed: torch.{context.__name__}() (base." in str(session.coverage())
     unchecked = {rule.rule: rule.why for rule in session.findings.not_checked}
@@ -147,7 +151,7 @@ def test_a_forward_in_each_step_is_of_the_training(tmp_path: Path, evaluates: bo
     model = Model(Mlp().eval(), lambda base, x: x)
     spare = torch.nn.ModuleList([model, te.Linear(WIDTH, WIDTH)])
     optimizer = torch.optim.SGD(model.head.parameters(), lr=1e-2)
-    with InspectSession(model=spare, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=spare, log_dir=tmp_path) as session:
         for step in range(6):
             tensor = torch.randn(32, WIDTH)
             with torch.no_grad():
@@ -214,7 +218,7 @@ def test_a_forward_without_gradients_beside_the_training(tmp_path: Path) -> None
             return self.model(tensor)
 
     twice = Twice()
-    session = InspectSession(model=twice, log_dir=tmp_path / "beside", report=False).start()
+    session = InspectSession(model=twice, log_dir=tmp_path / "beside").start()
     for _ in range(2):
         tensor = torch.randn(32, WIDTH)
         with torch.no_grad():
@@ -262,9 +266,7 @@ def test_layers_that_also_train_in_evaluation_mode(tmp_path: Path, way: str) -> 
     loss_of = adversary(critic, way)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (generator, critic)]
     models = {"generator": generator, "critic": critic}
-    with InspectSession(
-        model=models, log_dir=tmp_path, report=False, require="fp8 >= 50%", on_broken="warn"
-    ) as session:
+    with InspectSession(model=models, log_dir=tmp_path, require=warned("fp8 >= 50%")) as session:
         for _ in range(STEPS):
             tensor = torch.randn(32, WIDTH)
             loss_of(generator(tensor)).backward()
@@ -286,7 +288,7 @@ def test_layers_that_also_train_in_evaluation_mode(tmp_path: Path, way: str) -> 
 def test_a_gradient_penalty_is_not_counted(tmp_path: Path, penalizes: bool) -> None:
     critic = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.SiLU(), torch.nn.Linear(WIDTH, 1))
     model = Mlp()
-    with InspectSession(model={"model": model, "critic": critic}, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model={"model": model, "critic": critic}, log_dir=tmp_path) as session:
         for _ in range(3):
             tensor = torch.randn(32, WIDTH, requires_grad=True)
             loss = critic(model(tensor)).mean()
@@ -303,7 +305,7 @@ def test_a_gradient_penalty_is_not_counted(tmp_path: Path, penalizes: bool) -> N
 def test_a_layer_that_was_added_and_not_attached(tmp_path: Path) -> None:
     model = torch.nn.Sequential(Mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for step in range(STEPS):
             if step == 3:
                 model.append(te.Linear(WIDTH, WIDTH))
@@ -384,7 +386,7 @@ def test_recurrent_layers_are_counted(tmp_path: Path, name: str, gate: bool) -> 
     model = Net()
     with (
         torch.backends.mkldnn.flags(enabled=gate),
-        InspectSession(model=model, log_dir=tmp_path, report=False) as session,
+        InspectSession(model=model, log_dir=tmp_path) as session,
     ):
         model(torch.randn(LENGTH, BATCH, WIDTH, requires_grad=True)).square().mean().backward()
         session.step()
@@ -403,7 +405,7 @@ def test_recurrent_layers_are_counted(tmp_path: Path, name: str, gate: bool) -> 
 def test_recurrent_cells_are_counted(tmp_path: Path, cell: type[torch.nn.Module]) -> None:
     model = torch.nn.ModuleDict({"cell": cell(WIDTH, WIDTH)})
     model.forward = lambda tensor: model["cell"](tensor)  # type: ignore[method-assign]
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         result = model(torch.randn(BATCH, WIDTH))
         (result[0] if isinstance(result, tuple) else result).sum().backward()
         session.step()
@@ -438,7 +440,7 @@ def test_a_contract_over_uncounted_products_is_not_checked(tmp_path: Path, raise
         with pytest.raises(PrecisionContractError, match="cannot be checked"):
             train(tmp_path, model, require="fp8 >= 10%")
     else:
-        session = train(tmp_path, model, require="fp8 >= 10%", on_broken="warn")
+        session = train(tmp_path, model, require=warned("fp8 >= 10%"))
         unchecked = {rule.rule: rule.why for rule in session.findings.not_checked}
         assert "cannot be checked" in unchecked["contract"]
         assert session.findings.state == "not enough checked"
@@ -465,7 +467,7 @@ def test_kept_gradients_are_named(tmp_path: Path, kept: str, to_none: bool) -> N
     model = torch.nn.Sequential(te.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 8))
     cleared = {"all": [], "two layers": [model[0]], "one layer": [model[0], model[2]]}[kept]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with InspectSession(model=model, log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=model, log_dir=tmp_path) as session:
         for _ in range(STEPS):
             model(torch.randn(32, WIDTH)).square().mean().backward()
             optimizer.step()

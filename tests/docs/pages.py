@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path
-    for path in (*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for pattern in ("*.md", "benchmarks/**/README.md", "docs/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
 }
 
 LANGUAGES = ("python", "yaml", "bash", "text")

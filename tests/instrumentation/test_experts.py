@@ -166,7 +166,7 @@ def test_padded_rows_and_tokens_of_experts(tmp_path: Path) -> None:
     parts = {"padding": te.Fp8Padding(3), "fc": te.GroupedLinear(3, 64, 64, bias=False)}  # as Megatron Core has them
     model = Net(lambda net, tokens, splits: net.fc(*net.padding(tokens, splits)), **parts)
     config = statistics(stats=["numel"], freq=2)
-    with te.autocast(), InspectSession(config, model=model, log_dir=tmp_path, early_steps=False) as session:
+    with te.autocast(), InspectSession(config, model=model, log_dir=tmp_path) as session:
         for step in range(3):
             for splits in ([30, 0, 15], [16, 0, 29]):  # of a multiple of 16: 32, 0, 16 and 16, 0, 32
                 model(torch.randn(45, 64), splits).sum().backward()

@@ -1,4 +1,4 @@
-"""Layers by the names and numbers of nvidia-dlfw-inspect: ``layer_names="upstream"`` selects the same layers.
+"""Layers by the names and numbers of nvidia-dlfw-inspect: ``layer_names: upstream`` selects the same layers.
 
 Its selection comes from its ``infer_and_assign_layer_names`` and ``is_layer_in_cfg``, on the same model.
 """
@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule
 from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.instrumentation.upstream import Snapshot
 from te_precision_callbacks.layers.naming import named_te_modules
@@ -127,6 +126,7 @@ BLOCKS: tuple[dict[str, Any], ...] = (
 )
 
 
+BY_UPSTREAM = {"layer_names": "upstream"} | statistics()
 CONFIG = {f"block {number}": {"enabled": True, "layers": block} for number, block in enumerate(BLOCKS)}
 
 
@@ -178,8 +178,8 @@ def without_wrappers(name: str) -> str:
     return re.sub(r"\.(_orig_mod|_checkpoint_wrapped_module|module)(?=\.)", "", name)
 
 
-def selected(model: Any, log_dir: Path, **keywords: Any) -> list[list[bool]]:
-    with InspectSession(CONFIG, model=model, log_dir=log_dir, allow_unmatched=True, **keywords) as session:
+def selected(model: Any, log_dir: Path, **keys: Any) -> list[list[bool]]:
+    with InspectSession({**CONFIG, **keys}, model=model, log_dir=log_dir, allow_unmatched=True) as session:
         return [[name in layer.sections for layer in session.layers] for name in CONFIG]
 
 
@@ -202,7 +202,7 @@ def test_a_config_selects_what_it_selects_in_upstream(make: Callable[[], Any], t
 def test_the_names_are_upstreams(make: Callable[[], Any], tmp_path: Path) -> None:
     model = make()
     theirs = names_of_upstream(model, tmp_path)
-    with InspectSession(model=model, log_dir=tmp_path, layer_names="upstream") as session:
+    with InspectSession(BY_UPSTREAM, model=model, log_dir=tmp_path) as session:
         ours = [layer.name for layer in session.layers]
     assert len(set(ours)) == len(ours), "two layers are never one in the records"
     assert set(theirs) <= set(ours)
@@ -213,27 +213,24 @@ def test_the_names_are_upstreams(make: Callable[[], Any], tmp_path: Path) -> Non
 # ------------------------------------------------------------------ where it is reported
 
 
-def test_the_key_beside_the_sections_and_the_keyword_say_which_names_are_meant(tmp_path: Path) -> None:
+def test_the_key_beside_the_sections_says_which_names_are_meant(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = "layer_names: upstream\ns:\n  enabled: True\n  layers: {layer_numbers: [1]}\n"
     path.write_text(text)
     net = of(layers=transformer_layers(2))
 
-    def first_layer(**keywords: Any) -> list[str]:
-        with InspectSession(path, model=net, log_dir=tmp_path, **keywords) as session:
+    def first_layer() -> list[str]:
+        with InspectSession(path, model=net, log_dir=tmp_path) as session:
             return [layer.name for layer in session.layers if layer.sections][:1]
 
     assert first_layer() == ["model.layers.1.self_attention.layernorm_qkv"]
-    assert first_layer(layer_names="path") == ["layers.1.self_attention.layernorm_qkv"], "the keyword decides"
+    path.write_text(text.replace("upstream", "path"))
+    assert first_layer() == ["layers.1.self_attention.layernorm_qkv"]
     path.write_text(text.replace("upstream", "upstrem"))
     with pytest.raises(
         ConfigError, match=r"line 1.*'layer_names' beside the sections must be 'path' or 'upstream', not 'ups"
     ):
         first_layer()
-    path.write_text(text.replace("layer_names: upstream\n", ""))
-    with pytest.raises(OptionError, match=r"layer_names= must be 'path' or 'upstream', not 'upstrem'\."):
-        first_layer(layer_names="upstrem")
-    assert first_layer(layer_names="upstream") == ["model.layers.1.self_attention.layernorm_qkv"]
 
 
 # ------------------------------------------------------------------ names that the script has given
@@ -252,5 +249,5 @@ def test_names_that_upstream_assigns_before_attach_select_layers(tmp_path: Path,
         assert hit[0].given == "model.layers.2.self_attention.layernorm_qkv"
     finally:
         session.stop()
-    with InspectSession(model=torch.nn.DataParallel(net), log_dir=tmp_path, layer_names="upstream") as session:
+    with InspectSession(BY_UPSTREAM, model=torch.nn.DataParallel(net), log_dir=tmp_path) as session:
         assert session.layers[0].name == "model.layers.1.self_attention.layernorm_qkv", "named before it was wrapped"

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 from transformer_engine.debug.features.api import TEConfigAPIMapper
 
 from te_precision_callbacks import PrecisionDebugCallback
-from te_precision_callbacks.config.contract import read_contract
-from te_precision_callbacks.maps.comparing import read_same_as
+from te_precision_callbacks.maps.comparing import read_requirements
 from te_precision_callbacks.options import LogChoice, SessionKeywords, SessionOptions, read_statistics_log, record_limit
 from te_precision_callbacks.sinks.statistics_log import DEFAULT_LIMIT
 from tests.conftest import Keeper, statistics
@@ -95,9 +94,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "reduce": False,
         "statistics_log": "all",
         "records": "64GiB",
-        "report": False,
         "start_step": 5,
-        "layer_names": "upstream",
         "scope": "pp1",
         "prefix": "precision",
         "log_filter": ["*/net.0/*"],
@@ -107,11 +104,14 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
         "precision_features_in_eval": False,
         "allow_unmatched": True,
         "strict": True,
-        "require": {"share": {"fp8": 95}, "layers": {"net": "fp8"}, "by_step": 9},
-        "require_same": {"map": str(rollout)},
-        "on_broken": "warn",
+        "require": {
+            "share": {"fp8": 95},
+            "layers": {"net": "fp8"},
+            "by_step": 9,
+            "same_as": {"map": str(rollout)},
+            "on_broken": "warn",
+        },
         "on_finding": "stop: error",
-        "early_steps": [1, 3],
         "profile": "11-13",
         "quiet": True,
     }
@@ -122,11 +122,8 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     as_given = (
         "process_group",
         "reduce",
-        "on_broken",
         "records",
-        "report",
         "start_step",
-        "layer_names",
         "prefix",
         "observe",
         "every_step",
@@ -136,8 +133,7 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
     )
     expected = {name: options[name] for name in as_given} | {
         "features": (OfFile,),
-        "require": read_contract(options["require"]),
-        "require_same": read_same_as(options["require_same"]),
+        "require": read_requirements(options["require"]),
         "feature_dirs": (tmp_path / "features",),
         "debug": ("activation_overflow",),
     }

@@ -165,31 +165,31 @@ def test_a_damaged_map(tmp_path: Path, data: object, message: str) -> None:
 def test_a_run_that_must_be_quantized_like_its_rollout(tmp_path: Path) -> None:
     low = [f"layers.{number}.{name}" for number in range(2) for name in HUGGING_FACE]
     rollout = export(tmp_path / "rollout", iter(low))
-    run(tmp_path / "same", steps=4, require_same=rollout)
+    run(tmp_path / "same", steps=4, require={"same_as": rollout})
     with pytest.raises(PrecisionContractError) as raised:
-        run(tmp_path / "other", KEPT, steps=4, require_same=str(rollout))
+        run(tmp_path / "other", KEPT, steps=4, require={"same_as": str(rollout)})
     message = str(raised.value)
     assert "at step 2" in message, "after the third step, like a contract"
-    assert "- require_same=: A is this run, B is" in message
+    assert "- same_as: A is this run, B is" in message
     assert f"{CHANGED} (model.layers.1.mlp.down_proj in B): weight in FP32 in A, in FP8 E4M3 in B" in message
     assert "section 'kept'" in message
-    run(tmp_path / "warned", KEPT, steps=4, require_same=rollout, on_broken="warn")
+    run(tmp_path / "warned", KEPT, steps=4, require={"same_as": rollout, "on_broken": "warn"})
     alignment = tmp_path / "alignment.yaml"
     alignment.write_text(f"allow: [{CHANGED}]")
-    run(tmp_path / "allowed", KEPT, steps=4, require_same={"map": rollout, "alignment": alignment})
+    run(tmp_path / "allowed", KEPT, steps=4, require={"same_as": {"map": rollout, "alignment": alignment}})
     with pytest.raises(PrecisionContractError, match=r"fp8 is .*\n.*in FP8 E4M3 in B"):
-        run(tmp_path / "both", KEPT, steps=4, require_same=rollout, require="fp8 >= 99%")
+        run(tmp_path / "both", KEPT, steps=4, require={"same_as": rollout, "share": "fp8 >= 99%"})
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"path": "x"}, "require_same= must be a path, or a mapping with map and alignment"),
-        ({"map": 3}, "require_same=: map.*, not 3"),
-        (3, "require_same=: map.*, not 3"),
+        ({"path": "x"}, "same_as of a contract must be a path, or a mapping with map and alignment"),
+        ({"map": 3}, "same_as of a contract: map.*, not 3"),
+        (3, "same_as of a contract: map.*, not 3"),
         ("none.json", "none.json: there is no such file or folder"),
     ],
 )
-def test_wrong_values_of_require_same(value: Any, message: str) -> None:
+def test_wrong_values_of_same_as(value: Any, message: str) -> None:
     with pytest.raises(MapError, match=message):
-        InspectSession(None, require_same=value)
+        InspectSession(None, require={"same_as": value})

@@ -1,4 +1,4 @@
-"""te-precision report on the files of a run, and the page that ``report=True`` writes at the end of a fit."""
+"""te-precision report on the files of a run, and the page of a real run."""
 
 import logging
 import re
@@ -14,7 +14,6 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks import InspectSession, PrecisionDebugCallback
-from te_precision_callbacks.base.errors import MissingExtraError, OptionError
 from te_precision_callbacks.cli import main
 from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
 from te_precision_callbacks.runs.run_files import FOLDER
@@ -113,7 +112,7 @@ def test_the_code(logs: Path) -> None:
     assert (logs / "report.html").stat().st_size > 1_000_000
 
 
-# ---------------------------------------------------------------------------------------------------------- report=True
+# ------------------------------------------------------------------------------------------------------------ real runs
 
 
 CONFIG = {
@@ -140,41 +139,22 @@ def test_the_command_is_named_at_the_end(tmp_path: Path, caplog: pytest.LogCaptu
     assert not (folder / "report.html").exists()
 
 
-def test_a_fit_writes_its_page(tmp_path: Path) -> None:
-    fit(tmp_path, report=True)
-    assert (tmp_path / "report.html").stat().st_size > 1_500_000
-
-
-def test_a_run_that_failed_names_the_command_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_failed_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "te_precision_callbacks")
     model = te.Linear(32, 32)
     with pytest.raises(ZeroDivisionError):
-        with InspectSession(statistics(), model=model, log_dir=tmp_path, report=True) as session:
+        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
             train(session, model, 1)
             raise ZeroDivisionError
     assert any("te-precision report" in record.message for record in caplog.records)
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_page_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
-    (tmp_path / "report.html").mkdir()
-    assert fit(tmp_path, report=True).session.iteration == 3
-
-
-def test_what_report_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="report= must be a valid boolean"):
-        InspectSession(report="yes")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="records='off' is set"):
-        InspectSession(report=True, records="off")
-    monkeypatch.setattr("te_precision_callbacks.options.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"\[report\]"):
-        InspectSession(report=True)
-
-
 def test_the_page_of_a_real_run(look: Look, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.LayerNormLinear(32, 64), te.Linear(64, 64), torch.nn.Linear(64, 64))
-    session = observed(tmp_path, CONFIG, net=model, steps=6, recipe=DelayedScaling(), report=True)
+    session = observed(tmp_path, CONFIG, net=model, steps=6, recipe=DelayedScaling())
+    write_report(open_run(tmp_path), tmp_path / "report.html")
     look.open(tmp_path / "report.html", "page=nowhere")
     for page in ("heatmap", "layer&layer=0", "profile&tensor=gradient", "config", "summary"):
         look.everything_drawn(f"page={page}")

@@ -294,7 +294,7 @@ def losses(rank: int, folder: Path) -> None:
     torch.manual_seed(rank)
     stage, known = te.Linear(64, 64), []
     optimizer = torch.optim.SGD(stage.parameters(), 0.01)
-    with InspectSession(statistics(freq=3), model=stage, log_dir=folder, early_steps=False) as session:
+    with InspectSession(statistics(freq=3), model=stage, log_dir=folder) as session:
         for _ in range(8):
             loss = pipelined(stage, rank, lambda output: output.square().mean())
             if loss is not None:

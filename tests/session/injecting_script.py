@@ -126,7 +126,7 @@ class Training:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.net = torch.nn.Sequential(te.Linear(16, 16), te.Linear(16, 16))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
-        options = {"require": {"share": {"fp32": 1}, "by_step": 2}, "on_broken": "warn", "records": "off", **keywords}
+        options = {"require": {"share": {"fp32": 1}, "by_step": 2, "on_broken": "warn"}, "records": "off", **keywords}
         self.session = InspectSession(statistics(), log_dir=folder, statistics_log="off", **options)
         self.session.start(stop_at_sigterm=False)
         self.right, self.slowest, self.steps = True, 0.0, 0

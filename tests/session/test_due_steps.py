@@ -1,4 +1,4 @@
-"""Steps that features act in: ``early_steps=``, steps that a run does not reach, spans that change precision."""
+"""Steps in which features act: early steps, steps that a run does not reach, spans that change precision."""
 
 import copy
 from collections.abc import Mapping
@@ -10,10 +10,8 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.dumps import load
-from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, feature
@@ -56,7 +54,6 @@ def test_what_the_run_does_not_reach(
         ({"start_step": 3}, {}),
         ({"freq": 100}, {}),
         ({"end_step": 1}, {"start_step": 50}),  # a resumed run: it acted before
-        ({"start_step": 1, "freq": 10}, {"early_steps": [2]}),
     ],
 )
 def test_nothing_is_said_of_what_it_reaches(
@@ -94,13 +91,8 @@ DUMPED: dict[str, Any] = {"tensors": ["gradient"], "high_precision_tensor": True
     ("options", "session", "steps", "due"),
     [
         (None, {}, 101, [0, 1, 2, 5, 10, 20, 50, 100]),
-        (None, {"early_steps": False}, 11, [0]),
         (None, {"start_step": 3}, 9, [5, 10]),  # a resumed run counts from the begin of the training
         ({"freq": 4}, {}, 7, [0, 4]),
-        ({"freq": 4}, {"early_steps": True}, 7, [0, 1, 2, 4, 5]),
-        ({"freq": 4}, {"early_steps": [3]}, 7, [0, 3, 4]),
-        ({"freq": 4, "start_step": 2, "end_step": 4}, {"early_steps": True}, 7, [2, 4]),
-        ({"tensors_struct": [{"tensor": "gradient", "freq": 4}]}, {"early_steps": [1]}, 5, [0, 1, 4]),
     ],
 )
 def test_early_steps(
@@ -117,12 +109,6 @@ def test_early_steps(
     assert sorted(keeper.values("cur_amax", tensor="gradient")) == due
     dumps = {load(path).header.iteration for path in tmp_path.rglob("*.safetensors")}
     assert dumps == (set() if options is None else {0, 4})
-
-
-@pytest.mark.parametrize("wrong", ["1, 2", [], [-1], [True]], ids=str)
-def test_values_that_it_does_not_take(wrong: Any) -> None:
-    with pytest.raises(OptionError, match=r"early_steps= must be True, False, None, or a list of whole numbers"):
-        SessionOptions.from_keywords(None, early_steps=wrong)
 
 
 # --- spans that change precision: each step has the bits of a step from the same state ---

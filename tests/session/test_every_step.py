@@ -826,7 +826,7 @@ def test_an_iteration_with_several_steps_of_the_optimizer(what: str, steps: int,
     """As of a GAN, or of the epochs on a rollout: nan is written before, or after, the first of them."""
     model = Blocks("current")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with InspectSession(log_dir=tmp_path, model=model, report=False) as session:
+    with InspectSession(log_dir=tmp_path, model=model) as session:
         for iteration in range(9):
             for step in range(steps):
                 optimizer.zero_grad()

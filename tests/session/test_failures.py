@@ -84,7 +84,7 @@ def test_a_log_folder_that_cannot_be_made_is_said_once(
     log_dir = tmp_path / folder
     dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
     with caplog.at_level("INFO"):
-        observed(log_dir, statistics() | {"dumps": dumped}, sinks=[keeper], report=True)
+        observed(log_dir, statistics() | {"dumps": dumped}, sinks=[keeper])
     assert keeper.iterations == [0, 1, 2]
     (said,) = [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert said.startswith(f"log_dir='{log_dir}' cannot be written to: [Errno ")
@@ -252,7 +252,7 @@ def test_facts_that_could_not_be_gathered_once_are_gathered_again(
 IN_TRAINING = {
     "ObservationError": "strict=True",
     "ResumeAuditError": "strict=True",
-    "PrecisionContractError": 'require=, with on_broken="raise"',
+    "PrecisionContractError": 'require=, whose on_broken is "raise"',
     "PrecisionFindingError": 'on_finding="stop"',
     "ActivationOverflowError": 'debug="activation_overflow"',
     "DetectionFailedError": 'debug="activation_overflow"',
@@ -266,7 +266,7 @@ BEFORE = {
     "OverflowOptionError": "a keyword, when a detector is made",
     "OverflowDetectorError": "when a detector is made",
     "ConfigError": "when the session is made, and in attach()",
-    "MapError": "a file of require_same=, when the session is made",
+    "MapError": "a file of same_as in require=, when the session is made",
     "UnknownStatisticError": "when the session is made",
     "SessionError": "a call in the wrong order, before anything of it runs",
     "FeatureLoadError": "in start()",

@@ -199,7 +199,7 @@ def test_scales_that_a_resume_without_the_sessions_state_has_lost(
         _update(nets[0], optimizers[0], None if step == 0 else recipe, micro_batches)
     state = nets[0].state_dict()
     kept = {key: value for key, value in state.items() if restores or not key.endswith("_extra_state")}
-    with InspectSession(model=nets[1], log_dir=tmp_path, report=False) as session:
+    with InspectSession(model=nets[1], log_dir=tmp_path) as session:
         nets[1].load_state_dict(kept, strict=restores)
         optimizers[1].load_state_dict(optimizers[0].state_dict())
         for _ in range(3):
