@@ -286,7 +286,7 @@ class Facts:
 
     @property
     def knows_recipes(self) -> bool:
-        """True if the recipes are known: always in a session, in a plain log only if its values show them."""
+        """True if the recipes are known, as in each session, but not in a plain log."""
         shown = any(layer.has_run or layer.recipe for layer in self.layers.values())
         return shown or bool(self.layers and self.settings is not None)
 

@@ -18,7 +18,6 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.diagnosis.plain_logs import PlainLog, read_plain_log
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
@@ -27,10 +26,14 @@ from te_precision_callbacks.runs.summary import failed_starts
 from te_precision_callbacks.runs.tables import STEP0
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
+from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import Series, family_of
 
 _ON_NUMBERS = {rule.id: rule for rule in RULES if type(rule.check()).step is not RuleCheck.step}
 """The rules on statistics. All others check facts and trainer metrics, which are the same on all ranks."""
+
+_LOG_DECIMALS = 4
+_SIGNED = ("min", "mean")
 
 
 def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
@@ -66,7 +69,6 @@ class _Record:
     """The record of a run without its statistics.
 
     Attributes:
-        plain: the contents of an nvidia-dlfw-inspect log.
         rank_of_series: [series]: the rank, or ``REDUCED``.
         saved: checkpoints: the next iteration, and the file if it is known.
         ends: how the last start of the run ended, with the rank that recorded it.
@@ -74,7 +76,6 @@ class _Record:
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        self.plain: PlainLog | None = read_plain_log(run) if run.missing_contents else None
         self.rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         self.ends: list[tuple[int, Event]] = []
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
@@ -113,8 +114,6 @@ class _Record:
             self.ends.append((0, Event("stopped", text, step, data={"is_lost": bool(last.lost)})))
         self.logged = sorted(logged.items(), key=lambda item: item[0])
         self._tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
-        if self.plain is not None:
-            self._tables.update(gemms=self.plain.gemms, operands=self.plain.operands)
         self._settings: list[tuple[int, Settings | None]] = []
         begins = {0}
         ends = set()
@@ -175,7 +174,7 @@ def _check(
         family = family_of(subject.tensor, subject.statistic, subject.gemm or None)
         series.append(Series(subject.layer, family))
     splitter = Splitter(series.__getitem__)
-    for iteration, numbers, values, unscaled in _steps(run, record, chosen):
+    for iteration, numbers, values, unscaled in _steps(run, chosen):
         check_logged((iteration, False))
         check_facts(iteration)
         is_local = (record.rank_of_series[chosen[numbers]] != REDUCED).all()
@@ -189,14 +188,10 @@ def _check(
     return diagnosis
 
 
-def _steps(
-    run: RecordedRun, record: _Record, chosen: Ints
-) -> Iterator[tuple[int, npt.NDArray[np.int32], Floats, Mask]]:
+def _steps(run: RecordedRun, chosen: Ints) -> Iterator[tuple[int, npt.NDArray[np.int32], Floats, Mask]]:
     table = run.values(chosen.tolist())
-    if record.plain is not None:
-        known, adapted = record.plain.adapt(table["series"].to_numpy(), table["value"].to_numpy())
-        position = table.column_names.index("value")
-        table = table.set_column(position, table.schema.field(position), pa.array(adapted)).filter(pa.array(known))
+    if run.missing_contents:
+        table = table.filter(pa.array(_are_known(run, table["series"].to_numpy(), table["value"].to_numpy())))
     iterations = table["iteration"].to_numpy()
     order = np.argsort(iterations, kind="stable")  # within a step by series, as in the table
     iterations = iterations[order]
@@ -207,6 +202,20 @@ def _steps(
     edges = [*begins.tolist(), len(iterations)]
     for iteration, begin, end in zip(steps.tolist(), edges[:-1], edges[1:], strict=True):
         yield iteration, numbers[begin:end], values[begin:end], unscaled[begin:end]
+
+
+def _are_known(run: RecordedRun, series: npt.NDArray[np.int32], values: Floats) -> Mask:
+    """Return False for the zeros of magnitudes in a log with four decimals, since the values may only be small."""
+    finite = values[np.isfinite(values)]
+    if (finite.round(_LOG_DECIMALS) != finite).any():
+        return np.ones(len(values), bool)
+    magnitudes = []
+    for number, subject in enumerate(run.subjects):
+        request = logged_request(subject.statistic) if subject.tensor else None
+        if request is not None and request.statistic.name not in _SIGNED and "the tensor" in request.statistic.unit:
+            magnitudes.append(number)
+    are_known: Mask = (values != 0) | ~np.isin(series, magnitudes)
+    return are_known
 
 
 def _event(row: Row) -> Event:
