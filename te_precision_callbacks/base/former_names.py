@@ -17,6 +17,14 @@ FORMER_NAMES: Mapping[str, str] = {
     "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
     "report": "Run te-precision report RUN after the training.",
     "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
+    "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
+    "te-precision check --convert": (
+        "Return te_precision_callbacks.accelerate.convert_to_te(model) from the function of --model."
+    ),
+    "te_precision_callbacks.check.BatchError": "A plan takes tokens=, not a batch.",
+    "te_precision_callbacks.check.ConversionError": (
+        "Convert the model with te_precision_callbacks.accelerate.convert_to_te before the check."
+    ),
 }
 """A name -> the sentence that says what to use instead."""
 

@@ -8,6 +8,7 @@ Usage::
     checked = check_model(model, load_config("config.yaml"), recipe="mxfp8", tokens=4096)
     checked.coverage.share("fp8")     # as session.coverage(), of a step that has not run
     checked.findings                  # problems of the plan
+    checked.unknown                   # what a plan cannot show
 """
 
 from __future__ import annotations
@@ -17,15 +18,12 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.check.accelerate_conversion import ConversionError
     from te_precision_callbacks.check.checked_model import CheckedModel, check_model
-    from te_precision_callbacks.check.factory import BatchError, RecipeError
+    from te_precision_callbacks.check.factory import RecipeError
     from te_precision_callbacks.check.findings import PlanFinding
 
 __all__ = [
-    "BatchError",
     "CheckedModel",
-    "ConversionError",
     "PlanFinding",
     "RecipeError",
     "check_model",

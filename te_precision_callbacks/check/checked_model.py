@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.vocabulary import Observe, class_names
-from te_precision_callbacks.check.dry_run import dry_run, modules_with_regions
+from te_precision_callbacks.base.vocabulary import GEMMS, Observe, class_names
 from te_precision_callbacks.check.factory import AUTO, NONE, recipe_by_name
 from te_precision_callbacks.check.findings import (
     PlanFinding,
@@ -21,9 +20,6 @@ from te_precision_callbacks.check.findings import (
     find_shape_problems,
     findings_of,
     join_names,
-    region_note,
-    unsized_finding,
-    unsized_shares,
 )
 from te_precision_callbacks.config import Config, ConfigError, Plan
 from te_precision_callbacks.config.contract import Contract, ContractSource
@@ -36,16 +32,16 @@ from te_precision_callbacks.config.schemas import LogGemmError, known_features
 from te_precision_callbacks.config.steps import with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage, Reason
-from te_precision_callbacks.coverage.planned_products import PlannedProducts, Ran, plan_products
+from te_precision_callbacks.coverage.planned_products import PlannedProducts, plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.fused import choose, format_paths
 from te_precision_callbacks.instrumentation.recipe_arguments import ignored_arguments
 from te_precision_callbacks.instrumentation.refusals import RefusedLayers
-from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Model,
+    module_names,
     modules_of,
     named_operations,
     named_te_modules,
@@ -55,6 +51,7 @@ from te_precision_callbacks.options import check_value
 from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.speed.memory import Memory, plan_memory
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
+from te_precision_callbacks.te import modules as te_modules
 
 
 class ActingFeature(NamedTuple):
@@ -82,15 +79,16 @@ class CheckedModel:
     Attributes:
         coverage: the planned matrix products of a step, with ``runs="planned"``.
         recipe: its name; empty without a recipe.
-        tokens: the tokens of a step on this rank; if None, multiply-adds are for the batch, or else for one token.
+        tokens: the tokens of a step on this rank; if None, multiply-adds are for one token.
         layers: the number of layers of Transformer Engine that a config can select.
         features: layer -> the features that act on it.
         findings: problems.
         notes: possible mistakes that are not errors.
+        unknown: what is not known before the run, such as the kernel of attention.
+        undecided: the clauses of the contract that depend on something unknown.
         not_counted: modules with a weight but without a planned product.
-        not_reached: with a batch, layers and modules that the forward does not call.
         memory: the planned memory, if requested.
-        attention: without a batch, the modules of attention, which are not planned.
+        attention: the modules of attention, which are not planned.
         spans: steps with a different set of GEMMs in high precision -> their products.
     """
 
@@ -101,8 +99,9 @@ class CheckedModel:
     features: Mapping[str, tuple[ActingFeature, ...]]
     findings: tuple[PlanFinding, ...]
     notes: tuple[str, ...]
+    unknown: tuple[str, ...]
+    undecided: tuple[str, ...]
     not_counted: tuple[str, ...]
-    not_reached: tuple[str, ...] = ()
     memory: Memory | None = None
     attention: tuple[str, ...] = ()
     spans: Mapping[str, Coverage] = field(default_factory=dict)
@@ -115,86 +114,47 @@ def check_model(
     *,
     recipe: Any = AUTO,
     tokens: int | None = None,
-    batch: Any = None,
     require: ContractSource = None,
     observe: Observe = "auto",
-    unconverted: Mapping[str, str] | None = None,
     allow_unmatched: bool = False,
     memory: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it or changing it.
-
-    With a batch, forward and backward are called once, on the model's device, for the sizes of all products. Layers of
-    Transformer Engine do not quantize in this dry run. On ``meta`` nothing is computed.
 
     Args:
         model: on any device, also on ``meta``.
         recipe: ``auto``, Transformer Engine's default recipe for the GPU; ``none``; one of
             :data:`~te_precision_callbacks.base.vocabulary.RECIPES`; or one of Transformer Engine's recipe objects.
         tokens: the tokens of a step on this rank: all dimensions of the input but the last, multiplied.
-        batch: the arguments of the model's forward, instead of ``tokens``: a tensor, a mapping of keyword arguments, or
-            a tuple of positional arguments. Tensors are copied to the model's device.
-        require: a contract, as for an integration. A clause that is broken, or cannot be checked, is a finding.
+        require: a contract, as for an integration. A broken clause is a finding. A clause that depends on something
+            unknown is in ``undecided`` instead.
         observe: the path of observed layers, as for an integration.
-        unconverted: for a model converted by Accelerate, the skipped layers with reasons, from
-            ``te_precision_callbacks.accelerate.unconverted_layers(model)``.
         allow_unmatched: a section that matches no layer is a note, not a finding.
         memory: whether to plan memory too; ``tokens`` then refers to one forward.
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
         RecipeError: the recipe is unknown, or the GPU does not support it.
-        OptionError: ``tokens`` is not positive, or given with a batch; ``observe`` is not a valid path.
-        BatchError: the forward or backward fails with ``batch``.
+        OptionError: ``tokens`` is not positive; ``observe`` is not a valid path.
     """
-    if tokens is not None:
-        _require_positive(tokens, batch)
+    if tokens is not None and tokens < 1:
+        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
     is_wanted = recipe != NONE
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe)
     contract = read_requirements(require)
-    checked = _Check(
+    return _Check(
         model,
         with_early_steps(config),
         recipe,
         tokens,
-        batch,
+        contract,
         observe,
-        unconverted,
         is_wanted=is_wanted,
         allow_unmatched=allow_unmatched,
         memory=memory,
     ).check()
-    if contract is None:
-        return checked
-    with_regions: Sequence[str] = ()
-    if batch is None and recipe is not None:
-        with_regions = modules_with_regions(model)
-    return _with_broken_clauses(checked, contract, with_regions)
-
-
-def _require_positive(tokens: int, batch: Any) -> None:
-    if batch is not None:
-        raise OptionError(
-            "tokens= and batch= cannot be combined: a batch already sets the tokens of each layer. Give one of the two."
-        )
-    if tokens < 1:
-        raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
-
-
-def _with_broken_clauses(checked: CheckedModel, contract: Contract, with_regions: Sequence[str]) -> CheckedModel:
-    require_layers(contract, {product.layer for product in checked.coverage})
-    findings, checkable = unsized_shares(
-        contract, checked.coverage, checked.not_counted, checked.attention, with_regions
-    )
-    texts = broken_clauses(checkable, checked.coverage)
-    for steps, coverage in checked.spans.items():
-        texts += [f"In {steps}: {text}" for text in broken_clauses(checkable, coverage)]
-    findings += findings_of("contract", texts)
-    if contract.same_as is not None:
-        findings += findings_of("same", contract.same_as.broken(checked.coverage, "the plan"))
-    return replace(checked, findings=(*checked.findings, *findings))
 
 
 class _Check:
@@ -210,9 +170,8 @@ class _Check:
         config: Config,
         recipe: Any,
         tokens: int | None,
-        batch: Any,
+        contract: Contract | None,
         observe: Observe,
-        unconverted: Mapping[str, str] | None,
         *,
         is_wanted: bool,
         allow_unmatched: bool,
@@ -222,15 +181,15 @@ class _Check:
         self._config = config
         self._recipe = recipe
         self._tokens = tokens
-        self._batch = batch
+        self._contract = contract
         self._observe = observe
-        self._unconverted = unconverted
         self._allow_unmatched = allow_unmatched
         self._memory = memory
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._layers = list(itertools.chain(*(named.layers for named in self._modules)))
         self._operations = named_operations(model)
+        self._regions = _modules_with_regions(model)
         self._sections = {section.name: section for section in config.enabled_sections}
         self._findings: list[PlanFinding] = []
         self._notes: list[str] = []
@@ -243,40 +202,25 @@ class _Check:
             if any(entry.features.values()):
                 acting[entry.layer.name] = [self._sections[name] for name in entry.sections]
                 features[entry.layer.name] = of_sections(entry.sections)
-        ran = None
-        tokens_of = None
-        recipes = dict.fromkeys((layer.name for layer in self._layers), self._recipe)
-        if self._batch is not None:
-            ran = dry_run(self._model, self._modules, self._batch, self._recipe)
-            tokens_of = ran.tokens
-            recipes |= ran.recipes
         effects = itertools.chain.from_iterable(section.effects.values() for section in self._sections.values())
         (_, first_step), *later = spans_of(effects).items()
-        products = self._products(acting, first_step, ran)
-        coverage_of = {steps: self._products(acting, step, ran).coverage for steps, step in later}
+        products = self._products(acting, first_step)
+        coverage_of = {steps: self._products(acting, step).coverage for steps, step in later}
         self._findings += find_recipe_problems(self._recipe, acting)
-        self._findings += find_refused_options(recipes, self._modules)
-        self._note_regions(ran)
+        self._findings += find_refused_options(self._recipe, self._modules)
         self._findings += find_shape_problems(
-            self._recipe,
-            self._modules,
-            self._operations,
-            products.coverage,
-            tokens=self._tokens,
-            tokens_of=tokens_of,
+            self._recipe, self._modules, self._operations, products.coverage, tokens=self._tokens
         )
         if self._is_wanted:
             self._apply_rules(products.coverage)
-        if products.attention and products.coverage.macs():
-            self._notes.append(
-                "The shares do not include the two attention products, which depend on sequence lengths:"
-                f" {fold_for_sentence(*products.attention, most=2)}. To include them, give --batch (batch= in Python)"
-                " instead of the number of tokens."
-            )
-        if products.not_counted:
-            self._findings.append(unsized_finding(products.not_counted))
-        if self._is_wanted:
             self._require_low_precision(products.coverage)
+        unknown = self._unknown(products)
+        undecided: tuple[str, ...] = ()
+        if self._contract is not None:
+            undecided = self._check_contract(self._contract, products, coverage_of, is_known=not unknown)
+        if products.attention:
+            unknown.append(f"attention of {join_names(products.attention)}: its kernel, formats and multiply-adds")
+        unknown.append("which layers the forward calls, with which shapes, and matrix products outside of modules")
         return CheckedModel(
             products.coverage,
             recipe_text(self._recipe),
@@ -285,20 +229,52 @@ class _Check:
             features,
             tuple(self._findings),
             tuple(self._notes),
+            tuple(unknown),
+            undecided,
             products.not_counted,
-            products.not_reached,
-            self._planned_memory(products.coverage, ran),
+            self._planned_memory(products.coverage),
             products.attention,
             coverage_of,
         )
 
-    def _note_regions(self, ran: Ran | None) -> None:
-        if ran is not None and ran.enters_region:
-            self._notes.append("The model enters te.autocast itself, so the plan assumes no region around it.")
-        elif ran is None and self._is_wanted and (with_regions := modules_with_regions(self._model)):
-            self._notes.append(
-                f"The plan assumes one region of te.autocast around the model: {region_note(with_regions)}."
-            )
+    def _unknown(self, products: PlannedProducts) -> list[str]:
+        """Return what is unknown about matrix products with a weight."""
+        unknown = []
+        if products.not_counted:
+            unknown.append(f"the matrix products of {join_names(products.not_counted)}")
+        experts = [named.names for named in self._modules if te_modules.of(named.module).groups]
+        if experts:
+            names = join_names(itertools.chain.from_iterable(experts))
+            unknown.append(f"the tokens of each expert ({names}); the plan assumes equal numbers")
+        if self._regions:
+            names = join_names(self._regions)
+            unknown.append(f"the recipe inside {names}, whose forward may enter te.autocast itself")
+        return unknown
+
+    def _check_contract(
+        self, contract: Contract, products: PlannedProducts, spans: Mapping[str, Coverage], *, is_known: bool
+    ) -> tuple[str, ...]:
+        """Add a finding for each broken clause, and return the clauses that cannot be checked."""
+        require_layers(contract, {product.layer for product in products.coverage})
+        undecided = []
+        shares = {}
+        for key, share in contract.share.items():
+            if is_known and (share.part in GEMMS or not products.attention):
+                shares[key] = share
+            else:
+                undecided.append(str(share))
+        layers = contract.layers
+        if self._regions:
+            undecided += [f"{pattern}: {precision}" for pattern, precision in layers.items()]
+            layers = {}
+        contract = contract.model_copy(update={"share": shares, "layers": layers})
+        texts = broken_clauses(contract, products.coverage)
+        for steps, coverage in spans.items():
+            texts += [f"In {steps}: {text}" for text in broken_clauses(contract, coverage)]
+        self._findings += findings_of("contract", texts)
+        if contract.same_as is not None:
+            self._findings += findings_of("same", contract.same_as.broken(products.coverage, "the plan"))
+        return tuple(undecided)
 
     def _require_low_precision(self, coverage: Coverage) -> None:
         if any(product.is_low for product in coverage):
@@ -308,7 +284,7 @@ class _Check:
             why = "see the reasons in the plan"
         self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
 
-    def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int, ran: Ran | None) -> PlannedProducts:
+    def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int) -> PlannedProducts:
         sections = {}
         for name, section in self._sections.items():
             effects = {feature: effect.at(iteration) for feature, effect in section.effects.items()}
@@ -324,11 +300,9 @@ class _Check:
             acting_now,
             self._recipe,
             tokens=self._tokens or 1,
-            ran=ran,
-            unconverted=self._unconverted,
         )
 
-    def _planned_memory(self, coverage: Coverage, ran: Ran | None) -> Memory | None:
+    def _planned_memory(self, coverage: Coverage) -> Memory | None:
         if not self._memory:
             return None
         low = {product.layer for product in coverage if product.is_low}
@@ -340,10 +314,6 @@ class _Check:
             elif product.reason is Reason.SECTION:
                 mixed[product.layer] = None
         recipes: dict[str, Any] = {}
-        calls = None
-        if ran is not None:
-            recipes |= ran.recipes
-            calls = {p.layer: [p.n] * p.calls for p in ran.products if p.gemm == "fprop"} | ran.tokens
         recipes |= high
         planned = plan_memory(
             self._model,
@@ -351,7 +321,7 @@ class _Check:
             self._recipe,
             tokens=self._tokens,
             recipes=recipes,
-            calls=calls,
+            calls=None,
         )
         if not mixed:
             return planned
@@ -412,10 +382,10 @@ class _Check:
             return ""
         text = no_layers_warning("without precision debugging")
         is_pretrained = any("PreTrainedModel" in class_names(module) for module in modules_of(self._model))
-        if self._unconverted is None and is_pretrained:
+        if is_pretrained:
             text += (
-                " Accelerate converts Linear layers to Transformer Engine for FP8 training: plan this with"
-                " te-precision check --convert accelerate."
+                " Accelerate converts Linear layers to Transformer Engine for FP8 training: to plan this, build the"
+                " model with te_precision_callbacks.accelerate.convert_to_te(model)."
             )
         return text
 
@@ -429,6 +399,26 @@ class _Check:
         if not_fused:
             self._notes.append(f'observe="{self._observe}": {format_paths(len(fused), not_fused)}')
         return [key for key, changed in fused.items() if not changed]
+
+
+def _modules_with_regions(model: Model) -> list[str]:
+    """Return the paths of modules with a ``forward`` that names Transformer Engine and ``autocast``."""
+    names = module_names(model)
+    return [
+        names[id(module)]
+        for module in modules_of(model)
+        if id(module) in names and _enters_autocast(type(module).forward)
+    ]
+
+
+@functools.cache
+def _enters_autocast(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    if code is None or forward.__module__.startswith("transformer_engine"):
+        return False
+    values = map(forward.__globals__.get, code.co_names)
+    from_te = any("transformer_engine" in str(getattr(value, "__module__", value)) for value in values)
+    return from_te and not {"autocast", "fp8_autocast"}.isdisjoint(code.co_names)
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:

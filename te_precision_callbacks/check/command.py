@@ -4,8 +4,6 @@ Usage::
 
     te-precision check config.yaml
     te-precision check config.yaml --model package.module:factory --recipe mxfp8 --tokens 4096
-    te-precision check config.yaml --model package.module:factory --batch package.module:another_factory
-    te-precision check config.yaml --model package.module:factory --convert accelerate
     te-precision check config.yaml --model package.module:factory --tokens 4096 --device h200 --speed
 
 The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong use. ``--json`` prints one JSON object.
@@ -13,9 +11,8 @@ The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -29,7 +26,6 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import collect_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
-from te_precision_callbacks.check.accelerate_conversion import Conversion, ConversionResult
 from te_precision_callbacks.speed.command import Calibrate, DeviceName, TableFile, speed_of_step
 
 if TYPE_CHECKING:
@@ -60,22 +56,13 @@ ModelFunction = Annotated[
     ),
 ]
 
-Convert = Annotated[
-    Conversion | None,
-    typer.Option(
-        help="accelerate: plan the model after Accelerate's FP8 conversion, which replaces Linear layers with"
-        " Transformer Engine layers.",
-    ),
-]
-
 RecipeName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
         help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4, none, or"
         " package.module:function, the factory of a CustomRecipe;"
-        " auto (default): Transformer Engine's default for the GPU; with --convert, Accelerate's default,"
-        " fp8_delayed_scaling.",
+        " auto (default): Transformer Engine's default for the GPU.",
     ),
 ]
 
@@ -84,16 +71,6 @@ Tokens = Annotated[
     typer.Option(
         metavar="N",
         help="Tokens per step on one rank, to compute multiply-adds and to find shapes that GEMMs do not support.",
-    ),
-]
-
-BatchFunction = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help="Instead of --tokens: a function without arguments that returns the arguments of the model's"
-        " forward, as a tensor, a mapping of keywords, or a tuple. The plan then has the sizes of all"
-        " products.",
     ),
 ]
 
@@ -144,10 +121,8 @@ def check_command(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file.")],
     *,
     model: ModelFunction = None,
-    convert: Convert = None,
     recipe: RecipeName = None,
     tokens: Tokens = None,
-    batch: BatchFunction = None,
     require: Require = None,
     same_as: SameAsMap = None,
     alignment: Alignment = None,
@@ -168,10 +143,8 @@ def check_command(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the planned GPU if there is none.
     """
     of_plan = {
-        "--convert": convert,
         "--recipe": recipe,
         "--tokens": tokens,
-        "--batch": batch,
         "--require": require,
         "--same-as": same_as,
         "--observe": observe,
@@ -186,17 +159,13 @@ def check_command(
         _refuse(of_speed, "also give --speed: this option is for expected times")
     if same_as is None:
         _refuse({"--alignment": alignment}, "an alignment is for --same-as")
-    if speed and tokens is None and batch is None:
-        raise typer.BadParameter("expected times need --tokens or --batch", param_hint="--speed")
+    if speed and tokens is None:
+        raise typer.BadParameter("expected times need --tokens", param_hint="--speed")
     if speed and device is None:
         raise typer.BadParameter("expected times need a device, such as --device h200", param_hint="--device")
     if tokens is not None and tokens < 1:
         raise typer.BadParameter(
             f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
-        )
-    if tokens is not None and batch is not None:
-        raise typer.BadParameter(
-            "give either --tokens or --batch: a batch already sets the tokens of each layer", param_hint="--tokens"
         )
     loaded, warnings = _load(config, as_json=as_json)
     if model is None:
@@ -215,11 +184,9 @@ def check_command(
         if recipe and recipe in RECIPES:
             target.check_recipe(recipe)  # its error names a recipe for this device
     with collect_warnings() as more, without_collections():
-        checked, made_on, converted = plan_function(
+        checked, made_on = plan_function(
             model,
             recipe or _AUTO,
-            convert,
-            batch,
             capability,
             observe=observe or _AUTO,
             require=require,
@@ -235,13 +202,13 @@ def check_command(
     if target is not None:
         expected = _speed(checked, target, calibrate=calibrate, table=table)
     if as_json:
-        content = {"config": config, "errors": [], **plan_as_json(checked, model, made_on, batch, converted)}
+        content = {"config": config, "errors": [], **plan_as_json(checked, model, made_on)}
         if expected is not None:
             content["speed"] = expected.as_json()
         terminal.show_json(content)
     else:
-        terminal.show_text(_first_line(config, loaded, len(checked.findings)))
-        show(checked, model, made_on, batch, converted)
+        terminal.show_text(_first_line(config, loaded, len(checked.findings), checked.undecided))
+        show(checked, model, made_on)
         if expected is not None:
             typer.echo()
             show_step(expected)
@@ -300,8 +267,6 @@ def install_backend(capability: tuple[int, int] | None) -> None:
 def plan_function(
     spec: str,
     recipe: str,
-    convert: Conversion | None,
-    batch: str | None,
     capability: tuple[int, int] | None,
     *,
     observe: str = _AUTO,
@@ -309,66 +274,29 @@ def plan_function(
     same_as: str | None = None,
     alignment: Path | None = None,
     **keywords: Any,
-) -> tuple[CheckedModel, str, ConversionResult | None]:
-    """Plan the model that a function builds; returns the plan, the device, and the result of a conversion."""
+) -> tuple[CheckedModel, str]:
+    """Plan the model that a function builds; returns the plan and the device."""
     install_backend(capability)
     from te_precision_callbacks.instrumentation.upstream import warn_unless_supported
 
     warn_unless_supported()
-    from te_precision_callbacks.check.accelerate_conversion import recipe_of_accelerate
     from te_precision_callbacks.check.checked_model import check_model
-    from te_precision_callbacks.check.factory import build_batch, recipe_by_name
+    from te_precision_callbacks.check.factory import build_model, recipe_by_name
     from te_precision_callbacks.config.contract import Contract
     from te_precision_callbacks.maps.alignment import read_alignment
     from te_precision_callbacks.maps.comparing import SameAs, read_requirements
     from te_precision_callbacks.maps.sources import open_map
     from te_precision_callbacks.options import check_value
 
-    notes: tuple[str, ...] = ()
-    if convert is not None:
-        recipe, notes = recipe_of_accelerate(recipe)
     recipe_by_name(recipe)  # reports an unknown name before building a model
-    built_batch = batch and build_batch(batch)
     with rename_keywords({"observe": "--observe", "require": "--require"}):
         check_value("observe", observe)
         contract = read_requirements(require)
     if same_as is not None:
         required = SameAs(open_map(same_as), read_alignment(alignment))
         contract = (contract or Contract.model_validate({})).model_copy(update={"same_as": required})
-    check = functools.partial(
-        check_model,
-        recipe=recipe,
-        batch=built_batch,
-        observe=cast(Observe, observe),
-        require=contract,
-        **keywords,
-    )
-    checked, device, converted = _plan_model(spec, convert, check)
-    if converted is not None:
-        notes = (*converted.notes, *notes)
-    return replace(checked, notes=(*notes, *checked.notes)), device, converted
-
-
-def _plan_model(
-    spec: str, convert: Conversion | None, check: Callable[..., CheckedModel], *, on_meta: bool = True
-) -> tuple[CheckedModel, str, ConversionResult | None]:
-    from te_precision_callbacks.check.accelerate_conversion import ConversionError, convert_by_accelerate
-    from te_precision_callbacks.check.dry_run import NotOnMetaError
-    from te_precision_callbacks.check.factory import build_model
-
-    model, device = build_model(spec, on_meta=on_meta)
-    converted = None
-    unconverted = None
-    try:
-        if convert is not None:
-            converted = convert_by_accelerate(model)
-            unconverted = converted.left_out
-        checked = check(model, unconverted=unconverted)
-    except (ConversionError, NotOnMetaError):
-        if device != "meta":
-            raise
-        return _plan_model(spec, convert, check, on_meta=False)  # the meta device may be the cause
-    return checked, device, converted
+    model, device = build_model(spec)
+    return check_model(model, recipe=recipe, observe=cast(Observe, observe), require=contract, **keywords), device
 
 
 @without_collections()
@@ -378,25 +306,26 @@ def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Pat
     from te_precision_callbacks.speed.estimate import Step
 
     if not checked.coverage.macs():
-        raise SpeedError(
-            "No matrix product of the model could be planned, so no times can be estimated. Give --batch, which"
-            " plans the products of all layer classes."
-        )
+        raise SpeedError("No matrix product of the model could be planned, so no times can be estimated.")
     left_out = {
-        "Times do not include {}: give --batch to include their matrix products.": checked.not_counted,
-        "Times do not include attention ({}), which depends on sequence lengths. Give --batch.": checked.attention,
+        "Times do not include the matrix products of {}.": checked.not_counted,
+        "Times do not include attention ({}), which depends on sequence lengths.": checked.attention,
     }
     notes = (text.format(", ".join(fold_names(names, most=8))) for text, names in left_out.items() if names)
     step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
     return speed_of_step(step, device, recipe=None, calibrate=calibrate, table=table)
 
 
-def _first_line(path: str, config: Config, findings: int = 0) -> str:
-    if findings:
-        return f"{path}: {many(findings, 'finding')} for this model, listed at the end."
+def _first_line(path: str, config: Config, findings: int = 0, undecided: Sequence[str] = ()) -> str:
     number = len(config.sections)
     enabled = len(config.enabled_sections)
     text = f"{path}: {many(number, 'section')}"
-    if enabled < number:
+    if findings:
+        text = f"{path}: {many(findings, 'finding')} for this model, listed at the end"
+    elif enabled < number:
         text += f" ({number - enabled} not enabled)"
-    return f"{text}, no errors."
+    if not findings:
+        text += ", no errors"
+    if undecided:
+        text += f"; not known before the run: {', '.join(undecided)}"
+    return f"{text}."

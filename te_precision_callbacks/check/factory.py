@@ -1,4 +1,4 @@
-"""Builds a model or a batch from ``package.module:function``, and Transformer Engine's recipes by name.
+"""Builds a model from ``package.module:function``, and Transformer Engine's recipes by name.
 
 The function takes no arguments. A model is built on the meta device, without memory for weights, or else on the CPU.
 """
@@ -27,10 +27,6 @@ class ModelFactoryError(PrecisionDebugError):
     """The function of ``--model`` does not exist, fails, or does not return a model."""
 
 
-class BatchError(PrecisionDebugError):
-    """The function of ``--batch`` does not exist, fails, or does not return arguments for a model's forward."""
-
-
 class _Expected(NamedTuple):
     returns: str
     error: type[PrecisionDebugError]
@@ -42,14 +38,11 @@ class _Expected(NamedTuple):
 
 
 _MODEL = _Expected("a torch.nn.Module", ModelFactoryError)
-_BATCH = _Expected(
-    "a tensor, a mapping of keywords, or a tuple of positional arguments for the model's forward", BatchError
-)
 
 _SETUP = _Expected("a mapping with model, closure, batches, and optimizer to confirm", ModelFactoryError)
 
 
-def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, str]:
+def build_model(spec: str) -> tuple[torch.nn.Module, str]:
     """Call a user's function that builds a model; returns the model and its device, ``meta`` or ``cpu``.
 
     Output of the function goes to stderr.
@@ -59,18 +52,10 @@ def build_model(spec: str, *, on_meta: bool = True) -> tuple[torch.nn.Module, st
     """
     with _like_a_script():
         factory = _call(functools.partial(pkgutil.resolve_name, spec), spec, _MODEL)
-        if on_meta:
-            # Many models cannot be built on meta; a mistake in the function raises again on the CPU.
-            with contextlib.suppress(Exception, SystemExit), meta_device():
-                return _module(factory(), spec), "meta"
+        # Many models cannot be built on meta; a mistake in the function raises again on the CPU.
+        with contextlib.suppress(Exception, SystemExit), torch.device("meta"), _OnMeta():
+            return _module(factory(), spec), "meta"
         return _module(_call(factory, spec, _MODEL), spec), "cpu"
-
-
-def build_batch(spec: str) -> Any:
-    with _like_a_script():
-        made = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _BATCH), spec, _BATCH)
-    require_batch(made, f"{shown(spec)} has returned ")
-    return made
 
 
 def build_setup(spec: str) -> Mapping[str, Any]:
@@ -85,21 +70,6 @@ def build_setup(spec: str) -> Mapping[str, Any]:
         lacks = f"lacks {', '.join(sorted(missing))}" if missing else f"has unknown keys: {', '.join(sorted(unknown))}"
         raise ModelFactoryError(f"The mapping of {shown(spec)} {lacks}. {_SETUP.spelling}")
     return made
-
-
-def require_batch(batch: object, start: str = "") -> None:
-    if isinstance(batch, (torch.Tensor, Mapping, tuple)):
-        return
-    text = f"{start}{shown(batch)}, which is not a batch. A batch is {_BATCH.returns}."
-    if isinstance(batch, list):
-        text += " Return a tuple instead of the list: its values are the arguments."
-    raise BatchError(text)
-
-
-@contextlib.contextmanager
-def meta_device() -> Iterator[None]:
-    with torch.device("meta"), _OnMeta():
-        yield
 
 
 class _OnMeta(TorchFunctionMode):

@@ -12,19 +12,15 @@ import torch
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
-from te_precision_callbacks.config.conditions import Share
-from te_precision_callbacks.config.contract import Contract
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.coverage.coverage import Coverage, list_uncounted
+from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
 from te_precision_callbacks.te import modules as te_modules
 
-FindingKind = Literal[
-    "config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "not_sized", "contract", "same"
-]
+FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "contract", "same"]
 
 _ANY_MULTIPLE = 1 << 10
 """A number of tokens that no GEMM refuses."""
@@ -39,9 +35,8 @@ class PlanFinding:
     Attributes:
         kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers that
             no feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
-            ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``not_sized``, modules
-            that need a batch; ``contract``, a contract that the plan breaks or cannot check; ``same``, a difference
-            from ``--same-as``.
+            ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``contract``, a contract
+            that the plan breaks; ``same``, a difference from ``--same-as``.
         text: the message, with abbreviated names of layers.
         layers: the affected layers.
     """
@@ -68,17 +63,19 @@ def find_recipe_problems(recipe: Any, acting: Mapping[str, Sequence[Section]]) -
         yield PlanFinding("recipe", text, tuple(names))
 
 
-def find_refused_options(recipes: Mapping[str, Any], modules: Iterable[NamedModule]) -> Iterator[PlanFinding]:
-    """Find layers that raise in their first forward with delayed scaling. ``recipes``: layer -> its recipe, or None.
+def find_refused_options(recipe: Any, modules: Iterable[NamedModule]) -> Iterator[PlanFinding]:
+    """Find layers that raise in their first forward with delayed scaling.
 
     Read from Transformer Engine 2.20.2: ``_linear_forward_impl`` of ``pytorch/module/linear.py``, and
     ``grouped_linear.py``.
     """
-    names = []
+    if recipe is None or not recipe.delayed():
+        return
+    names: list[str] = []
     for named in modules:
         saves_input = getattr(named.module, "save_original_input", False)
         if saves_input and any(weight.requires_grad and weight.ndim > 1 for weight in named.module.parameters()):
-            names += [name for name in named.names if recipes.get(name) is not None and recipes[name].delayed()]
+            names += named.names
     if names:
         text = (
             f"{join_names(names)}: Transformer Engine refuses save_original_input=True with delayed scaling. Set it to"
@@ -94,14 +91,12 @@ def find_shape_problems(
     coverage: Coverage,
     *,
     tokens: int | None,
-    tokens_of: Mapping[str, Sequence[int]] | None,
 ) -> Iterator[PlanFinding]:
     """Find sizes and dtypes that GEMMs in low precision do not support.
 
     Args:
         tokens: the tokens of a step; None skips checks of tokens. They are also skipped for experts, since a router
             decides their share of the tokens.
-        tokens_of: layer -> the tokens of each of its calls, instead of ``tokens``.
     """
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
@@ -114,14 +109,9 @@ def find_shape_problems(
     capability = get_device_compute_capability()
     for layer, facts in _layers(modules, operations):
         gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
-        counts: Sequence[int | None] = [tokens]
-        if tokens_of is not None:
-            counts = tokens_of.get(layer, ())
-        of_layer: dict[str, None] = {}
-        for count in counts:
-            of_layer.update(dict.fromkeys(_list_refusals(name, capability, facts, count, gemms)))
+        of_layer = _list_refusals(name, capability, facts, tokens, gemms)
         if of_layer:
-            refused.append((tuple(of_layer), layer))
+            refused.append((of_layer, layer))
         if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
             by_hadamard.append(layer)
     for texts, names in group_by_key(refused).items():
@@ -133,53 +123,6 @@ def find_shape_problems(
             " another dtype. Convert them to bfloat16, or set disable_rht=True in the recipe."
         )
         yield PlanFinding("recipe", text, tuple(by_hadamard))
-
-
-def unsized_finding(modules: Sequence[str]) -> PlanFinding:
-    text = (
-        f"The matrix products of {join_names(modules)} have unknown sizes, so the shares do not include them. Give"
-        " --batch (batch= in Python)."
-    )
-    return PlanFinding("not_sized", text, tuple(modules))
-
-
-def unsized_shares(
-    contract: Contract,
-    coverage: Coverage,
-    not_counted: Sequence[str],
-    attention: Sequence[str],
-    with_regions: Sequence[str],
-) -> tuple[list[PlanFinding], Contract]:
-    """Return findings for the shares of a contract that the plan cannot check, and the contract without them.
-
-    Args:
-        attention: modules that are not planned; they affect only shares that are not of fprop, dgrad or wgrad.
-        with_regions: modules that enter ``te.autocast`` themselves, in a plan without a forward.
-    """
-    findings: list[PlanFinding] = []
-    checkable: list[Share] = []
-    for share in contract.share.values():
-        left = [*not_counted]
-        if share.part not in GEMMS:
-            left += attention
-        texts = []
-        if left:
-            texts.append(f"the products of {join_names(left)} have unknown sizes without --batch (batch= in Python)")
-        texts += [f"not counted: {text}" for text in list_uncounted(coverage)]
-        if with_regions:
-            texts.append(region_note(with_regions))
-        if texts:
-            findings.append(PlanFinding("contract", f"{share}: cannot be checked: {'; '.join(texts)}."))
-        else:
-            checkable.append(share)
-    return findings, contract.model_copy(update={"share": dict(enumerate(checkable))})
-
-
-def region_note(modules: Sequence[str]) -> str:
-    return (
-        f"{join_names([name or 'the model' for name in modules])} may enter te.autocast in its forward, so the layers"
-        " inside are unknown without --batch (batch= in Python)"
-    )
 
 
 class _LayerFacts(NamedTuple):

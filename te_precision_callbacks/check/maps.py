@@ -122,10 +122,10 @@ def _plan(spec: str, recipe: str) -> PrecisionMap:
     from te_precision_callbacks.config import load_config
     from te_precision_callbacks.maps.precision_map import from_products
 
-    checked, _, _ = plan_function(spec, recipe, None, None, None, config=load_config({}))
+    checked, _ = plan_function(spec, recipe, None, config=load_config({}))
     planned = from_products(checked.coverage, f"plan of {spec}, recipe {checked.recipe or 'none'}")
     if checked.not_counted:
-        left = f"Not planned without te-precision check --batch: {', '.join(checked.not_counted)}."
+        left = f"Not known before a run: {', '.join(checked.not_counted)}."
         planned = replace(planned, notes=(left,))
     return planned
 

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import first_of, many
-from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS, GemmName
-from te_precision_callbacks.check.accelerate_conversion import ConversionResult
+from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, percent
 from te_precision_callbacks.coverage.gemm_precision import format_operands
@@ -22,7 +21,7 @@ from te_precision_callbacks.speed.memory import show as show_memory
 _INDENT = 2
 _MOST_NAMES = 8
 _MOST_ROWS = 60
-_WITHOUT_WEIGHT = ("qk", "pv", "other")
+_ONE_STEP = "One step shows it: te-precision run SCRIPT, with max_steps=1 in the trainer and require= in the callback."
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class PlannedLayers:
     """Layers with the same plan.
 
     Attributes:
-        gemms: GEMM, ``lookup``, ``qk``, ``pv`` or ``other`` -> its product in the first layer. ``backward`` is appended
-            to the last three for products of the backward.
+        gemms: GEMM -> its product in the first layer.
         macs: the multiply-adds of all layers in a step.
     """
 
@@ -39,10 +37,6 @@ class PlannedLayers:
     gemms: Mapping[str, Product]
     features: tuple[ActingFeature, ...]
     macs: int
-
-    @property
-    def family(self) -> str:
-        return next(iter(self.gemms.values())).family
 
     @property
     def why(self) -> str:
@@ -67,37 +61,22 @@ def rows(checked: CheckedModel) -> list[PlannedLayers]:
     for p in checked.coverage:
         by_layer.setdefault(p.layer, []).append(p)
         planned.setdefault(p.layer, []).append(
-            (p.family, _name(p), tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref)
+            (p.family, p.gemm, tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref)
         )
     alike: dict[object, list[str]] = {}
     for layer, rows_of_layer in planned.items():
         alike.setdefault((tuple(rows_of_layer), checked.features.get(layer, ())), []).append(layer)
     planned_layers = []
     for layers in alike.values():
-        gemms = {_name(product): product for product in sorted(by_layer[layers[0]], key=_order)}
+        gemms: dict[str, Product] = {product.gemm: product for product in by_layer[layers[0]]}
         macs = sum(Coverage(by_layer[layer]).macs() for layer in layers)
         planned_layers.append(PlannedLayers(tuple(layers), gemms, checked.features.get(layers[0], ()), macs))
     return planned_layers
 
 
-def _name(product: Product) -> str:
-    if product.backward and product.gemm not in GEMMS:
-        return f"{product.gemm} backward"
-    return product.gemm
-
-
-def _order(product: Product) -> int:
-    if product.gemm in GEMMS:
-        return GEMMS.index(product.gemm)
-    return len(GEMMS)
-
-
-def show(checked: CheckedModel, model: str, device: str, batch: str | None, converted: ConversionResult | None) -> None:
-    subject = model
-    if converted is not None:
-        subject += ", converted by Accelerate"
+def show(checked: CheckedModel, model: str, device: str) -> None:
     terminal.show_text(
-        f"{subject}: {checked.layers} Transformer Engine layers, on the {device} device. {_conditions(checked, batch)}"
+        f"{model}: {checked.layers} Transformer Engine layers, on the {device} device. {_conditions(checked)}"
     )
     planned = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")
@@ -110,9 +89,10 @@ def show(checked: CheckedModel, model: str, device: str, batch: str | None, conv
     terminal.show_text(_coverage(checked))
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
-    if checked.not_reached:
-        names = ", ".join(fold_names(checked.not_reached, most=_MOST_NAMES))
-        terminal.show_text(f"Not reached by the forward: {names}.")
+    typer.echo("\nNot known before the run:")
+    for text in checked.unknown:
+        terminal.show_text(f"{text}.", _INDENT, hanging=_INDENT)
+    terminal.show_text(_ONE_STEP)
     if checked.memory is not None:
         typer.echo()
         show_memory(checked.memory)
@@ -131,21 +111,19 @@ def _coverage(checked: CheckedModel) -> str:
     if checked.attention:
         left.append("attention")
     if checked.not_counted:
-        left.append(f"{many(len(checked.not_counted), 'module')} that need a batch")
+        left.append(f"{many(len(checked.not_counted), 'module')} with unknown products")
     if left:
         return f"Without {' and '.join(left)}: {checked.coverage}"
     return str(checked.coverage)
 
 
-def _conditions(checked: CheckedModel, batch: str | None) -> str:
+def _conditions(checked: CheckedModel) -> str:
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     capability = "{}.{}".format(*get_device_compute_capability())
     of = "multiply-adds per token"
     if checked.tokens is not None:
         of = f"{checked.tokens} tokens a step"
-    elif batch is not None:
-        of = f"the batch of {batch}"
     return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
 
 
@@ -153,49 +131,30 @@ def _cells(row: PlannedLayers, whole: int) -> list[Text]:
     macs = ""
     if row.macs:
         macs = f"{row.macs:.3g} ({percent(row.macs / whole)} %)"
-    beside = [row.why, *map(str, row.features)]
-    if row.family == "lookup":
-        beside = [row.family, *beside]
     return [
         terminal.cell_lines(first_of(fold_names(row.layers), _MOST_NAMES)),
-        *(terminal.cell(_formats(row, gemm)) for gemm in GEMMS),
+        *(terminal.cell(_text(row.gemms.get(gemm))) for gemm in GEMMS),
         terminal.cell(macs),
-        terminal.cell_lines(filter(None, beside)),
+        terminal.cell_lines(filter(None, [row.why, *map(str, row.features)])),
     ]
 
 
-def _formats(row: PlannedLayers, gemm: GemmName) -> str:
-    """The formats of a GEMM. Products without a weight are in the column ``fprop``, their backward in ``dgrad``."""
-    if gemm in row.gemms:
-        return _text(row.gemms[gemm])
-    suffix = {"fprop": "", "dgrad": " backward"}.get(gemm)
-    texts = {}
-    for name in _WITHOUT_WEIGHT:
-        product = row.gemms.get(f"{name}{suffix}")
-        if product is not None:
-            texts[name] = _text(product)
-    if len(set(texts.values())) == 1:
-        return f"{', '.join(texts)}: {next(iter(texts.values()))}"
-    return "; ".join(f"{name}: {text}" for name, text in texts.items())
-
-
-def _text(product: Product) -> str:
+def _text(product: Product | None) -> str:
+    if product is None:
+        return ""
     if product.not_run:
         return f"not run: {product.not_run}"
     return format_operands(product.operands)
 
 
 def _shares(coverage: Coverage) -> dict[str, float]:
-    """Return precision -> share; empty if products are not counted."""
-    if coverage.has_unknown:
-        return {}
     return {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)}
 
 
 def _row_as_json(row: PlannedLayers) -> dict[str, object]:
     return {
         "layers": row.layers,
-        "family": row.family,
+        "family": next(iter(row.gemms.values())).family,
         "macs": row.macs,
         "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
         "features": [feature._asdict() for feature in row.features],
@@ -212,26 +171,21 @@ def _gemm_as_json(product: Product) -> dict[str, object]:
     }
 
 
-def as_json(
-    checked: CheckedModel, model: str, device: str, batch: str | None, converted: ConversionResult | None
-) -> dict[str, Any]:
+def as_json(checked: CheckedModel, model: str, device: str) -> dict[str, Any]:
     coverage = checked.coverage
-    unconverted = converted and converted.left_out
     return {
         "model": model,
-        "convert": converted and "accelerate",
-        "unconverted": unconverted or {},
         "device": device,
         "recipe": checked.recipe or "none",
         "tokens": checked.tokens,
-        "batch": batch,
         "macs": coverage.macs(),
         "share": _shares(coverage),
         "spans": {steps: _shares(of_span) for steps, of_span in checked.spans.items()},
         "plan": list(map(_row_as_json, rows(checked))),
+        "unknown": checked.unknown,
+        "undecided": checked.undecided,
         "not_counted": checked.not_counted,
         "attention": checked.attention,
-        "not_reached": checked.not_reached,
         "findings": checked.findings,
         "notes": checked.notes,
         "memory": checked.memory,

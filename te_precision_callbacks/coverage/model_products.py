@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.failures import Report
-from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.coverage import Family
 from te_precision_callbacks.coverage.matrix_products import Role, attention_mask_share
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
@@ -133,7 +131,8 @@ class ModelProducts(ModelWatch):
         if call is None or call.is_counted:
             a = format_of(event.a.data, columnwise=event.a.columnwise)
             b = format_of(event.b.data, columnwise=event.b.columnwise)
-            self.see_gemm(event.layer, event.gemm, event.sizes, (b, a), call)
+            seen = SeenProduct(event.layer, self._family(event.layer), event.gemm, (b, a), (*event.sizes, 1), call=call)
+            self.operators.seen.append(seen)
 
     def _call_of(self, event: GemmEvent) -> ModelCall | None:
         if self.failure:
@@ -157,28 +156,10 @@ class ModelProducts(ModelWatch):
         seen = SeenProduct(layer, "attention", call=self.operators.forward_call())
         self.operators.nodes.note_running(seen)
 
-    def see_gemm(
-        self,
-        layer: str,
-        gemm: GemmName,
-        sizes: tuple[int, int, int],
-        formats: tuple[str, str] = ("", ""),
-        call: ModelCall | None = None,
-    ) -> None:
-        self.operators.seen.append(SeenProduct(layer, self._family(layer), gemm, formats, (*sizes, 1), call=call))
-
     def _family(self, layer: str) -> Family:
         if layer in self._operations:
             return "te_ops"
         return "te"
-
-    @contextmanager
-    def masked(self, share: float | None) -> Iterator[None]:
-        begun = len(self.operators.seen)
-        yield
-        for seen in self.operators.seen[begun:]:
-            if seen.family == "attention" and not seen.backward:
-                seen.mask_share = share
 
     def enter_attention(self, layer: str) -> None:
         self.operators.with_product.discard(layer)

@@ -136,7 +136,6 @@ class ModelWatch:
         self._report = report
         self._is_paused = is_paused
         self._count = count
-        self._is_muted = False
         self._replaced = Replacements(keeps_later=True)
 
     def watch(self, model: Model, modules: Mapping[int, NamedTorchModule]) -> None:
@@ -183,14 +182,6 @@ class ModelWatch:
         self.failure = ""
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        self._is_muted = True
-        try:
-            yield
-        finally:
-            self._is_muted = False
 
     def _wrap_module(self, number: int, module: Any) -> None:
         own = module._compiled_call_impl
@@ -388,8 +379,7 @@ class ModelWatch:
             self.operators.nodes.enter_outer(arguments)
 
     def after_operator(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-        if not self._is_muted:
-            self.operators.note(operator, arguments, keywords, result)
+        self.operators.note(operator, arguments, keywords, result)
 
 
 class CallOfOneModule:

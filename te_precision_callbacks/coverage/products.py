@@ -39,8 +39,6 @@ UNFUSED = "UnfusedDotProductAttention"
 UNFUSED_KERNEL = "Transformer Engine's unfused attention"
 FUSED = "Transformer Engine's fused attention"
 OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
-ANY_KERNEL = Reason.ATTENTION.value
-"""Attention of a plan in high precision, for an unknown kernel."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +96,7 @@ class SeenProduct:
     def reason(self) -> Reason | None:
         if self.family in ("te", "te_ops", "lookup"):
             return None
-        if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL, ANY_KERNEL):
+        if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL):
             return Reason.ATTENTION
         return Reason.NOT_TE
 

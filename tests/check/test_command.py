@@ -1,4 +1,4 @@
-"""``te-precision check``, also of what Accelerate's conversion makes of a model of transformers."""
+"""``te-precision check``, also of a model that Accelerate converts."""
 
 import json
 import shlex
@@ -11,23 +11,19 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 import transformers
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import convert_model
+from accelerate.state import AcceleratorState
 from transformer_engine.common import recipe as recipes
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.accelerate import unconverted_layers
-from te_precision_callbacks.base.errors import MissingExtraError
-from te_precision_callbacks.check import ConversionError
+from te_precision_callbacks.accelerate import convert_to_te
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check.factory import ModelFactoryError, build_model
 from te_precision_callbacks.check.findings import FindingKind
-from te_precision_callbacks.coverage.coverage import Coverage, Reason
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
-from tests.coverage.test_coverage import gpt2, words
 from tests.coverage.test_coverage import llama as llama_of
+from tests.coverage.test_coverage import words
 from tests.docs.pages import PAGES, blocks
 from tests.docs.pages import run as run_block
 from tests.manual.test_command import ends, one_line
@@ -54,21 +50,10 @@ import transformer_engine.pytorch as te
 not_a_function = 3
 
 class Net(torch.nn.Module):
-    def __init__(self, blocks=4, spare=False):
+    def __init__(self, blocks=4):
         super().__init__()
         self.layers = torch.nn.ModuleList(te.TransformerLayer(64, 128, 4) for _ in range(blocks))
         self.head = torch.nn.Linear(64, 100)
-        if spare:
-            self.spare = torch.nn.Linear(64, 64)
-
-    def forward(self, x, rows=None):
-        for layer in self.layers:
-            x = layer(x)
-        return {"logits": self.head(x if rows is None else x[:rows])}
-
-class WithNumbers(Net):
-    def forward(self, x):
-        return super().forward(x, rows=1 + int(x.sum() > 0))
 
 def build():
     print("building")
@@ -99,23 +84,6 @@ def returns_the_class():
 def returns_a_number():
     return 3
 
-def asks_for_numbers():
-    return WithNumbers()
-
-def with_a_spare_layer():
-    return Net(spare=True)
-
-def batch():
-    return torch.ones(32, 2, 64)
-
-def keywords():
-    return {"x": torch.ones(30, 1, 64), "rows": 16}
-
-def too_wide():
-    return (torch.ones(32, 2, 65),)
-
-def returns_a_list():
-    return [torch.ones(32, 2, 64)]
 """
 
 
@@ -193,32 +161,6 @@ def test_the_plan_as_json() -> None:
     assert result["share"]["fp8"] == pytest.approx(1 - (2 * 32768 + 3 * 6400) / whole)
 
 
-@pytest.mark.usefixtures("here")
-def test_the_plan_with_a_batch() -> None:
-    arguments = ("config.yaml", "--recipe", "fp8_current_scaling", "--model")
-    result = as_json(*arguments, "my_models:build", "--batch", "my_models:batch")
-    assert (result["device"], result["tokens"], result["batch"]) == ("meta", None, "my_models:batch")
-    of_layer = {layer: row for row in result["plan"] for layer in row["layers"]}
-    layers = 3 * (4 * (3 * 64 * 64 + 64 * 64 + 2 * 64 * 128) + 64 * 100) * 64
-    attention = 3 * 4 * (2 * 2 * 4 * 32 * 32 * 16)
-    assert result["macs"] == layers + attention
-    assert set(of_layer["layers.0.self_attention.core_attention"]["gemms"]) == {
-        "qk",
-        "pv",
-        "qk backward",
-        "pv backward",
-    }
-    assert result["not_reached"] == []
-    numbers = as_json(*arguments, "my_models:asks_for_numbers", "--batch", "my_models:batch")
-    assert numbers["device"] == "cpu"
-    assert numbers["macs"] == result["macs"] - 3 * (64 - 2 * 2) * 64 * 100
-    stated = run(*arguments, "my_models:build", "--batch", "my_models:keywords", code=1)
-    assert "the batch of my_models:keywords." in one_line(stated)
-    assert "tokens is 30, but must be a multiple of 16 (next: 32)" in one_line(stated)
-    stated = run(*arguments, "my_models:with_a_spare_layer", "--batch", "my_models:batch")
-    assert "Not reached by the forward: spare." in stated
-
-
 def test_findings_end_with_1(here: Path) -> None:
     (here / "config.yaml").write_text(CONFIG.replace("[fc1]", "[fc9]"))
     stated = run("config.yaml", "--model", "my_models:build", "--tokens", "30", code=1)
@@ -235,6 +177,21 @@ def test_a_section_without_a_layer_can_be_allowed(here: Path) -> None:
     stated = run("config.yaml", "--model", "my_models:build", "--allow-unmatched")
     assert stated.startswith("config.yaml: 3 sections")
     assert "Note: config.yaml, line 4 (section 'watched'): the selector matches none" in one_line(stated)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_share_that_is_not_known_is_no_finding_and_does_not_pass() -> None:
+    arguments = ("config.yaml", "--model", "my_models:build", "--recipe", "fp8_current_scaling", "--require")
+    stated = one_line(run(*arguments, "fp8 >= 1%"))
+    assert stated.startswith("config.yaml: 3 sections (1 not enabled), no errors; not known before the run: fp8 >= 1%.")
+    assert "attention of layers.{0-3}.self_attention: its kernel, formats and multiply-adds." in stated
+    assert "te-precision run SCRIPT" in stated
+    assert as_json(*arguments, "fp8 >= 1%")["undecided"] == ["fp8 >= 1%"]
+    (Path("config.yaml")).write_text(CONFIG.replace("[fc1]", "[fc9]"))
+    stated = one_line(run(*arguments, "fp8 >= 1%", code=1))
+    assert stated.startswith(
+        "config.yaml: 1 finding for this model, listed at the end; not known before the run: fp8 >= 1%."
+    )
 
 
 @pytest.mark.usefixtures("here")
@@ -260,9 +217,9 @@ FACTORIES = {
     "my_models:not_a_function": "TypeError: 'int' object is not callable",
     "my_models:model": "TypeError: ",
     "my_models:with_argument": "missing 1 required positional argument: 'width'. Give package.module:function",
-    "my_models:fails": 'ValueError: no such width (FILE, line 39: raise ValueError("no such width"))',
+    "my_models:fails": 'ValueError: no such width (FILE, line 28: raise ValueError("no such width"))',
     "my_models:exits": "failed: SystemExit: usage",
-    "my_models:asks_for_a_gpu": "line 45: return Net(1).cuda())",
+    "my_models:asks_for_a_gpu": "line 34: return Net(1).cuda())",
     "my_models:returns_the_class": "'my_models:returns_the_class' has returned <class ",
     "my_models:returns_a_number": "has returned 3. Give package.module:function",
     "broken:build": "'broken:build' failed: ModuleNotFoundError: No module named 'nowhere_at_all'",
@@ -295,17 +252,6 @@ def test_a_factory_that_gives_no_model(
         ("config.yaml --model my_models:build --require fp8", "--require= has 'fp8'"),
         ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
-        ("config.yaml --model my_models:build --batch my_models:batch --tokens 3", "a batch already sets the tokens"),
-        ("config.yaml --model my_models:build --batch my_models:model", "'my_models:model' failed: TypeError: "),
-        (
-            "config.yaml --model my_models:build --batch my_models:returns_a_number",
-            "has returned 3, which is not a batch",
-        ),
-        ("config.yaml --model my_models:build --batch my_models:returns_a_list", "Return a tuple instead of the list"),
-        (
-            "config.yaml --model my_models:build --batch my_models:too_wide",
-            "failed with the batch (float32[32, 2, 65])",
-        ),
         ("config.yaml --model my_models:build --recipe mxfp", "There is no recipe 'mxfp'. Did you mean 'mxfp8'?"),
         (
             "config.yaml --model my_models:build --recipe mxfp8",
@@ -341,6 +287,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_models.py").write_text(models)
     (tmp_path / "hf_models.py").write_text(of_transformers)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     outputs = [
         [line.split() for line in run(*shlex.split(command)[2:]).splitlines()] for command in blocks(PAGE, "bash")
     ]
@@ -360,7 +307,7 @@ def test_the_kinds_of_findings_are_on_the_page() -> None:
     assert [kind for kind in get_args(FindingKind) if f"| `{kind}` |" not in text] == []
 
 
-# ------------------------------------------------------------------------------------------------- --convert accelerate
+# ---------------------------------------------------------------------- a model that Accelerate converts
 
 
 HEAD = 100
@@ -374,30 +321,8 @@ def llama() -> transformers.PreTrainedModel:
     return model
 
 
-def batch() -> dict[str, torch.Tensor]:
-    return {"input_ids": words(), "labels": words()}
-
-
-def only_queries() -> transformers.PreTrainedModel:
-    model = llama_of()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("q_proj" in name)
-    return model
-
-
-def with_tied_words() -> transformers.PreTrainedModel:
-    model = llama_of()
-    model.config.tie_word_embeddings = True
-    model.lm_head.weight = model.model.embed_tokens.weight
-    return model
-
-
-def with_an_adapter() -> torch.nn.Module:
-    return torch.nn.Sequential(llama())
-
-
-def without_a_weight() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.LayerNorm(32, elementwise_affine=False), torch.nn.Linear(32, 32))
+def converted() -> torch.nn.Module:
+    return convert_to_te(llama())
 
 
 @pytest.fixture
@@ -413,133 +338,41 @@ def check(config: str, model: str, *arguments: str, code: int = 0) -> dict[str, 
     return as_json(config, "--model", f"{__name__}:{model}", *arguments, code=code)
 
 
-def gemms_of(checked: dict[str, Any]) -> dict[tuple[str, str], Any]:
-    return {
-        (layer, gemm): (planned["operands"], planned["reason"], planned["reason_ref"])
-        for row in checked["plan"]
+def test_a_function_that_converts_its_model_is_planned_as_it_runs(config: str, tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a trainer of an earlier test
+    result = check(config, "converted", "--recipe", "fp8_delayed_scaling", "--tokens", str(words().numel()))
+    assert not AcceleratorState._shared_state
+    assert result["device"] == "meta"
+    model = converted()
+    with InspectSession(None, model=model, log_dir=tmp_path / "run", statistics_log="off", strict=True) as session:
+        with te.autocast(enabled=True, recipe=recipes.DelayedScaling()):
+            loss = model(input_ids=words(), labels=words()).loss
+        loss.backward()
+        session.step()
+    planned = {
+        (layer, gemm): (product["operands"], product["reason"], product["reason_ref"])
+        for row in result["plan"]
         for layer in row["layers"]
-        for gemm, planned in row["gemms"].items()
+        for gemm, product in row["gemms"].items()
+    }
+    assert ("lm_head", "fprop") in planned
+    assert planned == {
+        (product.layer, product.gemm): (
+            dict(product.operands),
+            "" if product.reason is None else product.reason.value,
+            product.reason_ref,
+        )
+        for product in session.coverage()
+        if product.gemm in GEMMS
     }
 
 
-def mixtral() -> transformers.PreTrainedModel:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=128, **sizes, **experts))
-
-
-def ran(folder: Path, model: transformers.PreTrainedModel) -> Coverage:
-    Accelerator(cpu=True)
-    try:
-        with torch.no_grad():
-            convert_model(model)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    watched = {"watched": feature("LogTensorStats", ["all"], tensors=["activation"], stats=["max"])}
-    with InspectSession(watched, model=model, log_dir=folder, statistics_log="off", strict=True) as session:
-        session.unconverted = unconverted_layers(model)
-        with te.autocast(enabled=True, recipe=recipes.DelayedScaling()):
-            loss = model(**batch()).loss
-        loss.backward()
-        session.step()
-        return session.coverage()
-
-
-def test_the_plan_is_what_runs_after_the_conversion(config: str, tmp_path: Path) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)  # of a trainer of an earlier test
-    result = check(config, "llama", "--convert", "accelerate", "--batch", f"{__name__}:batch")
-    assert (result["device"], result["convert"], result["recipe"]) == ("meta", "accelerate", "fp8_delayed_scaling")
-    assert not AcceleratorState._shared_state
-    assert not PartialState._shared_state
-    assert result["unconverted"] == {"lm_head": f"64 x {HEAD}: {HEAD} is not a multiple of 16"}
-    coverage = ran(tmp_path / "run", llama())
-    assert result["macs"] == coverage.macs()
-    assert result["share"]["fp8"] == pytest.approx(coverage.share("fp8"))
-    planned = gemms_of(result)
-    for product in coverage:
-        name = f"{product.gemm} backward" if product.backward and product.gemm in ("qk", "pv") else product.gemm
-        reason = "" if product.reason is None else product.reason.value
-        assert planned.pop((product.layer, name)) == (dict(product.operands), reason, product.reason_ref)
-    assert not planned
-    assert {p.reason for p in coverage if p.layer == "lm_head"} == {Reason.NOT_CONVERTED}
-
-
-def test_what_was_frozen_or_tied_before_the_conversion_has_a_note(config: str) -> None:
-    arguments = ("--convert", "accelerate", "--tokens", "256", "--memory")
-    result = check(config, "only_queries", *arguments)
-    (note,) = (note for note in result["notes"] if "unfroze" in note)
-    assert note.startswith("Accelerate's conversion unfroze these parameters: ")
-    assert "model.layers.{0-1}.self_attn.k_proj.weight, " in note
-    assert "lm_head.weight. They are now trained" in note
-    assert "q_proj" not in note
-    assert "convert_model(model) before creating the optimizer" in note
-    of_layers = sum(row["low"] for row in result["memory"]["rows"] if row["kind"] == "gradient")
-    linears = [module for module in llama_of().modules() if isinstance(module, torch.nn.Linear)]
-    assert of_layers == sum(4 * layer.weight.numel() for layer in linears), "the plan is of what then trains"
-    (note,) = (note for note in check(config, "with_tied_words", *arguments)["notes"] if "tie" in note)
-    assert note.startswith("Accelerate's conversion untied model.embed_tokens.weight and lm_head.weight: ")
-
-
-@pytest.mark.parametrize(("name", "make", "most"), [("gpt2", gpt2, 0.25), ("mixtral", mixtral, 0.3)])
-def test_what_the_run_breaks_does_not_pass(
-    config: str, name: str, make: Any, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run has a few percent of FP8: a plan by tokens cannot pass, and one with a batch has the same share."""
-    monkeypatch.setattr(sys.modules[__name__], name, make, raising=False)
-    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
-    arguments = (config, name, "--convert", "accelerate", "--require", "fp8 >= 50%")
-    by_tokens = check(*arguments, "--tokens", "64", code=1)
-    kinds = ["not_sized", "contract"] if name == "mixtral" else ["contract"]
-    assert [finding["kind"] for finding in by_tokens["findings"]] == kinds
-    assert "cannot be checked: the products of" in by_tokens["findings"][-1]["text"]
-    result = check(*arguments, "--batch", f"{__name__}:batch", code=1)
-    run = ran(tmp_path / "run", make())
-    assert result["share"]["fp8"] == pytest.approx(run.share("fp8"))
-    assert run.share("fp8") < most
+def with_an_adapter() -> torch.nn.Module:
+    return torch.nn.Sequential(llama())
 
 
 @pytest.mark.parametrize("model", ["llama", "with_an_adapter"])
-def test_without_conversion_a_note_names_the_option(config: str, model: str) -> None:
+def test_without_conversion_a_note_names_the_function(config: str, model: str) -> None:
     result = check(config, model, code=1)
     (note,) = (note for note in result["notes"] if "no Transformer Engine layer" in note)
-    assert "te-precision check --convert accelerate" in note
-    assert (result["convert"], result["unconverted"]) == (None, {})
-
-
-def test_a_layer_that_accelerate_fails_on(config: str) -> None:
-    with pytest.raises(
-        ConversionError,
-        match=r"Accelerate's conversion of the model failed: \w+Error: .*NoneType.* accelerator\.prepare\(\)",
-    ):
-        check(config, "without_a_weight", "--convert", "accelerate")
-
-
-def test_wrong_use_of_convert(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--convert: also give --model" in ends(monkeypatch, capsys, "check", config, "--convert", "accelerate")
-    assert "celerate' is not one of 'accelerate'" in ends(
-        monkeypatch, capsys, "check", config, "--model", "nothing:build", "--convert", "acelerate"
-    )
-    for name in [name for name in sys.modules if name.startswith("te_precision_callbacks.accelerate")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(MissingExtraError, match=r"\[accelerate\]"):
-        check(config, "llama", "--convert", "accelerate")
-
-
-def on_the_cpu() -> torch.nn.Module:
-    """Its constructor needs a number; it has a layer of Transformer Engine and one of torch."""
-    assert float(torch.ones(1)) == 1
-    return torch.nn.ModuleDict({"first": te.LayerNormLinear(32, 32), "second": torch.nn.Linear(32, 32)})
-
-
-def test_a_model_of_transformer_engine_that_meta_cannot_make(config: str) -> None:
-    Path(config).write_text(json.dumps({"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}))
-    result = check(config, "on_the_cpu", "--convert", "accelerate", "--recipe", "fp8_current_scaling")
-    assert result["device"] == "cpu"
-    planned = gemms_of(result)
-    for layer in ("first", "second"):
-        assert planned[layer, "fprop"][0] == {"activation": "FP8 E4M3", "weight": "FP8 E4M3"}
-    assert [note.partition(":")[0] for note in result["notes"]] == [
-        "The model already has Transformer Engine layers",
-        "--recipe fp8_current_scaling",
-    ]
+    assert "te_precision_callbacks.accelerate.convert_to_te(model)" in note

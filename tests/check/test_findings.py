@@ -2,10 +2,8 @@
 
 import json
 import logging
-import math
 import warnings
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,12 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.instrumentation import upstream
 from te_precision_callbacks.session import InspectSession
 from tests.check.running import BF16, RECIPES, gpu_with
 from tests.combinations import half
-from tests.conftest import feature, statistics
-from tests.functions import Function
+from tests.conftest import feature
 
 WATCHED = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
 
@@ -278,78 +275,63 @@ def test_what_the_rules_find_in_a_plan() -> None:
     assert by_rule == {"hole).": ("4",), "mxfp8-hybrid).": tuple(str(place) for place in range(9) if place != 4)}
 
 
-# -------------------------------------------------------------------------------------------------- what is not counted
+# ------------------------------------------------------------------------------------------------ what is not known
 
 
-SIZE = 32
+class OwnRegion(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = te.Linear(32, 64), te.Linear(64, 32)
 
-
-def net(call: Callable[[torch.Tensor], torch.Tensor], **parts: torch.nn.Module) -> Function:
-    fc = te.Linear(SIZE, SIZE)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
-            x = fc(x)
-        return call(x)
-
-    return Function(forward, fc=fc, **parts)
+            made = self.inside(tensor)
+        return self.outside(made)
 
 
-def recurrent() -> Function:
-    part = torch.nn.LSTM(SIZE, 64)
-    return net(lambda x: part(x.view(4, 8, SIZE))[0], part=part)
+def undecided(model: torch.nn.Module, require: Any) -> tuple[list[str], str]:
+    """The shares that a plan leaves undecided, and what it does not know; it never has a finding for that."""
+    checked = check(model, {}, recipe="fp8_current_scaling", tokens=64, require=require)
+    assert not checked.findings
+    assert checked.unknown[-1].startswith("which layers the forward calls"), "always"
+    return list(checked.undecided), "; ".join(checked.unknown[:-1])
 
 
-CONFIG = statistics(freq=100)
-CONTRACT = {"share": "fp8 >= 99%", "by_step": 1, "on_broken": "warn"}
+def test_a_share_with_a_module_of_an_unknown_class_is_undecided() -> None:
+    model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.LSTM(32, 64))
+    assert undecided(model, "fp8 fprop >= 99%") == (["fp8 fprop >= 99%"], "the matrix products of 1")
 
 
-def ran(model: Function, folder: Path) -> Coverage:
-    with InspectSession(CONFIG, model=model, log_dir=folder, require=CONTRACT, records="off") as session:
-        model(torch.randn(SIZE, SIZE, requires_grad=True)).sum().backward()
+def test_attention_leaves_only_shares_of_all_products_undecided() -> None:
+    model = te.TransformerLayer(64, 128, 4)
+    shares, unknown = undecided(model, {"share": ["fp8 >= 99%", "fp8 backward >= 99%", "fp8 wgrad >= 99%"]})
+    assert shares == ["fp8 >= 99%", "fp8 backward >= 99%"]
+    assert unknown == "attention of transformer_layer.self_attention: its kernel, formats and multiply-adds"
+    broken = check(model, {"kept": feature("DisableFP8GEMM", ["fc1"], gemms=["wgrad"])}, require="fp8 wgrad >= 99%")
+    assert kinds(broken) == ["contract"]
+
+
+def test_the_tokens_of_experts_are_not_known() -> None:
+    shares, unknown = undecided(torch.nn.Sequential(te.GroupedLinear(2, 32, 32)), "fp8 >= 99%")
+    assert shares == ["fp8 >= 99%"]
+    assert unknown == "the tokens of each expert (0.gemm_{0-1}); the plan assumes equal numbers"
+
+
+def test_a_forward_that_may_enter_a_region_is_not_known(tmp_path: Path) -> None:
+    """Its layers inside run with its own recipe, and those outside in high precision."""
+    for recipe, assumed in (("fp8_current_scaling", 1.0), ("none", 0.0)):
+        contract = {"share": "fp8 >= 90%", "layers": {"outside": "fp8"}}
+        checked = check(OwnRegion(), tokens=64, recipe=recipe, require=contract)
+        assert checked.coverage.share("fp8") == assumed
+        assert (kinds(checked), checked.undecided) == ([], ("fp8 >= 90%", "outside: fp8"))
+        assert checked.unknown[0] == "the recipe inside own_region, whose forward may enter te.autocast itself"
+    model = OwnRegion()
+    with InspectSession(WATCHED, model=model, log_dir=tmp_path, records="off") as session:
+        model(torch.randn(64, 32, requires_grad=True)).sum().backward()
         session.step()
-    return session.coverage()
-
-
-def plan_of(model: Function) -> CheckedModel:
-    batch = torch.randn(SIZE, SIZE, requires_grad=True)
-    return check_model(model, load_config(CONFIG), batch=batch, require=CONTRACT, recipe=recipes.Float8CurrentScaling())
-
-
-def test_an_operator_that_is_not_counted_leaves_a_contract_unchecked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    what = "linalg_matrix_exp decomposes"
-    planned = plan_of(net(torch.matrix_exp))
-    for coverage in (ran(net(torch.matrix_exp), tmp_path), planned.coverage):
-        assert math.isnan(coverage.share("fp8"))
-        assert any(what in text for text in coverage.not_counted)
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("cannot be checked" in text and what in text for text in warned)
-    [finding] = planned.findings
-    assert "fp8 >= 99%: cannot be checked: not counted: " in finding.text
-    assert what in finding.text
-
-
-def test_a_plan_by_tokens_names_the_modules_that_it_leaves_out() -> None:
-    planned = check_model(recurrent(), load_config(CONFIG), recipe=recipes.Float8CurrentScaling(), require="fp8 >= 99%")
-    assert "part" in planned.not_counted
-    assert [finding.kind for finding in planned.findings] == ["not_sized", "contract"]
-    for finding in planned.findings:
-        assert "part" in finding.text
-        assert "have unknown sizes" in finding.text
-
-
-def test_a_plan_by_tokens_says_that_attention_is_not_in_its_shares() -> None:
-    def noted(**keywords: Any) -> list[str]:
-        model, recipe = te.TransformerLayer(64, 128, 4), recipes.Float8CurrentScaling()
-        planned = check_model(model, load_config(CONFIG), recipe=recipe, **keywords)
-        assert (planned.coverage.share("fp8") == 1) == ("tokens" in keywords)
-        return [note for note in planned.notes if "attention products" in note]
-
-    [note] = noted(tokens=64)
-    assert "sequence lengths: transformer_layer.self_attention. To include" in note
-    assert not noted(batch=torch.ones(16, 4, 64))
+    assert session.coverage().share("fp8") == 0.5
+    plain = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
+    assert undecided(plain, "fp8 >= 90%") == ([], "")
 
 
 # ------------------------------------------------------------------------------------------------ warnings of a session
@@ -476,37 +458,3 @@ def test_save_original_input_is_refused_where_the_run_raises(
             error = str(raised)
     refused = [finding for finding in planned.findings if "save_original_input" in finding.text]
     assert bool(refused) == ("save_original_input" in error)
-
-
-class OwnRegion(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.outside = te.Linear(32, 64), te.Linear(64, 32)
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
-            made = self.inside(tensor)
-        return self.outside(made)
-
-
-def test_a_model_that_enters_its_own_region(tmp_path: Path) -> None:
-    model, batch = OwnRegion(), torch.randn(64, 32, requires_grad=True)
-    planned = check_model(model, load_config(WATCHED), batch=batch, recipe="fp8_current_scaling", require="fp8 >= 90%")
-    assert [finding.kind for finding in planned.findings] == ["contract"]
-    assert any("enters te.autocast itself" in note for note in planned.notes)
-    with InspectSession(WATCHED, model=model, log_dir=tmp_path, records="off") as session:
-        model(batch).sum().backward()
-        session.step()
-    assert planned.coverage.share("fp8") == session.coverage().share("fp8") == 0.5
-    reasons = {product.why for product in planned.coverage if not product.is_low}
-    assert reasons == {product.why for product in session.coverage() if not product.is_low}
-
-
-def test_a_plan_by_tokens_does_not_assume_where_a_region_is() -> None:
-    planned = check_model(
-        OwnRegion(), load_config(WATCHED), tokens=64, recipe="fp8_current_scaling", require="fp8 >= 90%"
-    )
-    assert [finding.kind for finding in planned.findings] == ["contract"]
-    assert "may enter te.autocast" in planned.findings[0].text
-    plain = torch.nn.Sequential(te.Linear(32, 32), te.TransformerLayer(64, 128, 4))
-    assert not any("autocast" in note for note in check(plain, tokens=64, recipe="fp8_current_scaling").notes)

@@ -52,14 +52,10 @@ first:
 """
 
 MODEL = """\
-import torch
 from tests.diagnosis.planted import blocks
 
 def build():
     return blocks()
-
-def batch():
-    return torch.ones(16, 32)
 """
 
 COMMANDS = {
@@ -67,7 +63,7 @@ COMMANDS = {
     "diagnose": "diagnose defect",
     "diagnose_healthy": "diagnose healthy",
     "speed": "speed defect --device h100",
-    "check": "check config.yaml --model model:build --batch model:batch --recipe fp8_current_scaling",
+    "check": "check config.yaml --model model:build --tokens 128 --recipe fp8_current_scaling",
     "check_wrong": "check wrong.yaml",
     "compare": "compare healthy defect",
     "doctor": "doctor --log-dir defect",

@@ -48,8 +48,7 @@ def run(folder: Path, config: Any = None, steps: int = 1, **keywords: Any) -> Pr
 
 
 def plan(config: Any = None) -> PrecisionMap:
-    batch = torch.zeros(2, 16, dtype=torch.long)
-    checked = check_model(model(), load_config(config or {}), batch=batch)
+    checked = check_model(model(), load_config(config or {}))
     return from_products(checked.coverage, "the plan")
 
 
