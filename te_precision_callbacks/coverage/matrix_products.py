@@ -294,9 +294,7 @@ def _mask_share(
 
 
 def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
-    """Read the bounds of packed sequences; None if they have no values. Waits for the device, in counted calls only."""
-    if queries.is_meta:
-        return None
+    """Read the bounds of packed sequences; None in a CUDA graph. Waits for the device, in counted calls only."""
     if is_capturing():
         _warn_of_capture()
         return None
