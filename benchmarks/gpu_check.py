@@ -99,7 +99,6 @@ PARTS = (
     Part("overflow", 45),
     Part("large", 60),
     Part("bandwidth", 45, measures_time=True),
-    Part("speed", 45, measures_time=True),
     Part("overhead", 180, measures_time=True),
 )
 """The longest ones first, so that none of them starts when the others end."""

@@ -1,7 +1,7 @@
 """Fit the constants of the speed model to published times, and compare the model with other published times.
 
-    python benchmarks/speed_model.py            # prints the tables of docs/speed.md
-    python benchmarks/speed_model.py --write    # writes constants.yaml and the tables in docs/speed.md
+    python benchmarks/speed_model.py            # prints the agreement with times that nothing was fitted to
+    python benchmarks/speed_model.py --write    # writes constants.yaml
 
 The times come from Transformer Engine's GEMM profiling tutorial (docs/examples/gemm_profiling, commit d0067d0): its
 benchmark_gemm.py on a B300 and on an H200 NVL, in milliseconds, at hidden 4096, intermediate 16384 and 31 x 512 tokens.
@@ -27,14 +27,15 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import yaml
 
-from te_precision_callbacks.speed.costs import Shape, cast_bytes, cast_ms, gemm_ms
-from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, constants, device_named
+from te_precision_callbacks.speed.costs import Shape, cast_bytes, cast_time, gemm_ms
+from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Constants, Device, Scatter, device_named
 from te_precision_callbacks.speed.expected import speedup_interval
 
 TOKENS = 15872
@@ -91,11 +92,8 @@ _LAUNCHES = np.linspace(0, 0.03, 601)
 _T = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
 """Degrees of freedom -> the quantile of Student's t for an interval of 95 %."""
 
-BEGIN, END = "<!-- made by benchmarks/speed_model.py -->", "<!-- end of what it made -->"
-
 HERE = Path(__file__).resolve().parent
 CONSTANTS = HERE.parent / "te_precision_callbacks" / "speed" / "constants.yaml"
-PAGE = HERE.parent / "docs" / "speed.md"
 
 
 def call_cost(shape: Shape, recipe: str, device: Device) -> tuple[float, float]:
@@ -105,8 +103,8 @@ def call_cost(shape: Shape, recipe: str, device: Device) -> tuple[float, float]:
     Returns:
         Milliseconds of the GEMM and of the casts.
     """
-    activation = cast_ms(recipe, "activation", shape.m * shape.k * shape.batch, device)
-    weight = cast_ms(recipe, "weight", shape.k * shape.n * shape.batch, device, columnwise=False)
+    activation = cast_time(recipe, "activation", shape.m * shape.k * shape.batch, device).ms
+    weight = cast_time(recipe, "weight", shape.k * shape.n * shape.batch, device, columnwise=False).ms
     return gemm_ms(shape, recipe, device), activation + weight
 
 
@@ -123,8 +121,8 @@ def fit(name: str) -> Constants:
     before = QUANTIZED_BEFORE[name]
     kernel = {}
     for kernels, sums in before.items():
-        peak = device.peak_tflops(kernels) or math.nan
-        kernel[kernels] = _operations(s for which in sums for s in SHAPES[which]) / (sum(sums.values()) * peak * 1e9)
+        operations = _operations(s for which in sums for s in SHAPES[which])
+        kernel[kernels] = operations / (sum(sums.values()) * device.peak_tflops(kernels) * 1e9)
     recipes = [recipe for recipe in SUMS[name] if recipe != HIGH and KERNEL_OF_RECIPE[recipe] in kernel]
     fits = (_casts(name, kernel, recipes, float(launch)) for launch in _LAUNCHES)
     _, launch, cast, cast_errors = min(fits, key=lambda fit: fit[0])
@@ -155,20 +153,13 @@ def fit(name: str) -> Constants:
             transfer=0.0,
             quantile=_T[degrees],
         ),
-        source="Transformer Engine, docs/examples/gemm_profiling (commit d0067d0), by benchmarks/speed_model.py",
     )
 
 
-def _with(device: Device, **changed: object) -> Device:
-    """Return the device with some constants, without scatter."""
-    given = {
-        "measured_on": device.title,
-        "bandwidth": 1.0,
-        "scatter": Scatter(kernel=0, cast=0, run=0, transfer=0, quantile=1),
-        "source": "",
-        **changed,
-    }
-    return device.model_copy(update={"constants": Constants.model_validate(given)})
+def _with(device: Device, kernel: Mapping[str, float], cast: Mapping[str, float], launch: float) -> Device:
+    """Return the device with these constants, without scatter."""
+    scatter = Scatter(kernel=0, cast=0, run=0, transfer=0, quantile=1)
+    return replace(device, constants=Constants(device.title, kernel, cast, launch, 1.0, scatter))
 
 
 def _casts(
@@ -182,7 +173,7 @@ def _casts(
         _, activation_launches = cast_bytes(recipe, "activation", 1, device.capability)
         _, weight_launches = cast_bytes(recipe, "weight", 1, device.capability, columnwise=False)
         launches = len(LAYERS) * (activation_launches + weight_launches) * launch
-        at_once = _with(device, kernel=dict(kernel), cast={recipe: 1.0}, launch_ms=launch)
+        at_once = _with(device, kernel, {recipe: 1.0}, launch)
         costs = [[call_cost(shape, recipe, at_once) for shape in SHAPES[gemm]] for gemm in FITTED]
         sums = np.array([SUMS[name][recipe][gemm] for gemm in FITTED])
         rest, moved = np.moveaxis(np.array(costs).sum(axis=1), 1, 0)
@@ -197,7 +188,7 @@ def _casts(
 
 def _share_of_block(name: str, kernel: dict[str, float], cast: dict[str, float], launch: float) -> float:
     """The share of the peak that reproduces block scaling's sums of dgrad and wgrad."""
-    at_once = _with(device_named(name), kernel={**kernel, "fp8_block": 1.0}, cast=cast, launch_ms=launch)
+    at_once = _with(device_named(name), {**kernel, "fp8_block": 1.0}, cast, launch)
     sums = SUMS[name][BLOCK]
     costs = [call_cost(shape, BLOCK, at_once) for gemm in FITTED for shape in SHAPES[gemm]]
     kernels, casts = map(sum, zip(*costs, strict=True))
@@ -223,13 +214,13 @@ def fitted() -> dict[str, Constants]:
     scatters = [fit.scatter for fit in results.values()]
     worst = {key: max(getattr(scatter, key) for scatter in scatters) for key in ("kernel", "cast", "run", "quantile")}
     scatter = Scatter(**worst, transfer=transfer)
-    return {name: constants.model_copy(update={"scatter": scatter}) for name, constants in results.items()}
+    return {name: replace(constants, scatter=scatter) for name, constants in results.items()}
 
 
 def transferred(constants: Constants) -> dict[str, dict[str, list[float]]]:
     """Recipe -> of each pass on the H200 NVL, with the constants of the B300: expected over measured times, and the
     same of speed-ups."""
-    device = device_named("h200_nvl").model_copy(update={"constants": constants})
+    device = replace(device_named("h200_nvl"), constants=constants)
     sums = SUMS["h200_nvl"]
     results: dict[str, dict[str, list[float]]] = {}
     for recipe in (HIGH, CURRENT, DELAYED):
@@ -262,7 +253,7 @@ class Cell(NamedTuple):
 
 
 def cells(constants: Constants) -> list[Cell]:
-    device = device_named("b300").model_copy(update={"constants": constants})
+    device = replace(device_named("b300"), constants=constants)
     results = []
     for recipe, measured in CELLS.items():
         for name, shape, time, high in zip(LAYERS, SHAPES["fprop"], measured, CELLS[HIGH], strict=True):
@@ -275,44 +266,20 @@ def cells(constants: Constants) -> list[Cell]:
     return results
 
 
-def tables() -> list[str]:
-    """The lines of the tables of docs/speed.md."""
-    results = fitted()
-    scatter = results["b300"].scatter
-
-    def shares(of: Mapping[str, float]) -> str:
-        return ", ".join(f"{name} {value:.2f}" for name, value in of.items())
-
-    fits = [
-        f"| {fit.measured_on} | {shares(fit.kernel)} | {fit.bandwidth:.2f} | {shares(fit.cast)} | {fit.launch_ms:.4f} |"
-        for fit in results.values()
-    ]
-    in_no_fit = cells(results["b300"])
-    rows = []
+def agreement() -> list[str]:
+    """Return the lines of a table: the 20 single shapes, expected / measured milliseconds."""
+    in_no_fit = cells(fitted()["b300"])
+    lines = [f"| shape | {' | '.join(CELLS)} |", "|---" * (1 + len(CELLS)) + "|"]
     for layer, shape in zip(LAYERS, SHAPES["fprop"], strict=True):
         row = [cell for cell in in_no_fit if cell.layer == layer]
         texts = (f"{cell.expected:.3f} / {cell.measured:.3f}, {100 * cell.error:+.0f} %" for cell in row)
-        rows.append(f"| {layer} {shape} | {' | '.join(texts)} |")
+        lines.append(f"| {layer} {shape} | {' | '.join(texts)} |")
     low = [cell for cell in in_no_fit if cell.recipe != HIGH]
     inside = sum(cell.interval[0] <= cell.measured_speedup <= cell.interval[1] for cell in low)
     worst = max(in_no_fit, key=lambda cell: abs(cell.error))
     median = statistics.median(abs(cell.error) for cell in in_no_fit)
-    columns = "kernels, share of the peak | kernels, share of the bandwidth | casts, share of the bandwidth"
     return [
-        "Constants:",
-        "",
-        f"| measured on | {columns} | a launch of a cast, ms |",
-        "|---|---|---|---|---|",
-        *fits,
-        "",
-        f"Relative standard deviations: of a shape's kernel {scatter.kernel:.3f}, of its casts {scatter.cast:.3f}, of a"
-        f" run {scatter.run:.3f}, of a transfer {scatter.transfer:.3f}; the quantile is {scatter.quantile}.",
-        "",
-        "The 20 single shapes on a B300, with both operands cast: expected / measured ms, and the error:",
-        "",
-        f"| shape | {' | '.join(CELLS)} |",
-        "|---" * (1 + len(CELLS)) + "|",
-        *rows,
+        *lines,
         "",
         f"The median error is {100 * median:.1f} %, the worst {100 * abs(worst.error):.1f} % ({worst.layer},"
         f" {worst.recipe}). The interval includes the measured speed-up in {inside} of {len(low)} cells.",
@@ -321,20 +288,15 @@ def tables() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the constants, and the tables of docs/speed.md")
-    options = parser.parse_args()
-    if options.write:
+    parser.add_argument("--write", action="store_true", help="write the constants")
+    if parser.parse_args().write:
         CONSTANTS.write_text(constants_text(), encoding="utf-8")
-        constants.cache_clear()  # what follows reads the new ones
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text("\n".join([before + BEGIN, "", *tables(), "", END]) + after, encoding="utf-8")
     else:
-        print("\n".join(tables()))
+        print("\n".join(agreement()))
 
 
 def constants_text() -> str:
-    sets = {name: constants.model_dump() for name, constants in fitted().items()}
+    sets = {name: asdict(constants) for name, constants in fitted().items()}
     text = yaml.safe_dump(sets, sort_keys=False, width=110)
     return f"# Made by benchmarks/speed_model.py --write, whose docstring says from what.\n{text}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -101,34 +100,6 @@ def read_statistics_log(statistics_log: object) -> LogChoice:
     return LogChoice(ranks[0] if ranks else "rank0", limit)
 
 
-class ProfileChoice(NamedTuple):
-    """The first and last iteration to profile, and whether all ranks or only rank 0 write a trace."""
-
-    first: int
-    last: int
-    on_all_ranks: bool
-
-
-def read_profile(profile: object) -> ProfileChoice | None:
-    """Parse ``profile=``, such as ``11``, ``"11-13"`` or ``"11-13, all"``.
-
-    Raises:
-        OptionError: invalid value.
-    """
-    if profile is None:
-        return None
-    if type(profile) is int and profile >= 0:
-        return ProfileChoice(profile, profile, False)
-    if isinstance(profile, str):
-        match = re.fullmatch(r"\s*(\d{1,15})\s*(?:-\s*(\d{1,15})\s*)?(,\s*all\s*)?", profile)
-        if match is not None and int(match[1]) <= int(match[2] or match[1]):
-            return ProfileChoice(int(match[1]), int(match[2] or match[1]), match[3] is not None)
-    raise OptionError(
-        'profile= must be an iteration, such as 11, a range, such as "11-13", or "11-13, all" for a trace'
-        f" of each rank, not {profile!r}."
-    )
-
-
 def step_number(what: str, step: object) -> int:
     """Convert the number of a step, which may be a numpy integer, to int. ``what``: the keyword, such as
     ``start_step=``.
@@ -165,7 +136,6 @@ class SessionKeywords(TypedDict, total=False):
     strict: bool
     require: ContractSource
     on_finding: OnFinding
-    profile: int | str | None
     quiet: bool
 
 
@@ -240,8 +210,6 @@ class SessionOptions:
             each finding once. ``"stop"``, ``"stop: nonfinite, dead-gradient"``: raise a PrecisionFindingError on all
             ranks. A mapping of rules to reactions, such as ``{"nonfinite": "dump, protect checkpoint"}``, or a function
             of the finding.
-        profile: iterations that torch's profiler records, such as ``11`` or ``"11-13"``, on rank 0; ``"11-13, all"`` on
-            all ranks (docs/fp8-not-faster.md#profile-a-few-steps).
         quiet: omit the lines printed to stderr when the run ends, as does the environment variable
             TE_PRECISION_QUIET=1.
     """
@@ -267,7 +235,6 @@ class SessionOptions:
     strict: bool = False
     require: Contract | None = None
     on_finding: OnFinding = "warn"
-    profile: int | str | None = None
     quiet: bool = False
 
     @classmethod
@@ -290,7 +257,6 @@ class SessionOptions:
         if start_step is not None:
             keywords["start_step"] = step_number("start_step=", start_step)
         read_statistics_log(keywords.get("statistics_log", "rank0"))
-        read_profile(keywords.get("profile"))
         record_limit(keywords.get("records", "on"))
         check_scope(keywords.get("scope", ""))
         on_finding = keywords.get("on_finding", "warn")

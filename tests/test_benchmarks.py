@@ -124,7 +124,7 @@ def test_host_path_has_no_more_work_than_before() -> None:
 NAMES = (
     *("kernels", "large", "streams", "hopper", "blackwell", "gemm_error", "capture"),
     *("ranks", "parity", "launches", "overflow", "bandwidth"),
-    *("speed", "overhead"),
+    "overhead",
 )
 
 
@@ -144,7 +144,6 @@ GOOD = (
 )
 POSITIVE = (
     ("overhead", "default config, a collection step: a step"),
-    ("speed", "fp8_current_scaling, 64x64x128, fprop: speed-up"),
     ("bandwidth", "8 of the tensor, bfloat16, 160 x 160: ratio"),
 )
 

@@ -28,7 +28,7 @@ COMMANDS = list(printing_json(typer.main.get_command(app)))
 
 
 def test_the_commands_are_found() -> None:
-    assert {words[0] for words in COMMANDS} >= {"check", "diagnose", "doctor", "dumps", "rules", "speed", "statistics"}
+    assert {words[0] for words in COMMANDS} >= {"check", "diagnose", "doctor", "dumps", "rules", "statistics"}
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -34,7 +34,7 @@ class Products(TorchDispatchMode):
 
 
 def macs_of(product: MatrixProduct) -> int:
-    sizes = [product[2:6]] if product.sequences is None else [sequence.sizes for sequence in product.sequences]
+    sizes = [product[2:6]] if product.sequences is None else product.sequences
     return sum(map(math.prod, sizes))
 
 
@@ -136,38 +136,8 @@ def test_fused_attention(causal: bool) -> None:
     assert [(product.role, macs_of(product)) for product in products] == [
         ("qk", first), ("pv", first), ("pv", first), ("pv", first), ("qk", first), ("qk", first)
     ]  # fmt: skip
-    left = pytest.approx(torch.ones(rows, rows).tril().mean().item()) if causal else None
-    assert [product.mask_share for product in products] == [left, left, None, None, None, None]
     assert products[0][2:6] == (rows, columns, size, batch * heads)
     assert products[1][2:6] == (rows, size, columns, batch * heads)
-
-
-def test_the_mask_arguments_of_fused_attention() -> None:
-    for name, (causal, mask) in matrix_products._FUSED.items():
-        arguments = getattr(torch.ops.aten, name).default._schema.arguments
-        assert arguments[causal].name == "is_causal", name
-        masks = {of.name: number for number, of in enumerate(arguments) if of.name in ("attn_mask", "attn_bias")}
-        if mask == -1:
-            assert [arguments[number].kwarg_only for number in masks.values()] == [True], name
-        else:
-            assert list(masks.values()) == ([] if mask is None else [mask]), name
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "left"),
-    [
-        ("flash_attention", (), 1.0),
-        ("flash_attention", (0.0, True), 5 / 8),
-        ("flash_attention_for_cpu", (), None),
-        ("efficient_attention", (None, False), 1.0),
-        ("efficient_attention", (torch.zeros(4, 4), False), None),
-    ],
-)
-def test_the_share_of_a_mask_of_fused_attention(name: str, more: tuple[Any, ...], left: float | None) -> None:
-    """Of an operator without a mask, with a causal one, and with a mask as a tensor or a keyword."""
-    query = torch.zeros(1, 1, 4, 8)
-    products = products_of(f"aten::_scaled_dot_product_{name}", (query, query, query, *more), query)
-    assert [product.mask_share for product in products] == [left, left]
 
 
 def test_attention_over_sequences_of_different_lengths() -> None:
@@ -175,11 +145,11 @@ def test_attention_over_sequences_of_different_lengths() -> None:
     forward = products_of(
         "aten::_efficient_attention_forward", (query, query, query, None, *bounds, 5, 5, 0.0, 0), query
     )
-    results = [sequence.sizes for product in forward for sequence in product.sequences or ()]
+    results = [sizes for product in forward for sizes in product.sequences or ()]
     assert results == [(4, 3, 8, 3), (5, 6, 8, 3), (4, 8, 3, 3), (5, 8, 6, 3)]
     given = (query, query, query, query, None, query, *bounds)
     backward = products_of("aten::_efficient_attention_backward", given, None)
-    of_first = [product.sequences[0].sizes for product in backward if product.sequences]
+    of_first = [product.sequences[0] for product in backward if product.sequences]
     assert of_first == [(4, 3, 8, 3), (3, 8, 4, 3), (4, 8, 3, 3), (3, 8, 4, 3)]
 
 
@@ -341,34 +311,6 @@ SIZES: dict[str, Callable[[], tuple[str, tuple[Any, ...], Any, int]]] = {
         4 * (16 + 25) * 3 * 8,
     ),
 }  # fmt: skip
-
-
-# Operator -> its arguments behind query, key and value, with a causal mask.
-CAUSAL: dict[str, tuple[Any, ...]] = {
-    "flash_attn::_flash_attn_forward": (0.0, 1.0, True, -1, -1, 0.0),
-    "flash_attn::_flash_attn_varlen_forward": (None, None, 16, 16, 0.0, 1.0, True, -1, -1),
-    "flash_attn_3::_flash_attn_forward": (*[None] * 20, 1.0, True, -1, -1),
-    "aten::_flash_attention_forward": (None, None, 16, 16, 0.0, True, False),
-    "aten::_efficient_attention_forward": (None, None, None, None, None, 0.0, 1),
-    "aten::_cudnn_attention_forward": (None, None, None, 16, 16, False, 0.0, True),
-    "torch_attn::_varlen_attn": (None, None, 16, 16, True),
-    "aten::_scaled_dot_product_flash_attention": (0.0, True),
-}
-
-
-@pytest.mark.parametrize("operator", CAUSAL)
-def test_the_share_of_a_causal_mask_is_that_of_torchs_attention(operator: str) -> None:
-    tensors = [torch.zeros(2, 3, 16, 8) if operator.startswith("aten::_scaled") else torch.zeros(2, 16, 3, 8)] * 3
-    products = products_of(operator, (*tensors, *CAUSAL[operator]), None)
-    assert [product.mask_share for product in products] == [17 / 32] * 2
-    arguments = [False if item is True else 0 if item == 1 and isinstance(item, int) else item
-                 for item in CAUSAL[operator]]  # fmt: skip
-    assert [product.mask_share for product in products_of(operator, (*tensors, *arguments), None)] == [1.0] * 2
-
-
-def test_the_share_of_a_sliding_window_is_unknown() -> None:
-    given = (*[torch.zeros(2, 16, 3, 8)] * 3, 0.0, 1.0, True, 4, 0, 0.0)
-    assert [item.mask_share for item in products_of("flash_attn::_flash_attn_forward", given, None)] == [None] * 2
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -48,7 +48,7 @@ def test_readers_load_no_session_and_a_session_no_trainer() -> None:
     code = f"""
 import sys, te_precision_callbacks.dumps, te_precision_callbacks.sinks, te_precision_callbacks.debug_utils
 import te_precision_callbacks.views.compare.comparison, te_precision_callbacks.views.show.view
-import te_precision_callbacks.speed.estimate, te_precision_callbacks.speed.calibration
+import te_precision_callbacks.speed.step
 session = tuple(f"te_precision_callbacks.{{part}}" for part in ("session", "config", "features"))
 print([name for name in sys.modules if name.startswith((*session, "transformer_engine.", "nvdlfw"))])
 from te_precision_callbacks.config import load_config
@@ -189,7 +189,7 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(fi
 sys.path.insert(0, {str(tmp_path / "site")!r})
 import te_precision_callbacks.features, te_precision_callbacks.cli
 from te_precision_callbacks.speed import known_devices
-assert all(device.fitted for device in known_devices().values())
+assert all(device.constants for device in known_devices().values())
 print(te_precision_callbacks.features.__file__)"""
     assert python(code).startswith(str(tmp_path / "site"))
     code = f"""

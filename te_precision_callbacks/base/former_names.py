@@ -15,6 +15,7 @@ FORMER_NAMES: Mapping[str, str] = {
     "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
     "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
     "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
+    "profile": "Use torch.profiler or Nsight Systems.",
     "report": "Run te-precision report RUN after the training.",
     "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
     "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
@@ -25,6 +26,21 @@ FORMER_NAMES: Mapping[str, str] = {
     "te_precision_callbacks.check.ConversionError": (
         "Convert the model with te_precision_callbacks.accelerate.convert_to_te before the check."
     ),
+    "te-precision check --calibrate": "Measure with torch.profiler or Nsight Systems.",
+    "te-precision check --device": "Pass the device to --speed, such as --speed h200.",
+    "te-precision check --memory": "Measure with torch.cuda.max_memory_allocated().",
+    "te-precision check --table": "Measure with torch.profiler or Nsight Systems.",
+    "te-precision report --device": "Use te-precision check CONFIG --model MODEL --tokens N --speed DEVICE.",
+    "te-precision speed": (
+        "Use te-precision check CONFIG --model MODEL --tokens N --speed DEVICE; for traces, torch.profiler, Nsight"
+        " Systems, HolisticTraceAnalysis or TraceLens."
+    ),
+    "te_precision_callbacks.runs.traces_of": "Use torch.profiler or Nsight Systems.",
+    "te_precision_callbacks.speed.memory": "Measure with torch.cuda.max_memory_allocated().",
+    "te_precision_callbacks.speed.step_of_run": (
+        "Pass the coverage of a session to te_precision_callbacks.speed.estimate_step."
+    ),
+    "te_precision_callbacks.speed.trace": "Read traces with HolisticTraceAnalysis or TraceLens.",
 }
 """A name -> the sentence that says what to use instead."""
 
@@ -43,7 +59,7 @@ def former_command(words: Sequence[str]) -> str | None:
 def check_import(name: str) -> None:
     """Raise an ImportError for a module, or a name of a module, that no longer exists."""
     if name in FORMER_NAMES:
-        raise ModuleNotFoundError(f"{name} no longer exists. {FORMER_NAMES[name]}", name=name)
+        raise ImportError(f"{name} no longer exists. {FORMER_NAMES[name]}", name=name)
 
 
 class _FormerModules(MetaPathFinder):

@@ -31,7 +31,7 @@ from te_precision_callbacks.config.planning import Section, draft
 from te_precision_callbacks.config.schemas import LogGemmError, known_features
 from te_precision_callbacks.config.steps import with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
-from te_precision_callbacks.coverage.coverage import Coverage, Reason
+from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, plan_products
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
@@ -49,7 +49,6 @@ from te_precision_callbacks.layers.naming import (
 from te_precision_callbacks.maps.comparing import read_requirements
 from te_precision_callbacks.options import check_value
 from te_precision_callbacks.session.model import no_layers_warning
-from te_precision_callbacks.speed.memory import Memory, plan_memory
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 from te_precision_callbacks.te import modules as te_modules
 
@@ -87,7 +86,6 @@ class CheckedModel:
         unknown: what is not known before the run, such as the kernel of attention.
         undecided: the clauses of the contract that depend on something unknown.
         not_counted: modules with a weight but without a planned product.
-        memory: the planned memory, if requested.
         attention: the modules of attention, which are not planned.
         spans: steps with a different set of GEMMs in high precision -> their products.
     """
@@ -102,7 +100,6 @@ class CheckedModel:
     unknown: tuple[str, ...]
     undecided: tuple[str, ...]
     not_counted: tuple[str, ...]
-    memory: Memory | None = None
     attention: tuple[str, ...] = ()
     spans: Mapping[str, Coverage] = field(default_factory=dict)
 
@@ -117,7 +114,6 @@ def check_model(
     require: ContractSource = None,
     observe: Observe = "auto",
     allow_unmatched: bool = False,
-    memory: bool = False,
 ) -> CheckedModel:
     """Plan a training step of a model, without running it or changing it.
 
@@ -130,7 +126,6 @@ def check_model(
             unknown is in ``undecided`` instead.
         observe: the path of observed layers, as for an integration.
         allow_unmatched: a section that matches no layer is a note, not a finding.
-        memory: whether to plan memory too; ``tokens`` then refers to one forward.
 
     Raises:
         ConfigError: ``require`` is not a contract, or has a pattern that matches no layer.
@@ -153,7 +148,6 @@ def check_model(
         observe,
         is_wanted=is_wanted,
         allow_unmatched=allow_unmatched,
-        memory=memory,
     ).check()
 
 
@@ -175,7 +169,6 @@ class _Check:
         *,
         is_wanted: bool,
         allow_unmatched: bool,
-        memory: bool,
     ) -> None:
         self._model = model
         self._config = config
@@ -184,7 +177,6 @@ class _Check:
         self._contract = contract
         self._observe = observe
         self._allow_unmatched = allow_unmatched
-        self._memory = memory
         self._is_wanted = is_wanted and recipe is not None
         self._modules = named_te_modules(model, config.layer_names or "path")
         self._layers = list(itertools.chain(*(named.layers for named in self._modules)))
@@ -232,7 +224,6 @@ class _Check:
             tuple(unknown),
             undecided,
             products.not_counted,
-            self._planned_memory(products.coverage),
             products.attention,
             coverage_of,
         )
@@ -301,35 +292,6 @@ class _Check:
             self._recipe,
             tokens=self._tokens or 1,
         )
-
-    def _planned_memory(self, coverage: Coverage) -> Memory | None:
-        if not self._memory:
-            return None
-        low = {product.layer for product in coverage if product.is_low}
-        high: dict[str, None] = {}
-        mixed: dict[str, None] = {}
-        for product in coverage:
-            if product.layer not in low:
-                high[product.layer] = None
-            elif product.reason is Reason.SECTION:
-                mixed[product.layer] = None
-        recipes: dict[str, Any] = {}
-        recipes |= high
-        planned = plan_memory(
-            self._model,
-            self._modules,
-            self._recipe,
-            tokens=self._tokens,
-            recipes=recipes,
-            calls=None,
-        )
-        if not mixed:
-            return planned
-        note = (
-            "The plan ignores the features that keep some GEMMs of these layers in high precision:"
-            f" {join_names(mixed)}."
-        )
-        return replace(planned, notes=(*planned.notes, note))
 
     def _apply_rules(self, coverage: Coverage) -> None:
         facts = Facts.from_plan(coverage, recipe_text(self._recipe), ignored_arguments([self._recipe]))

@@ -4,7 +4,7 @@ Usage::
 
     te-precision check config.yaml
     te-precision check config.yaml --model package.module:factory --recipe mxfp8 --tokens 4096
-    te-precision check config.yaml --model package.module:factory --tokens 4096 --device h200 --speed
+    te-precision check config.yaml --model package.module:factory --tokens 4096 --speed h200
 
 The exit code is 0; 1 with findings, such as an error of the config; 2 for wrong use. ``--json`` prints one JSON object.
 """
@@ -26,13 +26,10 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import collect_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES, Observe
-from te_precision_callbacks.speed.command import Calibrate, DeviceName, TableFile, speed_of_step
 
 if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
-    from te_precision_callbacks.speed.devices import Device
-    from te_precision_callbacks.speed.estimate import StepSpeed
 
 _INDENT = 2
 _AUTO = "auto"
@@ -107,12 +104,13 @@ AllowUnmatched = Annotated[
     ),
 ]
 
-WithMemory = Annotated[
-    bool,
+SpeedDevice = Annotated[
+    str | None,
     typer.Option(
-        "--memory",
-        help="Print the memory that low precision adds and saves, by kind. --tokens is then the number of tokens"
-        " in one forward.",
+        "--speed",
+        metavar="DEVICE",
+        help="Also print the expected milliseconds of each layer and GEMM on a device, such as h100, h200_nvl or b300,"
+        " and the layers that gain nothing from low precision.",
     ),
 ]
 
@@ -128,14 +126,7 @@ def check_command(
     alignment: Alignment = None,
     observe: ObservedPath = None,
     allow_unmatched: AllowUnmatched = False,
-    memory: WithMemory = False,
-    speed: Annotated[
-        bool,
-        typer.Option("--speed", help="Also print the expected speedup of low precision on the GPU given by --device."),
-    ] = False,
-    device: DeviceName = None,
-    calibrate: Calibrate = False,
-    table: TableFile = None,
+    speed: SpeedDevice = None,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan the precision of a model's matrix products, without running it.
@@ -149,20 +140,14 @@ def check_command(
         "--same-as": same_as,
         "--observe": observe,
         "--allow-unmatched": allow_unmatched,
-        "--memory": memory,
         "--speed": speed,
     }
     if model is None:
         _refuse(of_plan, "also give --model: this option is for a plan")
-    if not speed:
-        of_speed = {"--device": device, "--calibrate": calibrate, "--table": table}
-        _refuse(of_speed, "also give --speed: this option is for expected times")
     if same_as is None:
         _refuse({"--alignment": alignment}, "an alignment is for --same-as")
-    if speed and tokens is None:
+    if speed is not None and tokens is None:
         raise typer.BadParameter("expected times need --tokens", param_hint="--speed")
-    if speed and device is None:
-        raise typer.BadParameter("expected times need a device, such as --device h200", param_hint="--device")
     if tokens is not None and tokens < 1:
         raise typer.BadParameter(
             f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
@@ -174,15 +159,16 @@ def check_command(
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
     from te_precision_callbacks.speed.devices import device_named
-    from te_precision_callbacks.speed.printing import show_step
+    from te_precision_callbacks.speed.step import estimate_step
+    from te_precision_callbacks.speed.step import show as show_times
 
-    target = None
+    device = None
     capability = None
-    if device is not None:
-        target = device_named(device)
-        capability = target.capability
+    if speed is not None:
+        device = device_named(speed)
+        capability = device.capability
         if recipe and recipe in RECIPES:
-            target.check_recipe(recipe)  # its error names a recipe for this device
+            device.check_recipe(recipe)  # its error names a recipe for this device
     with collect_warnings() as more, without_collections():
         checked, made_on = plan_function(
             model,
@@ -195,23 +181,28 @@ def check_command(
             config=loaded,
             tokens=tokens,
             allow_unmatched=allow_unmatched,
-            memory=memory,
         )
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
-    expected = None
-    if target is not None:
-        expected = _speed(checked, target, calibrate=calibrate, table=table)
+    times = None
+    if device is not None:
+        times = estimate_step(
+            checked.coverage,
+            checked.recipe,
+            device,
+            attention=checked.attention,
+            not_counted=checked.not_counted,
+        )
     if as_json:
         content = {"config": config, "errors": [], **plan_as_json(checked, model, made_on)}
-        if expected is not None:
-            content["speed"] = expected.as_json()
+        if times is not None:
+            content["speed"] = times.as_json()
         terminal.show_json(content)
     else:
         terminal.show_text(_first_line(config, loaded, len(checked.findings), checked.undecided))
         show(checked, model, made_on)
-        if expected is not None:
+        if times is not None:
             typer.echo()
-            show_step(expected)
+            show_times(times)
     if checked.findings:
         raise typer.Exit(1)
 
@@ -297,23 +288,6 @@ def plan_function(
         contract = (contract or Contract.model_validate({})).model_copy(update={"same_as": required})
     model, device = build_model(spec)
     return check_model(model, recipe=recipe, observe=cast(Observe, observe), require=contract, **keywords), device
-
-
-@without_collections()
-def _speed(checked: CheckedModel, device: Device, *, calibrate: bool, table: Path | None) -> StepSpeed:
-    from te_precision_callbacks.layers.folding import fold_names
-    from te_precision_callbacks.speed.devices import SpeedError
-    from te_precision_callbacks.speed.estimate import Step
-
-    if not checked.coverage.macs():
-        raise SpeedError("No matrix product of the model could be planned, so no times can be estimated.")
-    left_out = {
-        "Times do not include the matrix products of {}.": checked.not_counted,
-        "Times do not include attention ({}), which depends on sequence lengths.": checked.attention,
-    }
-    notes = (text.format(", ".join(fold_names(names, most=8))) for text, names in left_out.items() if names)
-    step = Step(checked.coverage, checked.recipe, notes=tuple(notes))
-    return speed_of_step(step, device, recipe=None, calibrate=calibrate, table=table)
 
 
 def _first_line(path: str, config: Config, findings: int = 0, undecided: Sequence[str] = ()) -> str:

@@ -16,7 +16,6 @@ from te_precision_callbacks.check.checked_model import ActingFeature, CheckedMod
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, percent
 from te_precision_callbacks.coverage.gemm_precision import format_operands
 from te_precision_callbacks.layers.folding import fold_names
-from te_precision_callbacks.speed.memory import show as show_memory
 
 _INDENT = 2
 _MOST_NAMES = 8
@@ -93,9 +92,6 @@ def show(checked: CheckedModel, model: str, device: str) -> None:
     for text in checked.unknown:
         terminal.show_text(f"{text}.", _INDENT, hanging=_INDENT)
     terminal.show_text(_ONE_STEP)
-    if checked.memory is not None:
-        typer.echo()
-        show_memory(checked.memory)
     terminal.show_notes(checked.notes)
     if checked.findings:
         typer.echo(f"\n{many(len(checked.findings), 'finding')}")
@@ -188,5 +184,4 @@ def as_json(checked: CheckedModel, model: str, device: str) -> dict[str, Any]:
         "attention": checked.attention,
         "findings": checked.findings,
         "notes": checked.notes,
-        "memory": checked.memory,
     }

@@ -28,7 +28,6 @@ from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
 from te_precision_callbacks.replay.command import replay_command
 from te_precision_callbacks.search.command import search_command
-from te_precision_callbacks.speed.command import speed_command
 from te_precision_callbacks.views.compare.command import SeveralRuns, compare_command
 from te_precision_callbacks.views.report.command import report_command
 from te_precision_callbacks.views.show.command import show_command
@@ -59,7 +58,6 @@ _READERS = {
     "report",
     "rules",
     "show",
-    "speed",
     "statistics",
 }
 """The commands that need no Transformer Engine."""
@@ -146,7 +144,6 @@ app.command("map")(map_command)
 app.command("search")(search_command)
 app.command("logprobs")(logprobs_command)
 app.command("diagnose")(diagnose_command)
-app.command("speed")(speed_command)
 app.command("replay")(replay_command)
 app.command("compare", cls=SeveralRuns)(compare_command)
 app.command("show")(show_command)

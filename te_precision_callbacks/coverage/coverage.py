@@ -81,15 +81,13 @@ class Product:
         n, m, k: the result has n rows of m elements, each a sum of k products; of the largest call in the step.
         batch: the number of products of a call.
         calls: the calls in a step, over its micro-batches, without recomputation by activation checkpoints.
-        macs: the multiply-adds of a step.
+        macs: the multiply-adds of a step; masks of attention do not reduce them.
         operands: tensor -> its format.
         runs: ``seen`` if it ran, ``planned`` if nothing ran, ``never`` if the step skipped it, ``uncounted`` if
             something ran that may multiply matrices and is not counted.
         not_run: the reason if the step skipped it, as in ``session.precision``, or if it is not counted.
         reason: the reason for high precision; None in low precision, and if it does not run.
         reason_ref: the details: the section with its file and line, the dimension, the variable.
-        mask_share: for attention, the share of the multiply-adds that its mask keeps, such as (S + 1) / (2 S) of a
-            causal mask over S tokens; 1 without a mask, None if unknown. ``macs`` ignores the mask.
     """
 
     layer: str
@@ -107,7 +105,6 @@ class Product:
     not_run: str = ""
     reason: Reason | None = None
     reason_ref: str = ""
-    mask_share: float | None = None
 
     @classmethod
     def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:

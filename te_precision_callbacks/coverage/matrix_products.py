@@ -29,20 +29,12 @@ Role = Literal["", "fprop", "dgrad", "wgrad", "qk", "pv", "lookup"]
 Sizes = tuple[int, int, int, int]
 
 
-class PackedSequence(NamedTuple):
-    """A sequence of a packed call of attention: its sizes, and the share that a causal mask keeps of it."""
-
-    sizes: Sizes
-    causal: float
-
-
 class MatrixProduct(NamedTuple):
     """One or several products ``[n, k] @ [k, m]`` of the same sizes.
 
     Attributes:
         a, b: the operands.
-        sequences: the packed sequences; ``n``, ``m`` and ``k`` are then the sizes of the packed tensors.
-        mask_share: as ``Product.mask_share``; None if the arguments do not show it.
+        sequences: the sizes of packed sequences; ``n``, ``m`` and ``k`` are then the sizes of the packed tensors.
     """
 
     a: torch.Tensor
@@ -52,8 +44,7 @@ class MatrixProduct(NamedTuple):
     k: int
     batch: int = 1
     role: Role = ""
-    sequences: tuple[PackedSequence, ...] | None = None
-    mask_share: float | None = None
+    sequences: tuple[Sizes, ...] | None = None
 
 
 def is_product(operator: str) -> bool:
@@ -222,22 +213,12 @@ def _lookup(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     yield MatrixProduct(indices, weight, indices.numel(), weight.shape[-1], 0, role="lookup")
 
 
-def _attention(
-    *,
-    backward: bool,
-    heads_first: bool,
-    bounds: int | None = None,
-    causal: int | None = None,
-    mask: int | None = None,
-    window: int | None = None,
-) -> _Find:
+def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None) -> _Find:
     """Fused attention. The first argument of a backward is the gradient, followed by query, key and value.
 
     Args:
         heads_first: operands are [batch, heads, length, size]; else [..., length, heads, size].
         bounds: argument number of the bounds of packed query sequences; the bounds of the keys follow.
-        causal, mask: in a forward, argument numbers of the causal flag, and of another mask; -1 for a keyword.
-        window: argument number of the left end of a sliding window, before its right end; negative is unlimited.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
 
@@ -259,13 +240,8 @@ def _attention(
             tensors = arguments[0], query, key, value
             yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, lengths)
         else:
-            share = _mask_share(arguments, rows, columns, causal, mask, window)
-            yield _with_sequences(
-                MatrixProduct(query, key, rows, columns, size, batch, "qk", None, share), lengths, _N, _M
-            )
-            yield _with_sequences(
-                MatrixProduct(query, value, rows, size_v, columns, batch, "pv", None, share), lengths, _N, _K
-            )
+            yield _with_sequences(MatrixProduct(query, key, rows, columns, size, batch, "qk"), lengths, _N, _M)
+            yield _with_sequences(MatrixProduct(query, value, rows, size_v, columns, batch, "pv"), lengths, _N, _K)
 
     return find
 
@@ -275,22 +251,6 @@ def _two(arguments: Sequence[Any], number: int | None) -> tuple[Any, Any]:
     if number is None or len(arguments) <= number + 1:
         return None, None
     return arguments[number], arguments[number + 1]
-
-
-def _mask_share(
-    arguments: Sequence[Any], rows: int, columns: int, causal: int | None, mask: int | None, window: int | None
-) -> float | None:
-    if causal is None:
-        return None
-    left, right = _two(arguments, window)
-    if (left is not None and left >= 0) or (right is not None and right > 0):
-        return None
-    if right == 0 or (len(arguments) > causal and arguments[causal]):
-        return causal_share(rows, columns, at_the_end=window is not None)
-    has_mask = mask is not None and (mask < 0 or (len(arguments) > mask and arguments[mask] is not None))
-    if has_mask:
-        return None
-    return 1.0
 
 
 def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
@@ -323,7 +283,7 @@ def _with_sequences(product: MatrixProduct, lengths: _Lengths, rows: int, column
         sizes[rows] = queries
         sizes[columns] = keys
         n, m, k = sizes
-        sequences.append(PackedSequence((n, m, k, product.batch), causal_share(queries, keys, at_the_end=True)))
+        sequences.append((n, m, k, product.batch))
     return product._replace(sequences=tuple(sequences))
 
 
@@ -353,14 +313,13 @@ def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProd
     yield from _gradients_of_attention(tensors, rows, columns, query.shape[-1], value.shape[-1], batch)
 
 
-_FUSED: Mapping[str, tuple[int, int | None]] = {
-    "_scaled_dot_product_flash_attention": (4, None),
-    "_scaled_dot_product_flash_attention_for_cpu": (4, -1),
-    "_scaled_dot_product_efficient_attention": (6, 3),
-    "_scaled_dot_product_cudnn_attention": (6, 3),
-}
-"""The operators of ``scaled_dot_product_attention`` -> the numbers of ``is_causal`` and of the mask: None for one
-without a mask, -1 for one that takes it as a keyword, which is not seen."""
+_FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""The operators of ``scaled_dot_product_attention``."""
 
 
 _PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_scaled_mm", "_scaled_mm_v2", "_int_mm")
@@ -378,31 +337,28 @@ _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), _recurrent(backward=False)),
     **dict.fromkeys(("_cudnn_rnn_backward", "mkldnn_rnn_layer_backward"), _recurrent(backward=True)),
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
-    **{name: _attention(backward=False, heads_first=True, causal=causal, mask=mask)
-       for name, (causal, mask) in _FUSED.items()},
+    **{name: _attention(backward=False, heads_first=True) for name in _FUSED},
     **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
-    "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3, causal=8, window=11),
+    "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3),
     "_flash_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
-    "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=9, mask=3),
+    "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
     "_efficient_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
-    "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4, causal=10, mask=3),
+    "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
     "_cudnn_attention_backward": _attention(backward=True, heads_first=False, bounds=9),
 }  # fmt: skip
 
 _OPERATORS: Mapping[str, _Find] = {
     **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
     "inductor::_mm_plus_mm": _sum_of_two,
-    "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3, causal=7),
+    "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3),
     "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
     "higher_order::flex_attention": _attention(backward=False, heads_first=True),
     "higher_order::flex_attention_backward": _flex_backward,
-    "flash_attn::_flash_attn_forward": _attention(backward=False, heads_first=False, causal=5, window=6),
+    "flash_attn::_flash_attn_forward": _attention(backward=False, heads_first=False),
     "flash_attn::_flash_attn_backward": _attention(backward=True, heads_first=False),
-    "flash_attn::_flash_attn_varlen_forward": _attention(
-        backward=False, heads_first=False, bounds=3, causal=9, window=10
-    ),
+    "flash_attn::_flash_attn_varlen_forward": _attention(backward=False, heads_first=False, bounds=3),
     "flash_attn::_flash_attn_varlen_backward": _attention(backward=True, heads_first=False, bounds=9),
-    "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7, causal=24, window=25),
+    "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7),
     "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
 }
 
@@ -427,42 +383,3 @@ _NO_PRODUCTS = frozenset(
     }
 )
 """Namespaces without products, and Transformer Engine's own, which the tap sees."""
-
-
-def causal_share(rows: int, columns: int, *, at_the_end: bool = False) -> float:
-    """The share of the scores that a causal mask keeps; with ``at_the_end``, the last query sees all keys (aligned to
-    the bottom right), else the first query sees only the first key.
-    """
-    inside = min(rows, columns)
-    triangle = inside * (inside + 1) // 2
-    others = (rows - inside) * columns
-    if at_the_end:
-        others = (columns - inside) * rows
-    return (triangle + others) / max(1, rows * columns)
-
-
-def attention_mask_share(arguments: Mapping[str, Any], rows: int, columns: int) -> float | None:
-    """The share that the mask of Transformer Engine's attention keeps; None for a custom mask, padding, a sliding
-    window, or packed sequences. ``padding_causal`` is causal.
-
-    Read from Transformer Engine 2.20.2, ``pytorch/attention/dot_product_attention``: ``AttnMaskTypes`` and
-    ``utils.check_set_window_size``.
-
-    Args:
-        arguments: arguments of its forward: ``attn_mask_type``, ``window_size``, ``qkv_format`` or ``qkv_layout``.
-        rows, columns: the lengths of the queries and of the keys.
-    """
-    if str(arguments.get("qkv_format") or arguments.get("qkv_layout") or "").startswith("t"):
-        return None
-    mask = str(arguments.get("attn_mask_type"))
-    window = arguments.get("window_size")
-    if window is not None and window[0] not in (None, -1):
-        return None
-    if mask == "no_mask":
-        if window is None or window[1] in (None, -1):
-            return 1.0
-        return None
-    kind = mask.removeprefix("padding_")
-    if kind not in ("causal", "causal_bottom_right"):
-        return None
-    return causal_share(rows, columns, at_the_end=kind == "causal_bottom_right")

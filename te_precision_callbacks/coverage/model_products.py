@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.matrix_products import Role, attention_mask_share
+from te_precision_callbacks.coverage.matrix_products import Role
 from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
 from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
@@ -173,16 +172,8 @@ class ModelProducts(ModelWatch):
         if event.backward:
             gradient = format_of(event.gradient, columnwise=False)
             scores = format_made_by(event.scores, gradient)
-            share = attention_mask_share(event.arguments, event.sizes.rows, event.sizes.columns)
             self.see_attention(
-                event.layer,
-                event.sizes,
-                (scores, key),
-                (gradient, value),
-                FUSED,
-                backward=True,
-                mask_share=share,
-                call=call,
+                event.layer, event.sizes, (scores, key), (gradient, value), FUSED, backward=True, call=call
             )
         else:
             probabilities = format_made_by(event.probabilities, query)
@@ -196,19 +187,14 @@ class ModelProducts(ModelWatch):
             self._note_running(layer)
         if kind is not ForwardKind.OBSERVED or (call is None and is_in_backward()):
             return
+        if layer in self.operators.with_product:
+            return
         tensors = given["query_layer"], given["key_layer"], given["value_layer"]
         sizes = AttentionSizes.of(*tensors, given["qkv_format"])
-        share = attention_mask_share(given, sizes.rows, sizes.columns)
-        if layer in self.operators.with_product:
-            for seen in itertools.takewhile(lambda seen: seen.layer == layer, reversed(self.operators.seen)):
-                seen.mask_share = share
-            return
         query, key, value = _formats_of(*tensors)
-        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, mask_share=share, call=call)
+        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, call=call)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self.see_attention(
-                layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True, mask_share=share, call=call
-            )
+            self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True, call=call)
 
     def see_attention(
         self,
@@ -219,7 +205,6 @@ class ModelProducts(ModelWatch):
         kind: str,
         *,
         backward: bool = False,
-        mask_share: float | None = None,
         call: ModelCall | None = None,
     ) -> None:
         """Count the two products of attention, given the formats of their operands; in a backward, twice as many."""
@@ -231,17 +216,7 @@ class ModelProducts(ModelWatch):
         for role, formats, forward_sizes in products:
             for _ in range(1 + backward):  # in a backward, a gradient for each operand, with equal multiply-adds
                 self.operators.seen.append(
-                    SeenProduct(
-                        layer,
-                        "attention",
-                        role,
-                        formats,
-                        forward_sizes,
-                        kind,
-                        backward=backward,
-                        mask_share=mask_share,
-                        call=call,
-                    )
+                    SeenProduct(layer, "attention", role, formats, forward_sizes, kind, backward=backward, call=call)
                 )
 
     def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:

@@ -220,9 +220,7 @@ class OperatorProducts:
         if role in ("qk", "pv"):
             family = "attention"
         kind = kind_of(inside[1])
-        return SeenProduct(
-            inside[0], family, role, formats, sizes, kind, sequences=product.sequences, mask_share=product.mask_share
-        )
+        return SeenProduct(inside[0], family, role, formats, sizes, kind, sequences=product.sequences)
 
     def _kind(self, inside: NamedTorchModule | None, weight: Weight) -> str:
         if inside is not None:

@@ -170,5 +170,4 @@ def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> 
         row["not_run"] or "",
         reason,
         row["reason_ref"] or "",
-        row["mask_share"],
     )

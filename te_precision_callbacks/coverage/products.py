@@ -16,7 +16,7 @@ from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import ESTIMATED, Family, Product, ProductName, Reason, StateRow
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT, join_with_arrows
 from te_precision_callbacks.coverage.marks import Weight
-from te_precision_callbacks.coverage.matrix_products import PackedSequence, Role, Sizes
+from te_precision_callbacks.coverage.matrix_products import Role, Sizes
 from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, OUTSIDE, Kind, ModelCall, Parts
 
 OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
@@ -66,8 +66,7 @@ class SeenProduct:
     gradients: int = 0
     call: ModelCall | None = None
     not_counted: str = ""
-    sequences: tuple[PackedSequence, ...] | None = None
-    mask_share: float | None = None
+    sequences: tuple[Sizes, ...] | None = None
 
     @property
     def is_of_backward(self) -> bool:
@@ -80,17 +79,9 @@ class SeenProduct:
             alone.weight = replace(self.weight, owner=None)
         if self.gemm != "other":
             alone.role = self.gemm
-        if self.mask_share is None:
-            alone.mask_share = self.origin.mask_share
         if self.sequences is None:
             return [alone]
-        parts = []
-        for sequence in self.sequences:
-            part = replace(alone, sizes=sequence.sizes)
-            if part.mask_share not in (None, 1.0):
-                part.mask_share = sequence.causal
-            parts.append(part)
-        return parts
+        return [replace(alone, sizes=sizes) for sizes in self.sequences]
 
     @property
     def reason(self) -> Reason | None:
@@ -99,10 +90,6 @@ class SeenProduct:
         if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL):
             return Reason.ATTENTION
         return Reason.NOT_TE
-
-    @property
-    def origin(self) -> SeenProduct:
-        return self.of or self
 
     @property
     def gemm(self) -> ProductName:
@@ -147,7 +134,6 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
             dict(zip(names, formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
-            mask_share=_mask_share(runs),
         )
         weight = first.weight
         if weight is None or gemm != "fprop" or not has_backward:
@@ -156,21 +142,6 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
             yield Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT)
         if not weight.trains:
             yield Product.left_out(layer, first.family, "wgrad", FROZEN)
-
-
-def _mask_share(calls: Iterable[tuple[SeenProduct, float]]) -> float | None:
-    left = 0.0
-    whole = 0.0
-    for call, times in calls:
-        share = call.origin.mask_share
-        if share is None:
-            return None
-        macs = times * math.prod(call.sizes)
-        left += share * macs
-        whole += macs
-    if whole:
-        return left / whole
-    return None
 
 
 class _CountedCalls(NamedTuple):

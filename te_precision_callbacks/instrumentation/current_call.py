@@ -5,17 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-from torch.autograd.profiler import record_function
 
 from te_precision_callbacks.base.vocabulary import OperandName
 from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
 from te_precision_callbacks.instrumentation.arguments import PlainTensors
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmOperand, Kept
-from te_precision_callbacks.speed.trace.range_names import layer_range, module_of
 
 NEXT_HALF = {("fprop", -1): 0, ("fprop", 2): 0, ("fprop", 0): 1, ("fprop", 1): 1}
 NEXT_HALF |= {("dgrad", -1): 1, ("dgrad", 2): 1, ("dgrad", 0): 1, ("dgrad", 1): 0}
@@ -139,13 +135,11 @@ class Running:
 
     Attributes:
         gemm_counter: counter of the iteration's GEMMs.
-        has_ranges: whether torch.profiler ranges are put around forwards, backwards and GEMMs.
     """
 
     def __init__(self) -> None:
         self.thread_state = _ThreadState()
         self.gemm_counter = itertools.count()
-        self.has_ranges = False
 
     def begin_iteration(self) -> None:
         self.gemm_counter = itertools.count()
@@ -154,32 +148,18 @@ class Running:
     def forget(self) -> None:
         self.thread_state = _ThreadState()
 
-    def call(
-        self, forward: Forward | None, backward: bool, function: Callable[..., Any], *arguments: Any, **keywords: Any
-    ) -> Any:
+    def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Call a function as part of a forward or backward, hidden from dispatch modes, since products have events."""
         state = self.thread_state
         before = state.running
         state.running = forward
         try:
-            if not self.has_ranges and not modes_are_active():
+            if not modes_are_active():
                 return function(*arguments, **keywords)
-            with self._range(forward, backward=backward), hide_operators() if modes_are_active() else nullcontext():
+            with hide_operators():
                 return function(*arguments, **keywords)
         finally:
             state.running = before
-
-    def _range(self, forward: Forward | None, *, backward: bool) -> AbstractContextManager[Any]:
-        if not self.has_ranges or forward is None or not forward.layers:
-            return nullcontext()
-        return record_function(layer_range(module_of(forward.layers), backward=backward))
-
-    def range_of_gemm(self, forward: Forward | None, gemm: str, *, grouped: bool) -> AbstractContextManager[Any]:
-        """Return the range of a layer's GEMM, or of all experts' GEMMs that one call runs."""
-        if forward is None or not forward.layers:
-            return nullcontext()
-        layer = module_of(forward.layers) if grouped else forward.layers[forward.peek_layer_index(gemm)]
-        return record_function(layer_range(layer, gemm, backward=gemm != "fprop"))
 
 
 class CurrentForward(threading.local):

@@ -144,14 +144,8 @@ class ForwardHooks:
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.armed))
         self._graphs = CudaGraphs()
         self._seams = Replacements()
-        self._has_ranges = False
         self._is_capturing = False
         self._paused_before = False
-
-    def set_ranges(self, *, enabled: bool) -> None:
-        if enabled != self._has_ranges:
-            self._has_ranges = enabled
-            self._update_listeners()
 
     def watch(
         self,
@@ -217,8 +211,8 @@ class ForwardHooks:
             self._tap.observe(self._watched.layers, self.products.attentions)
         else:
             self._tap.observe(self._watched.armed)
-        plans = None if self.products.counting or self._has_ranges or not listeners else self.plans
-        self._tap.listen(*listeners, before=self._before_sum, ranges=self._has_ranges, plans=plans, watches=True)
+        plans = None if self.products.counting or not listeners else self.plans
+        self._tap.listen(*listeners, before=self._before_sum, plans=plans, watches=True)
         # Bypass the CUDA graphs of layers to observe in this step only.
         all_graphs = self.products.counting or self._tap.operations.has_new
         if (self._watched.armed or all_graphs) and not is_captured():

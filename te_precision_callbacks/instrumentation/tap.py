@@ -167,22 +167,19 @@ class GemmTap:
         self,
         *listeners: Listener,
         before: BeforeSum | None = None,
-        ranges: bool = False,
         plans: GemmPlans | None = None,
         watches: bool = False,
     ) -> None:
-        """Set the listeners; without listeners, ranges and watch, remove the tap.
+        """Set the listeners; without listeners and watch, remove the tap.
 
         Args:
             *listeners: called after each GEMM.
             before: called before a GEMM accumulates into its result.
-            ranges: put torch.profiler ranges around layers and their GEMMs.
             plans: the plans of GEMMs that need no listener.
             watches: whether the watch of every step gets the GEMMs of its modules.
         """
         self._listening = _Listening(listeners, before, plans)
-        self._running.has_ranges = ranges
-        is_needed = listeners or ranges or (watches and self._every_step.is_on)
+        is_needed = listeners or (watches and self._every_step.is_on)
         if is_needed and not self._seams:
             self._install()
         elif not is_needed and self._seams:
@@ -273,17 +270,16 @@ class GemmTap:
         return absent_from_graphs(prepare_forward, upstream)
 
     def _unobserved_forward(self, module: Any, compiled: Any = None) -> Forward:
-        """Make the forward of a module without events: for the watch of every step, and for ranges."""
+        """Make the forward of a module without events: for the watch of every step."""
         layers = self._layers.get(id(module))
-        if layers is None or not (self._every_step.is_on or self._running.has_ranges):
+        if layers is None or not self._every_step.is_on:
             return unobserved_forward()
         try:
             halves = id(module) in self._mlps
             entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
-            if self._every_step.is_on:
-                kind = self._classify(module) if compiled is None else self._kind(module, compiled)
-                if kind is ForwardKind.OBSERVED:
-                    entered.watched = set()
+            kind = self._classify(module) if compiled is None else self._kind(module, compiled)
+            if kind is ForwardKind.OBSERVED:
+                entered.watched = set()
         except Exception as error:
             self._report("watching the forward of", str(getattr(module, "name", "a module")), error)
             return unobserved_forward()
@@ -384,7 +380,7 @@ class GemmTap:
                     entered.high = {}
                     self._report("finding the tensors of", entered.layers[0], error)
             try:
-                result = self._running.call(entered, False, upstream, ctx, *arguments)
+                result = self._running.call(entered, upstream, ctx, *arguments)
             finally:
                 entered.high = None if entered.high is None else {}
             if entered.events == before and entered.kind is ForwardKind.OBSERVED:
@@ -403,14 +399,14 @@ class GemmTap:
             if entered.watched is not None and weights and not self._may_delay_wgrad:
                 entered.has_wgrad = _needs_all(ctx, weights)
             if entered.high is None:
-                return self._running.call(entered, True, upstream, ctx, *arguments)
+                return self._running.call(entered, upstream, ctx, *arguments)
             try:
                 entered.high = gradients(ctx, arguments[0], len(entered.layers))
             except Exception as error:
                 entered.high = {}
                 self._report("finding the tensors of", entered.layers[0], error)
             try:
-                return self._running.call(entered, True, upstream, ctx, *arguments)
+                return self._running.call(entered, upstream, ctx, *arguments)
             finally:
                 entered.high = {}
 
@@ -446,7 +442,7 @@ class GemmTap:
                 before = running.high
                 running.high = high
                 try:
-                    return self._running.call(running, True, function, *arguments)
+                    return self._running.call(running, function, *arguments)
                 finally:
                     running.high = before
 
@@ -511,8 +507,6 @@ class GemmTap:
             if is_compiled:
                 layout = named(operands, keywords)["layout"]
                 forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
-            if self._running.has_ranges:
-                call = self._call_in_range(forward, call, named, grouped=grouped)
             has_no_events = forward is not None and not forward.has_events
             if has_no_events or not listeners:
                 if forward is None or forward.watched is None:
@@ -524,7 +518,7 @@ class GemmTap:
                     result = call(*operands, **keywords)
                 finally:
                     current.in_gemm = False
-                if forward.halves and not self._running.has_ranges:  # a range has advanced to the layer
+                if forward.halves:
                     forward.half = NEXT_HALF[GEMM_OF_LAYOUT[keywords.get("layout", "TN")], forward.half]
                 watch(forward, operands, keywords, result)
                 return result
@@ -585,24 +579,6 @@ class GemmTap:
         except Exception as error:
             self._report("reading the sums of", forward.layers[0], error)
             return ()
-
-    def _call_in_range(
-        self,
-        forward: Forward | None,
-        upstream: AnyFunction,
-        named: Callable[..., dict[str, Any]],
-        *,
-        grouped: bool,
-    ) -> AnyFunction:
-        def call(*operands: Any, **keywords: Any) -> Any:
-            layout = named(operands, keywords)["layout"]
-            gemm = GEMM_OF_LAYOUT.get(layout, "")
-            with self._running.range_of_gemm(forward, gemm, grouped=grouped):
-                if forward is not None and not forward.has_events and not grouped:
-                    forward.next_layer_index(gemm, None)
-                return upstream(*operands, **keywords)
-
-        return call
 
     def _warn_captured(self, forward: Forward | None) -> None:
         """Warn that GEMMs are not observed: reading experts' row counts from the device would end the capture."""

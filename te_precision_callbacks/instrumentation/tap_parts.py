@@ -86,7 +86,7 @@ class OperationsTap:
             for context in contexts:
                 context.te_precision_forward = forward
             before = forward.events
-            result = self._running.call(forward, False, upstream, operation, contexts, *arguments, **keywords)
+            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
                 self._report_silent(forward, type(operation).__name__, False)
             return result
@@ -102,7 +102,7 @@ class OperationsTap:
                 named = tuple(itertools.chain(*layers))
                 forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
             before = forward.events
-            result = self._running.call(forward, True, upstream, operation, contexts, *arguments, **keywords)
+            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
                 self._report_silent(forward, type(operation).__name__, True)
             return result
@@ -198,7 +198,6 @@ def _attention_event(forward: Forward, given: Mapping[str, Any]) -> AttentionEve
         given.get("dp_quantizer"),
         AttentionSizes.of(query, key, value, form),
         forward.kind,
-        given,
     )
 
 

@@ -150,8 +150,6 @@ class AttentionEvent:
     Attributes:
         gradient: the gradient of the result, in a backward.
         probabilities, scores: the quantizers of the probabilities, and of the scores' gradient, or None.
-        arguments: the arguments of ``fused_attn_fwd`` or ``fused_attn_bwd``
-            (``transformer_engine/pytorch/cpp_extensions/fused_attn.py``).
     """
 
     layer: str
@@ -164,7 +162,6 @@ class AttentionEvent:
     scores: Any
     sizes: AttentionSizes
     kind: ForwardKind
-    arguments: Mapping[str, Any]
 
 
 BeforeSum = Callable[[str, GemmName, Any, Kept], Any]

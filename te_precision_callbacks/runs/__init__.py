@@ -16,7 +16,6 @@ from te_precision_callbacks.runs.recorded import (
     Thinned,
     UnknownSubjectError,
 )
-from te_precision_callbacks.runs.run_files import traces_of
 
 __all__ = [
     "Grid",
@@ -29,5 +28,4 @@ __all__ = [
     "UnknownSubjectError",
     "list_runs",
     "open_run",
-    "traces_of",
 ]

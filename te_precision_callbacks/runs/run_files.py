@@ -4,7 +4,6 @@
                                          seg-000/layers.parquet, gemms.parquet, ...
                                          seg-000/rank-00000/values-0001.parquet, values-0002.arrow, ...
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
-                                         traces/seg-000.rank-00000.iterations-000010-000012.json.gz
 
 A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A
 downsampled file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
@@ -47,10 +46,6 @@ SILENT_SECONDS = 60.0
 """Seconds without a change of its files after which a process on another host counts as dead."""
 
 _INCOMPLETE = ".incomplete"
-
-_TRACES = "traces"
-_WITHOUT_RECORDS = "precision_traces"
-_TRACE_SUFFIX = ".json.gz"
 
 _MOST_LISTED = 8
 
@@ -237,36 +232,6 @@ class AppendedFile(io.FileIO):
         if os.fstat(self.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self.name))
         return count
-
-
-# ---------------------------------------------------------------------- traces of profile=
-
-
-def new_trace_file(log_dir: Path, place: Place | None, rank: int, first: int, last: int) -> Path:
-    """Return the path of a new trace: in the run's folder, or in ``precision_traces`` without records."""
-    name = f"{rank_name(rank)}.iterations-{first:06d}-{last:06d}{_TRACE_SUFFIX}"
-    if place is None:
-        return log_dir / _WITHOUT_RECORDS / name
-    return log_dir / FOLDER / place.run_id / _TRACES / f"{segment_name(place.segment)}.{name}"
-
-
-def traces_of(run: Path) -> list[Path]:
-    """Return the profiles in the folder of a run, in order."""
-    return _traces_in(run / _TRACES)
-
-
-def _traces_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"*{_TRACE_SUFFIX}") if not path.name.startswith("."))
-
-
-def own_traces(given: Path, run_id: str) -> list[Path]:
-    """Return the traces of a run, given the path it was read from; for a plain log, the traces without records."""
-    if (given / FOLDER / run_id).is_dir():
-        return traces_of(given / FOLDER / run_id)
-    for folder in (given / run_id, given):
-        if traces := traces_of(folder):
-            return traces
-    return _traces_in(given / _WITHOUT_RECORDS)
 
 
 # ---------------------------------------------------------------------- processes

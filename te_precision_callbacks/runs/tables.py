@@ -145,7 +145,6 @@ GEMMS = pa.schema(
         ("batch", _LONG),
         ("calls", _LONG),  # per step
         ("macs", _LONG),  # per step
-        ("mask_share", _FLOAT),  # as Product.mask_share
         ("order", _LONG),
         ("runs", _TEXT),  # seen, planned, never, uncounted
         ("not_run", _TEXT),

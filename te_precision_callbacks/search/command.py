@@ -20,7 +20,6 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.errors import rename_keywords
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.check.command import install_backend
-from te_precision_callbacks.speed.command import DeviceName
 
 _OPTIONS = ("low_share", "extra_ms", "cosine", "device", "together", "sweep_batches", "seeds", "steps", "tolerance")
 
@@ -47,7 +46,10 @@ def search_command(
         float | None,
         typer.Option(metavar="COSINE", help="Budget: the least cosine of the gradient to high precision."),
     ] = None,
-    device: DeviceName = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The GPU of planned milliseconds, such as h100, h200_nvl or b300."),
+    ] = None,
     together: Annotated[
         list[str] | None,
         typer.Option(

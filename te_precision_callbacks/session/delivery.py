@@ -16,7 +16,7 @@ from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log, record_limit
 from te_precision_callbacks.overflow import ActivationOverflowError
-from te_precision_callbacks.runs.run_files import FOLDER, Place, new_trace_file
+from te_precision_callbacks.runs.run_files import FOLDER, Place
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
@@ -177,9 +177,6 @@ class RunFiles:
 
     def flush_soon(self) -> list[Wait]:
         return [file.flush_soon() for file in (self.log, self.records) if file is not None]
-
-    def trace_file(self, first: int, last: int) -> Path:
-        return new_trace_file(self._log_dir, self.place, own_rank(), first, last)
 
     @property
     def _run_id(self) -> str:

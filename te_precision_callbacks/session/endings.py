@@ -264,22 +264,18 @@ class ClosingReport:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
 
-    def print_verdict(self, error: BaseException | None, trace: Path | None) -> None:
+    def print_verdict(self, error: BaseException | None) -> None:
         if self._context.options.quiet or os.environ.get("TE_PRECISION_QUIET", "") not in ("", "0"):
             return
         has_folder = self._context.failures.lost_folder is None and self._results.log_dir.is_dir()
-        trace = trace if has_folder else None
-        run_folder = str(self._files.run_folder)
         lines = closing_lines(
             self._results.findings,
             self._coverage,
             str(self._results.log_dir) if has_folder else "",
             self._files.page,
-            diagnose=shell_command("te-precision", "diagnose", run_folder) if has_folder else "",
+            diagnose=shell_command("te-precision", "diagnose", str(self._files.run_folder)) if has_folder else "",
             lost_folder=self._context.failures.lost_folder,
             other_steps=self._other_steps,
-            trace="" if trace is None else str(trace),
-            speed="" if trace is None else shell_command("te-precision", "speed", run_folder),
             ended_by="" if error is None else summarize_error(error),
         )
         sys.stderr.write("\n".join((*lines, "")))
@@ -305,8 +301,6 @@ def closing_lines(
     diagnose: str,
     lost_folder: Path | None = None,
     other_steps: Sequence[str] = (),
-    trace: str = "",
-    speed: str = "",
     ended_by: str = "",
 ) -> Sequence[str]:
     """Return verdict, findings, coverage and paths of a run: at most :data:`MOST_LINES` lines, and ``other_steps``.
@@ -322,8 +316,6 @@ def closing_lines(
     places = {
         "what to do": remedy,
         "logs": f"none, because {lost_folder} cannot be written to" if lost_folder else log_dir,
-        "trace": trace,
-        "speed": speed,
         "make a page" if page.startswith("te-precision report ") else "page": page,
     }
     ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []

@@ -194,7 +194,6 @@ class RunFacts:
             "te_backend": "reference" if is_installed() else "compiled",
             "reduce": self._options.reduce,
             "observe": self._options.observe,
-            **({"profile": self._options.profile} if self._options.profile is not None else {}),
             "script": _script(),
             "started_by": self._results.started_at,
         }
@@ -280,7 +279,6 @@ class RunFacts:
                     "batch": product.batch,
                     "calls": product.calls,
                     "macs": product.macs,
-                    "mask_share": product.mask_share,
                     "order": order,
                     "runs": product.runs,
                     "not_run": product.not_run,

@@ -55,7 +55,6 @@ from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events
 from te_precision_callbacks.session.endings import ClosingReport, OnRequest, ProcessEnds, Terminated, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.session.profiling import Profiling
 from te_precision_callbacks.session.resume import ResumeAudit, ScaleRestoreCheck, versions
 from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
@@ -124,7 +123,6 @@ class Run:
         self._sinks = Sinks(context, [*self._files.sinks, *sinks, *options.sinks])
         self.resume_audit = ResumeAudit(context, model, self._files.records)
         self._scale_restore = ScaleRestoreCheck(context, model)
-        self._profiling = Profiling(context, model, self.hooks, self._files)
         self._closing = ClosingReport(context, self._files)
 
     # ------------------------------------------------------------------ start and attach
@@ -143,8 +141,6 @@ class Run:
         self.context.failures.iteration = iteration
         self.last_logging_step = None
         self.hooks.arm()
-        if self.model.attached:
-            self._profiling.begin(iteration)
 
     def attach(self, model: Model) -> None:
         context = self.context
@@ -164,7 +160,6 @@ class Run:
             self._clipping.begin()
             self.overflow.attach(model)
         ranks.settle()
-        self._profiling.begin(context.iteration)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._checks_updates:
@@ -241,7 +236,6 @@ class Run:
             common = context.ranks.reconnect(context.iteration, steps)
             if common is not None and common != context.iteration:
                 self.count_from(common)
-            self._profiling.begin(context.iteration)
             return records
         except BaseException:  # the failed step counts as an iteration
             context.inspector.iteration = iteration + 1
@@ -255,7 +249,6 @@ class Run:
         # Collect what this rank has seen in the step.
         self.resume_audit.end_step()
         self._scale_restore.end_step()
-        self._profiling.end(iteration)
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
@@ -265,7 +258,6 @@ class Run:
         self.hooks.padding.end_step()
         self._updates.end_step()
         self._start_sinks()
-        self._profiling.write()  # the folder of the records is known now
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks = self.context.ranks
         optimizer_steps = self._loop_checks.optimizer_steps
@@ -470,7 +462,6 @@ class Run:
                     " before the training."
                 )
             parts: list[tuple[str, str, bool, Callable[[], None]]] = [
-                ("ending", "the profile", True, lambda: self._profiling.close(context.iteration)),
                 ("handing over", "the last statistics", attached, lambda: self._deliver_remainder(error, logging_step)),
                 ("checking", "the parameters", attached, self._check_parameters),
                 ("checking", "the precision contract", True, lambda: self._check_contract(ended_by)),
@@ -481,12 +472,7 @@ class Run:
                 ("checking", "the whole run", leads_all and not self._is_terminated, self._closing.check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
                 ("logging", "the command of the report", leads_all, self._files.log_command),
-                (
-                    "printing",
-                    "the verdict",
-                    attached and leads_all,
-                    lambda: self._closing.print_verdict(ended_by, self._profiling.trace),
-                ),
+                ("printing", "the verdict", attached and leads_all, lambda: self._closing.print_verdict(ended_by)),
                 ("undoing", "the changes of the session", True, self._put_back),
                 ("closing", "the dumps", True, lambda: self._close_dumps(error)),
                 ("leaving", "the other ranks", True, context.ranks.end),

@@ -1,10 +1,10 @@
-"""Speed and memory of low precision: expected and measured times of matrix products by layer, and planned memory.
+"""Expected times of GEMMs in BF16 and in low precision, on a device that need not be on this machine.
 
-    from te_precision_callbacks.speed import device_named, estimate_step, step_of_run
-    speed = estimate_step(step_of_run(open_run("logs")), device_named("b300"))
-    speed.times, speed.total, speed.advice
+    from te_precision_callbacks.speed import device_named, estimate_step
+    step = estimate_step(session.coverage(), "fp8_current_scaling", device_named("b300"))
+    step.total.interval, step.without_gain
 
-docs/speed.md describes the model, its constants, and its agreement with published times.
+docs/fp8-not-faster.md describes the model and its agreement with measured times.
 """
 
 from __future__ import annotations
@@ -14,39 +14,19 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.speed.calibration import Calibration, CalibrationError, Time, calibrate
-    from te_precision_callbacks.speed.costs import Shape
-    from te_precision_callbacks.speed.devices import (
-        Device,
-        DeviceError,
-        SpeedError,
-        device_named,
-        device_reported,
-        known_devices,
-    )
-    from te_precision_callbacks.speed.estimate import Advice, Step, StepSpeed, estimate_step
-    from te_precision_callbacks.speed.expected import ProductTime, Total
-    from te_precision_callbacks.speed.recorded import step_of_run
+    from te_precision_callbacks.speed.devices import Device, SpeedError, device_named, known_devices
+    from te_precision_callbacks.speed.expected import ProductTime, Times
+    from te_precision_callbacks.speed.step import StepTimes, estimate_step
 
 __all__ = [
-    "Advice",
-    "Calibration",
-    "CalibrationError",
     "Device",
-    "DeviceError",
     "ProductTime",
-    "Shape",
     "SpeedError",
-    "Step",
-    "StepSpeed",
-    "Time",
-    "Total",
-    "calibrate",
+    "StepTimes",
+    "Times",
     "device_named",
-    "device_reported",
     "estimate_step",
     "known_devices",
-    "step_of_run",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

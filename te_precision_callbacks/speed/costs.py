@@ -4,7 +4,7 @@
     device = device_named("b300")
     gemm_ms(shape, "", device)                              # in BF16
     gemm_ms(shape, "fp8_current_scaling", device)           # a GEMM of quantized operands
-    cast_ms("fp8_current_scaling", "weight", 4096 * 12288, device)
+    cast_time("fp8_current_scaling", "weight", 4096 * 12288, device).ms
 
 A kernel takes the time of its operations at a share of the peak, or of its bytes at a share of the bandwidth,
 whichever is longer, and at least the time of a launch. A cast takes the time of its bytes, and a launch for each of its
@@ -32,14 +32,11 @@ Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, rules, takes_any_layout
-from te_precision_callbacks.base.vocabulary import COLUMNWISE, ONE_SCALE, ROWWISE, GemmName, OperandName
-from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device, SpeedError
+from te_precision_callbacks.base.numerics.gemm_shapes import takes_any_layout
+from te_precision_callbacks.base.vocabulary import ONE_SCALE, OperandName
+from te_precision_callbacks.speed.devices import HIGH, KERNEL_OF_RECIPE, Device
 
 _HIGH_BYTES = 2
 
@@ -72,9 +69,11 @@ class Shape(NamedTuple):
         return text
 
 
-def shape_of(product: Product) -> Shape:
-    """Return the shape of a product; m are the rows of the result, which ``Product`` calls n."""
-    return Shape(product.n, product.k, product.m, product.batch)
+class CastTime(NamedTuple):
+    """Milliseconds of a cast, and the part of them that its launches take."""
+
+    ms: float
+    launch_ms: float
 
 
 def cast_bytes(
@@ -95,8 +94,6 @@ def cast_bytes(
         rowwise, columnwise: whether a GEMM reads the rowwise and the columnwise data.
     """
     directions = rowwise + columnwise
-    if not directions or not elements:
-        return 0.0, 0
     reads = 1
     kernels = 1
     if recipe == "fp8_block_scaling" and capability >= (10, 0):
@@ -123,68 +120,29 @@ def cast_bytes(
     return elements * (_HIGH_BYTES * reads + written), kernels
 
 
-def cast_ms(
+def cast_time(
     recipe: str, operand: OperandName, elements: int, device: Device, *, rowwise: bool = True, columnwise: bool = True
-) -> float:
+) -> CastTime:
     """Return the time of a cast, from its bytes and launches; arguments as in :func:`cast_bytes`."""
     moved, kernels = cast_bytes(recipe, operand, elements, device.capability, rowwise=rowwise, columnwise=columnwise)
-    return moved / (device.bandwidth_tbs * 1e9 * device.fitted.cast[recipe]) + kernels * device.fitted.launch_ms
+    constants = device.constants
+    launch_ms = kernels * constants.launch_ms
+    return CastTime(moved / (device.bandwidth_tbs * 1e9 * constants.cast[recipe]) + launch_ms, launch_ms)
 
 
 def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
-    """Return the time of a GEMM without casts, padded where the recipe needs it; an empty recipe means BF16."""
-    if not shape.operations:
-        return 0.0
+    """Return the time of a GEMM without casts; an empty recipe means BF16.
+
+    Raises:
+        SpeedError: the device does not run the recipe.
+    """
     kernel = HIGH
     if recipe:
+        device.check_recipe(recipe)
         kernel = KERNEL_OF_RECIPE[recipe]
-        shape = pad_shape(shape, recipe, device.capability)
-    peak = device.peak_tflops(kernel)
-    fitted = device.fitted
-    if peak is None:
-        raise SpeedError(f"{device.title} has no {kernel} kernels.")
+    constants = device.constants
     read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
     written = shape.batch * shape.m * shape.n * _HIGH_BYTES  # the result is in BF16
-    of_bytes = (read + written) / (device.bandwidth_tbs * fitted.bandwidth * 1e9)
-    return max(shape.operations / (peak * 1e9 * fitted.kernel[kernel]), of_bytes, _LEAST_MS)
-
-
-def pad_shape(shape: Shape, recipe: str, capability: tuple[int, int]) -> Shape:
-    # The table uses cuBLAS's terms: m are the columns of the result, n the rows.
-    of = {"m": "n", "n": "m", "k": "k", "lda": "k", "ldb": "k"}
-    sizes = shape._asdict()
-    for rule in rules(SCALING_OF_RECIPE[recipe], capability, result_bytes=2):
-        name = of[rule.size]
-        sizes[name] = math.ceil(sizes[name] / rule.multiple) * rule.multiple
-    return Shape(**sizes)
-
-
-def cast_users(low: Mapping[str, str]) -> Iterable[tuple[OperandName, GemmName, tuple[bool, bool]]]:
-    """Yield each operand that a layer casts, the first GEMM that reads it, and whether it is cast rowwise, columnwise.
-
-    Transformer Engine always casts a gradient, and an operand with one scale, rowwise. ``low``: GEMM -> recipe.
-    """
-    for operand in get_args(OperandName):
-        rowwise = ROWWISE[operand]
-        columnwise = COLUMNWISE[operand]
-        first = columnwise
-        if rowwise in low:
-            first = rowwise
-        if first in low:
-            with_rows = rowwise in low or operand == "gradient" or low[first] in ONE_SCALE
-            yield operand, first, (with_rows, columnwise in low)
-
-
-def operand_sizes(operand: OperandName, gemm: str, shape: Shape) -> tuple[int, int]:
-    m = shape.m
-    k = shape.k
-    n = shape.n
-    sizes = {
-        ("activation", "fprop"): (m, k),
-        ("weight", "fprop"): (n, k),
-        ("weight", "dgrad"): (k, n),
-        ("gradient", "dgrad"): (m, k),
-        ("gradient", "wgrad"): (k, m),
-        ("activation", "wgrad"): (k, n),
-    }
-    return sizes[operand, gemm]
+    of_operations = shape.operations / (device.peak_tflops(kernel) * 1e9 * constants.kernel[kernel])
+    of_bytes = (read + written) / (device.bandwidth_tbs * 1e9 * constants.bandwidth)
+    return max(of_operations, of_bytes, _LEAST_MS)

@@ -219,13 +219,6 @@ def quantizers_of_layers(module: Any, forward: list[Any], backward: list[Any]) -
     return of_layers
 
 
-def make_quantizers(recipe: Any, mode: str, count: int, roles: Any = None) -> list[Any]:
-    """Make the quantizers of a recipe for the ``forward`` or ``backward``, in Transformer Engine's order."""
-    from transformer_engine.pytorch.quantization import RecipeState
-
-    return list(RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles).make_quantizers())
-
-
 class MadeQuantizers:
     """Cache of the quantizers that modules make, kept alive so that their ids stay unique."""
 
@@ -238,6 +231,8 @@ class MadeQuantizers:
         The modules of a class share the quantizers of a recipe, unless it is custom. As
         ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.reset_recipe_state``.
         """
+        from transformer_engine.pytorch.quantization import RecipeState
+
         row = of(module)
         layers = len(row.layers(module))
         if recipe is None:
@@ -251,6 +246,7 @@ class MadeQuantizers:
                     roles = module.get_quantizer_roles(mode)
                 else:
                     roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
-                made.append(make_quantizers(recipe, mode, count, roles))
+                state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
+                made.append(list(state.make_quantizers()))
             self._made[key] = quantizers_of_layers(module, *made)
         return self._made[key]

@@ -688,7 +688,7 @@ def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
             loss.backward()
         session.step()
     times = time_products(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
-    return {f"{time.layer} {time.gemm}": time.high_ms for time in times}
+    return {f"{time.layer} {time.product.gemm}": time.high_ms for time in times}
 
 
 def test_an_expert_without_rows_in_the_first_micro_batch() -> None:

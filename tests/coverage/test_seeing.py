@@ -22,7 +22,6 @@ from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.marks import NodesOfProducts
-from te_precision_callbacks.coverage.matrix_products import attention_mask_share, causal_share
 from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
@@ -506,34 +505,6 @@ def test_in_a_capture_sequences_count_as_one_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert macs_of([[0, 4, 9], [0, 4, 9]]) == [2 * 9 * 9 * HEADS * SIZE] * 2
     assert caplog.text.count("overestimates the multiply-adds") == 1
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 5), (3, 7), (7, 3)])
-def test_a_causal_mask(rows: int, columns: int) -> None:
-    first, last = torch.ones(rows, columns).tril(), torch.ones(rows, columns).tril(columns - rows)
-    assert causal_share(rows, columns) == pytest.approx(first.mean().item())
-    assert causal_share(rows, columns, at_the_end=True) == pytest.approx(last.mean().item())
-
-
-@pytest.mark.parametrize(
-    ("given", "share"),
-    [
-        ({"attn_mask_type": "no_mask"}, 1.0),
-        ({"attn_mask_type": "no_mask", "window_size": (-1, -1)}, 1.0),
-        ({"attn_mask_type": "no_mask", "window_size": (-1, 0)}, None),
-        ({"attn_mask_type": "causal", "window_size": (-1, 0)}, 5 / 8),
-        ({"attn_mask_type": "padding_causal"}, 5 / 8),
-        ({"attn_mask_type": "causal_bottom_right", "window_size": None}, 5 / 8),
-        ({"attn_mask_type": "causal", "window_size": (1, 0)}, None),
-        ({"attn_mask_type": "causal", "qkv_format": "thd"}, None),
-        ({"attn_mask_type": "padding_causal", "qkv_layout": "t3hd"}, None),
-        ({"attn_mask_type": "padding"}, None),
-        ({"attn_mask_type": "arbitrary"}, None),
-        ({}, None),
-    ],
-)
-def test_the_masks_of_transformer_engine(given: dict[str, Any], share: float | None) -> None:
-    assert attention_mask_share(given, 4, 4) == share
 
 
 SHAPE = (128, 2, 4, 32)

@@ -101,18 +101,9 @@ def test_a_layer_in_high_precision(folder: Path, capsys: pytest.CaptureFixture[s
 def test_fp8_is_not_faster() -> None:
     page = "docs/fp8-not-faster.md"
     Path("my_models.py").write_text(*blocks(page, "python", "# my_models.py"))
-    config, patch = blocks(page, "yaml")
-    Path("config.yaml").write_text(config)
+    Path("config.yaml").write_text("{}\n")
     (check,) = blocks(page, "bash")
-    printed = command(check)
-    for number in range(2):
-        is_shown(page, printed, number)
-    config_lines = [" ".join(line.split()) for line in patch.splitlines()[1:]]
-    advised = [line for line in lines(printed.partition("Keep router in BF16")[2]) if line]
-    begin = advised.index(config_lines[0])
-    assert advised[begin : begin + len(config_lines)] == config_lines
-    Path("patch.yaml").write_text(patch)
-    command(check.replace("config.yaml", "patch.yaml").partition(" --device")[0])
+    is_shown(page, command(check), 0)
 
 
 def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:

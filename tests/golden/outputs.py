@@ -62,7 +62,6 @@ COMMANDS = {
     "show": "show defect",
     "diagnose": "diagnose defect",
     "diagnose_healthy": "diagnose healthy",
-    "speed": "speed defect --device h100",
     "check": "check config.yaml --model model:build --tokens 128 --recipe fp8_current_scaling",
     "check_wrong": "check wrong.yaml",
     "compare": "compare healthy defect",

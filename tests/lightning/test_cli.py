@@ -112,7 +112,6 @@ def test_every_option_reaches_the_callback(tmp_path: Path) -> None:
             "on_broken": "warn",
         },
         "on_finding": "stop: error",
-        "profile": "11-13",
         "quiet": True,
     }
     assert set(options) - {"config", "step_on"} == set(SessionKeywords.__annotations__), "every option is here"

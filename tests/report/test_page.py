@@ -15,7 +15,7 @@ from tests.runs.making import RunWriter
 
 pytestmark = pytest.mark.slow  # a browser
 
-PAGES = ("findings", "heatmap", "layer", "profile", "speed", "config", "summary")
+PAGES = ("findings", "heatmap", "layer", "profile", "config", "summary")
 NOTE = "values-0002.parquet is damaged: iterations 10 to 19 are missing"
 BAD = "decoder.layers.2.mlp.fc1"
 RUN = drifting(blocks=3, steps=40, notes=(NOTE,))
@@ -29,7 +29,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_plot_of_every_page_is_drawn(look: Look, report: Path) -> None:
     """In the dark: the tests below draw all pages' plots in the light."""
-    plots_of = {"findings": 0, "heatmap": 1, "layer": 10, "profile": 1, "speed": 0, "config": 0, "summary": 2}
+    plots_of = {"findings": 0, "heatmap": 1, "layer": 10, "profile": 1, "config": 0, "summary": 2}
     look.open_in_the_dark(report, plots_of)
 
 

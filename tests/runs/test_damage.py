@@ -29,7 +29,6 @@ COMMANDS = (
     ("show", "run"),
     ("report", "run", "-o", "page.html"),
     ("compare", "run", "good"),
-    ("speed", "run", "--device", "h100"),
 )
 DRAWS = int(os.environ.get("DAMAGE_DRAWS", "1"))  # of each kind of damage, with other places and values
 
@@ -231,7 +230,7 @@ def test_the_error_of_a_damaged_run_is_one_sentence_with_exit_code_2(tmp_path: P
     shutil.copytree(good / "good", tmp_path / "run")
     (run_json,) = (tmp_path / "run").rglob("run.json")
     nested(run_json, random.Random(0))
-    for command in ("diagnose", "show", "speed"):
+    for command in ("diagnose", "show"):
         result = CliRunner().invoke(cli.app, [command, str(tmp_path / "run")])
         assert isinstance(result.exception, PrecisionDebugError), command
         assert "is damaged" in str(result.exception)

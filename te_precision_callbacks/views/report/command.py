@@ -4,7 +4,6 @@ Usage::
 
     te-precision report logs
     te-precision report logs -o report.html
-    te-precision report logs --device h200
     te-precision report logs --logprobs tokens.parquet
 
 The exit code is 0; 2 for a path without a run, and for a run without values.
@@ -20,7 +19,6 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Run
-from te_precision_callbacks.speed.command import DeviceName
 
 
 def report_command(
@@ -31,7 +29,6 @@ def report_command(
     ] = Path("report.html"),
     *,
     run: Run = None,
-    device: DeviceName = None,
     logprobs: Annotated[
         Path | None,
         typer.Option(
@@ -45,11 +42,9 @@ def report_command(
     A page has at most 10 MB. It marks which of its numbers are exact.
     """
     from te_precision_callbacks.runs.reading import chosen_run
-    from te_precision_callbacks.speed.devices import device_named
     from te_precision_callbacks.views.report.page import MOST_BYTES, output_path, write_report
 
     output_path(output)
-    chosen = None if device is None else device_named(device)
     curves = {}
     if logprobs is not None:
         from te_precision_callbacks.maps.logprobs import read_logprobs
@@ -59,7 +54,7 @@ def report_command(
     if note:
         terminal.show_text(note)
     _show(first := recorded.notes)  # before a ReportError, since they explain missing values
-    written = write_report(recorded, output, device=chosen, curves=curves)
+    written = write_report(recorded, output, curves=curves)
     _show(recorded.notes[len(first) :])  # notes on damage detected while reading
     size = written.stat().st_size
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")

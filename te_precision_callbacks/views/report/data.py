@@ -29,10 +29,8 @@ from te_precision_callbacks.runs.summary import (
     why_nothing_to_show,
 )
 from te_precision_callbacks.sinks.worst import worst_first
-from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
-from te_precision_callbacks.views.report.facts import speed_facts
 from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import PackedArrays, PackedScale, narrow, steps_between
 from te_precision_callbacks.views.report.subjects import (
@@ -54,7 +52,7 @@ _FORMATS = (E4M3, E5M2, E2M1)
 
 
 def page_data(
-    run: RecordedRun, most: int, device: Device | None = None, curves: Mapping[str, Curve] = MappingProxyType({})
+    run: RecordedRun, most: int, curves: Mapping[str, Curve] = MappingProxyType({})
 ) -> tuple[dict[str, Any], list[str]]:
     """Choose the content and the arrays of a page, at most ``most`` characters; raises ReportError without values."""
     why = why_nothing_to_show(run)
@@ -88,7 +86,6 @@ def page_data(
         "scalars": _scalars(run, subjects, packed, curves),
         "formats": formats,
         "verdict": _verdict(verdict, run, subjects),
-        "speed": speed_facts(run, device),
         "worst_layers": worst_layers(shown),
         "last_steps": _last_steps(run, packed),
     }

@@ -1,4 +1,4 @@
-"""The facts of a run for a report: products, metrics, events, config, versions and expected speed."""
+"""The facts of a run for a report: products, metrics, events, config and versions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.terminal import plain
 from te_precision_callbacks.coverage.other_steps import recorded_products
-from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.summary import multiply_adds
 from te_precision_callbacks.runs.tables import facts_at_end
-from te_precision_callbacks.speed.devices import Device, DeviceError, SpeedError
-from te_precision_callbacks.speed.estimate import LayerRow, StepSpeed, estimate_step, layer_rows
-from te_precision_callbacks.speed.printing import summarize_speed
-from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.report.subjects import layer_name
 
@@ -140,63 +133,3 @@ def plan(run: RecordedRun) -> list[dict[str, Any]]:
     for row in run.plan.to_pylist():
         sections[tuple(row[name] for name in names)].add(row["layer"])
     return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in sections.items()]
-
-
-_MOST_KINDS = 200
-"""The kinds of layers that a page has, those that take longest."""
-
-_MOST_NAMES = 4
-
-
-def speed_facts(run: RecordedRun, device: Device | None = None) -> dict[str, Any]:
-    """Return the speed of the step at the end of a run, in milliseconds.
-
-    Returns:
-        ``summary``, a sentence; ``device``, null if unknown; ``unknown``, why there are no expected times, and the
-        remedy, or empty; and with expected times ``total``, ``kinds``, ``advice`` and ``notes``.
-    """
-    try:
-        speed = estimate_step(step_of_run(run), device_of_run(run) if device is None else device)
-    except SpeedError as error:
-        remedy = " Then create the report again: te-precision report RUN --device h200"
-        unknown = f"{error}{remedy if isinstance(error, DeviceError) else ''}"
-        return {"summary": "The speed of this run is unknown", "device": None, "unknown": unknown}
-    json = speed.as_json()
-    return {
-        "summary": f"The matrix products of a step: {summarize_speed(speed)}",
-        "device": speed.device.title,
-        "unknown": "",
-        "kinds": _kinds(speed),
-        **{key: plain(json[key]) for key in ("total", "advice", "notes")},
-    }
-
-
-def _kinds(speed: StepSpeed) -> dict[str, Any]:
-    rows = layer_rows(speed)
-    left = rows[_MOST_KINDS:]
-    count = sum(len(row.layers) for row in left)
-    more = f"and {many(len(left), 'more kind')} with {many(count, 'layer')}" if left else ""
-    return {"rows": [_kind(row) for row in rows[:_MOST_KINDS]], "more": more}
-
-
-def _kind(row: LayerRow) -> dict[str, Any]:
-    first, *others = fold_names(row.layers)
-    times = row.times
-    figures = times.figures()
-    if not times.known:
-        figures |= {"high_ms": None, "low_ms": None, "cast_ms": None}
-    if not times.is_low:
-        figures |= {"speedup": None, "speedup_low": None, "speedup_high": None}
-    return {
-        **figures,
-        "name": ", ".join(fold_names(row.layers, most=_MOST_NAMES)),
-        "short": first + (f" and {len(others)} more" if others else ""),
-        "first": row.layers[0],
-        "layers": len(row.layers),
-        "shapes": row.shapes,
-        "recipes": row.recipes,
-        "gains_nothing": row.gains_nothing,
-        "verdict": times.verdict if times.is_low else "" if times.known else "unknown",
-        "unknown": times.unknown,
-        "why": row.why,
-    }

@@ -18,7 +18,6 @@ from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.terminal import plain, visible
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
-from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.views.report.data import page_data
 from te_precision_callbacks.views.report.packing import LEVELS, compress
 from te_precision_callbacks.views.report.subjects import ReportError
@@ -27,7 +26,7 @@ MOST_BYTES = 10_000_000
 
 _SHARED = ("unpack", "values", "dom", "plots", "shell")
 
-_OF_A_RUN = ("heatmap", "findings", "summary", "last_steps", "ranges", "layer", "profile", "speed", "config", "main")
+_OF_A_RUN = ("heatmap", "findings", "summary", "last_steps", "ranges", "layer", "profile", "config", "main")
 
 FOR_FACTS = 1_200_000
 """What is kept for the facts of a run, which come beside its numbers."""
@@ -86,15 +85,12 @@ def write_report(
     path: str | os.PathLike[str],
     *,
     most: int = MOST_BYTES,
-    device: Device | None = None,
     curves: Mapping[str, Curve] = MappingProxyType({}),
 ) -> Path:
     """Write the page of a run into an ``.html`` file.
 
     Args:
         most: the maximum size of the page, in bytes, unless the overview alone needs more.
-        device: the device for expected times, from :func:`~te_precision_callbacks.speed.device_named`; by default the
-            run's own GPU.
         curves: more curves beside the trainer's metrics, by name.
 
     Raises:
@@ -103,7 +99,7 @@ def write_report(
     """
     path = output_path(path)
     frame = PageTemplate(_OF_A_RUN)
-    content, arrays = page_data(run, most - frame.size - FOR_FACTS, device, curves)
+    content, arrays = page_data(run, most - frame.size - FOR_FACTS, curves)
     return write_bytes(path, frame.fill(content["run"]["name"], content, arrays).encode())
 
 

@@ -51,8 +51,6 @@ class Screen:
             yield from _coverage(view.coverage, width)
         for line in view.other_steps:
             yield paragraph(visible(f"{line}."))
-        if view.speed:
-            yield paragraph(visible(f"Speed: {view.speed}"))
         yield from _scalars(view.scalars, width, short_names(run.scalars["name"]))
         names = short_names(run.layers["layer"], run.series["layer"])
         for statistic, worst in view.worst.items():

@@ -30,10 +30,6 @@ from te_precision_callbacks.runs.summary import (
     precision_shares,
 )
 from te_precision_callbacks.sinks.worst import worst_first
-from te_precision_callbacks.speed.devices import SpeedError
-from te_precision_callbacks.speed.estimate import estimate_step
-from te_precision_callbacks.speed.printing import summarize_speed
-from te_precision_callbacks.speed.recorded import device_of_run, step_of_run
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import StatisticSource, Worse
@@ -75,7 +71,6 @@ class RunView:
     """The view of a run.
 
     Attributes:
-        speed: the expected speed on the run's GPU, with the command for details; empty without a known GPU.
         more: the command that prints the complete verdict.
         outcome: lines about a failure and broken clauses of the contract.
         facts: integration, recipes, GPU and ranks of the last process start.
@@ -86,7 +81,6 @@ class RunView:
 
     run: RecordedRun
     verdict: Verdict
-    speed: str
     more: str
     status: str
     outcome: tuple[str, ...]
@@ -161,7 +155,6 @@ def read_view(
     return RunView(
         run=run,
         verdict=diagnose(run),
-        speed=_speed(run),
         more=_command(run, "diagnose"),
         status=format_status(run),
         outcome=tuple(outcome_notes(run)),
@@ -182,13 +175,6 @@ def read_view(
             *_only_first_steps(groups, chosen),
         ),
     )
-
-
-def _speed(run: RecordedRun) -> str:
-    try:
-        return f"{summarize_speed(estimate_step(step_of_run(run), device_of_run(run)))}; more: {_command(run, 'speed')}"
-    except SpeedError:
-        return ""
 
 
 def _command(run: RecordedRun, name: str) -> str:

@@ -14,7 +14,6 @@ guarded(() => openPage({
     heatmap: ["Heatmap", heatmapPage],
     layer: ["Layer", layerPage],
     profile: ["Depth profile", profilePage],
-    speed: ["Speed", speedPage],
     config: ["Config and events", configPage],
   },
   defaults: {
