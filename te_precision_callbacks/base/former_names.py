@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+_LOGPROBS = "Use your RL trainer's metrics of the log-probabilities of trainer and rollout."
+
 FORMER_NAMES: Mapping[str, str] = {
     "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
     "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
@@ -41,6 +43,11 @@ FORMER_NAMES: Mapping[str, str] = {
         "Pass the coverage of a session to te_precision_callbacks.speed.estimate_step."
     ),
     "te_precision_callbacks.speed.trace": "Read traces with HolisticTraceAnalysis or TraceLens.",
+    "te-precision logprobs": _LOGPROBS,
+    "te-precision report --logprobs": _LOGPROBS,
+    "te_precision_callbacks.maps.LogProbs": _LOGPROBS,
+    "te_precision_callbacks.maps.LogProbsError": _LOGPROBS,
+    "te_precision_callbacks.maps.read_logprobs": _LOGPROBS,
 }
 """A name -> the sentence that says what to use instead."""
 

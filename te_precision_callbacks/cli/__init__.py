@@ -23,7 +23,6 @@ from te_precision_callbacks.cli.doctor.command import doctor_command
 from te_precision_callbacks.cli.manual.command import features_command, statistics_command
 from te_precision_callbacks.diagnosis.command import diagnose_command, rules_command
 from te_precision_callbacks.dumps.command import app as dumps
-from te_precision_callbacks.maps.logprobs_command import logprobs_command
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
 from te_precision_callbacks.replay.command import replay_command
@@ -53,7 +52,6 @@ _READERS = {
     "diagnose",
     "dumps",
     "features",
-    "logprobs",
     "replay",
     "report",
     "rules",
@@ -142,7 +140,6 @@ def run(
 app.command("check")(check_command)
 app.command("map")(map_command)
 app.command("search")(search_command)
-app.command("logprobs")(logprobs_command)
 app.command("diagnose")(diagnose_command)
 app.command("replay")(replay_command)
 app.command("compare", cls=SeveralRuns)(compare_command)

@@ -9,8 +9,6 @@ Usage::
     from te_precision_callbacks.maps import compare_maps, open_map
     for difference in compare_maps(open_map("logs"), open_map("checkpoint")).differences:
         print(difference)
-
-    te-precision logprobs tokens.parquet --noise bf16.parquet    # how far trainer and rollout are apart
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from te_precision_callbacks.base.lazy import lazy_names
 if TYPE_CHECKING:
     from te_precision_callbacks.maps.alignment import Alignment, read_alignment
     from te_precision_callbacks.maps.comparing import Difference, MapComparison, compare_maps
-    from te_precision_callbacks.maps.logprobs import LogProbs, LogProbsError, read_logprobs
     from te_precision_callbacks.maps.precision_map import MapError, MapFinding, ModuleFormats, PrecisionMap
     from te_precision_callbacks.maps.sources import open_map
     from te_precision_callbacks.maps.tool_files import Surroundings
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Alignment",
     "Difference",
-    "LogProbs",
-    "LogProbsError",
     "MapComparison",
     "MapError",
     "MapFinding",
@@ -41,7 +36,6 @@ __all__ = [
     "compare_maps",
     "open_map",
     "read_alignment",
-    "read_logprobs",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

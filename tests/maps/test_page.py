@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,8 +36,8 @@ def is_shown(number: int, printed: str) -> None:
 
 @pytest.mark.slow
 def test_the_page() -> None:
-    script, require, table = blocks(PAGE, "python")
-    of_run, compare, save, logprobs = blocks(PAGE, "bash")
+    script, require = blocks(PAGE, "python")
+    of_run, compare, save = blocks(PAGE, "bash")
     Path("train.py").write_text(script)
     Path("config.yaml").write_text("{}")
     Path("alignment.yaml").write_text(*blocks(PAGE, "yaml"))
@@ -61,9 +60,6 @@ def test_the_page() -> None:
     assert json.loads(Path(target).read_text())["findings"] == []
     run(require)
     assert "finding" not in command(check)
-
-    run(table)
-    is_shown(3, command(shlex.join(shlex.split(logprobs)[1:])))
 
 
 def test_the_page_names_the_kinds_of_findings() -> None:

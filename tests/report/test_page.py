@@ -357,3 +357,15 @@ def test_a_run_without_layers_or_facts_is_no_empty_page(look: Look, tmp_path: Pa
     for page in PAGES:
         look.everything_drawn(f"page={page}")
         assert len(look.page.locator("main").inner_text()) > 60
+
+
+def test_findings_are_marked_on_the_curve_of_a_metric(look: Look, tmp_path: Path) -> None:
+    values = np.ones(20)
+    values[12:] = np.inf
+    losses = np.linspace(2, 1, 20)
+    record(tmp_path / "run", {("fc", "activation", "cur_amax"): values}, scalars={"loss": losses})
+    look.open(write_report(open_run(tmp_path / "run"), tmp_path / "report.html"), "scalar=loss")
+    look.everything_drawn()
+    drawn = look.page.locator(".plot[aria-label='Trainer metrics over steps']")
+    assert drawn.evaluate("plot => plot.data[0].y") == pytest.approx(losses)
+    assert drawn.evaluate("plot => plot.layout.shapes.map((shape) => shape.x0)") == [12]

@@ -307,7 +307,6 @@ READERS = {
     "ComparisonError",
     "DifferentShapesError",
     "IterationError",
-    "LogProbsError",
     "ModelFactoryError",
     "NotADumpError",
     "NotARunError",

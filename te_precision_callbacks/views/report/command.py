@@ -4,7 +4,6 @@ Usage::
 
     te-precision report logs
     te-precision report logs -o report.html
-    te-precision report logs --logprobs tokens.parquet
 
 The exit code is 0; 2 for a path without a run, and for a run without values.
 """
@@ -29,13 +28,6 @@ def report_command(
     ] = Path("report.html"),
     *,
     run: Run = None,
-    logprobs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A table of te-precision logprobs with a column step: its differences become curves of the page.",
-        ),
-    ] = None,
 ) -> None:
     """Make one page of a recorded run that opens offline: coverage, worst layers, heat maps, layers, the depth profile.
 
@@ -45,16 +37,11 @@ def report_command(
     from te_precision_callbacks.views.report.page import MOST_BYTES, output_path, write_report
 
     output_path(output)
-    curves = {}
-    if logprobs is not None:
-        from te_precision_callbacks.maps.logprobs import read_logprobs
-
-        curves = read_logprobs(logprobs).curves()
     recorded, note = chosen_run(path, run)
     if note:
         terminal.show_text(note)
     _show(first := recorded.notes)  # before a ReportError, since they explain missing values
-    written = write_report(recorded, output, curves=curves)
+    written = write_report(recorded, output)
     _show(recorded.notes[len(first) :])  # notes on damage detected while reading
     size = written.stat().st_size
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")

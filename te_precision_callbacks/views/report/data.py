@@ -8,7 +8,6 @@ findings, then of the worst layers, then of all others.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,9 +50,7 @@ _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_sc
 _FORMATS = (E4M3, E5M2, E2M1)
 
 
-def page_data(
-    run: RecordedRun, most: int, curves: Mapping[str, Curve] = MappingProxyType({})
-) -> tuple[dict[str, Any], list[str]]:
+def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     """Choose the content and the arrays of a page, at most ``most`` characters; raises ReportError without values."""
     why = why_nothing_to_show(run)
     if why:
@@ -83,7 +80,7 @@ def page_data(
             *left_out,
         ],
         "layers": _layers(run, subjects),
-        "scalars": _scalars(run, subjects, packed, curves),
+        "scalars": _scalars(run, subjects, packed),
         "formats": formats,
         "verdict": _verdict(verdict, run, subjects),
         "worst_layers": worst_layers(shown),
@@ -336,11 +333,9 @@ def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
     return layers
 
 
-def _scalars(
-    run: RecordedRun, subjects: Subjects, packed: PackedArrays, more: Mapping[str, Curve]
-) -> list[dict[str, Any]]:
+def _scalars(run: RecordedRun, subjects: Subjects, packed: PackedArrays) -> list[dict[str, Any]]:
     names = sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)
-    curves = [*((name, run.curves[name]) for name in names), *more.items()]
+    curves = [(name, run.curves[name]) for name in names]
     for family in subjects.free:
         for series, rank in zip(family.series.tolist(), family.rank.tolist(), strict=True):
             table = run.values([series])

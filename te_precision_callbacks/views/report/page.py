@@ -11,12 +11,11 @@ from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.terminal import plain, visible
-from te_precision_callbacks.runs.recorded import Curve, RecordedRun
+from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.views.report.data import page_data
 from te_precision_callbacks.views.report.packing import LEVELS, compress
@@ -85,13 +84,11 @@ def write_report(
     path: str | os.PathLike[str],
     *,
     most: int = MOST_BYTES,
-    curves: Mapping[str, Curve] = MappingProxyType({}),
 ) -> Path:
     """Write the page of a run into an ``.html`` file.
 
     Args:
         most: the maximum size of the page, in bytes, unless the overview alone needs more.
-        curves: more curves beside the trainer's metrics, by name.
 
     Raises:
         ReportError: the run has no values, the file cannot be written, or its name does not end in ``.html``.
@@ -99,7 +96,7 @@ def write_report(
     """
     path = output_path(path)
     frame = PageTemplate(_OF_A_RUN)
-    content, arrays = page_data(run, most - frame.size - FOR_FACTS, curves)
+    content, arrays = page_data(run, most - frame.size - FOR_FACTS)
     return write_bytes(path, frame.fill(content["run"]["name"], content, arrays).encode())
 
 
