@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from te_precision_callbacks.base.errors import MissingExtraError, OptionError
+from te_precision_callbacks.base.errors import MissingExtraError
+from te_precision_callbacks.base.lazy import lazy_names
 from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, spelled_out
@@ -30,16 +31,13 @@ try:
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeed
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision, TransformerEnginePrecision
 except ImportError as error:
     raise MissingExtraError("te_precision_callbacks.lightning", "lightning") from error
 
-__all__ = ["HealthyCheckpoint", "PrecisionDebugCallback"]
-
-_SAVING = ("_save_topk_checkpoint", "_save_last_checkpoint")
-"""The methods in which ModelCheckpoint of Lightning 2.4 to 2.6 saves a checkpoint, and deletes an old one."""
+__all__ = ["PrecisionDebugCallback"]
+__getattr__, __dir__ = lazy_names(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -188,18 +186,10 @@ class PrecisionDebugCallback(Callback):
         if stepped or self._step_on == "batch":
             self.session.log(self._numbers.take(trainer), self._step_of_batch)
             self.session.step(self._step_of_batch)
-            if self.session.protects_checkpoints:
-                self._protect(trainer)
             # For Lightning's callbacks, such as EarlyStopping; the loggers already have it.
             name = overall_name(self._options.prefix, "findings")
             self._numbers.leave_out(name)
             pl_module.log(name, float(self.session.problem_count), logger=False)
-
-    def _protect(self, trainer: Trainer) -> None:
-        """Let no ``ModelCheckpoint`` save a checkpoint, or delete an old one, until the end of the fit."""
-        for checkpoint in trainer.checkpoint_callbacks:
-            for name in _SAVING if isinstance(checkpoint, ModelCheckpoint) else ():
-                checkpoint.__dict__[name] = lambda *arguments, **keywords: None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause observation during validation and sanity checks."""
@@ -249,65 +239,11 @@ class PrecisionDebugCallback(Callback):
         self._stop(trainer, exception)
 
     def _stop(self, trainer: Trainer, error: BaseException | None) -> None:
-        for checkpoint in trainer.checkpoint_callbacks:
-            for name in _SAVING:
-                checkpoint.__dict__.pop(name, None)
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
         if self._session is not None:
             self._session.stop(error, self._step_of_batch)  # the trainer also counts batches between two steps
-
-
-class HealthyCheckpoint(ModelCheckpoint):
-    """A ``ModelCheckpoint`` that stops saving and deleting once the run has an error or a warning.
-
-    Checkpoints from before the finding are kept, also with ``save_top_k`` and ``save_last``. A finding appears some
-    steps after its cause, so keep several checkpoints: ``save_top_k=5, monitor="step", mode="max"``. It needs a
-    :class:`PrecisionDebugCallback` in the same trainer, and accepts the arguments of ``ModelCheckpoint``.
-
-    Example::
-
-        keeping = HealthyCheckpoint(every_n_train_steps=100, monitor="step", mode="max", save_top_k=5)
-        L.Trainer(callbacks=[PrecisionDebugCallback(), keeping]).fit(model)
-
-    Raises:
-        OptionError: at the start of the fit, the trainer has no PrecisionDebugCallback.
-    """
-
-    _precision: PrecisionDebugCallback | None = None
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks = (callback for callback in given if isinstance(callback, PrecisionDebugCallback))
-        self._precision = next(callbacks, None)
-        if self._precision is None and stage == "fit":
-            raise OptionError(
-                "HealthyCheckpoint needs a PrecisionDebugCallback in the trainer:"
-                " Trainer(callbacks=[PrecisionDebugCallback(), HealthyCheckpoint(...)])."
-            )
-        super().setup(trainer, pl_module, stage)
-
-    def _save_topk_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
-        if self._all_healthy(trainer):
-            super()._save_topk_checkpoint(trainer, *arguments, **keywords)
-
-    def _save_last_checkpoint(self, trainer: Trainer, *arguments: Any, **keywords: Any) -> None:
-        if self._all_healthy(trainer):
-            super()._save_last_checkpoint(trainer, *arguments, **keywords)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """With ``save_on_exception=True``, save a checkpoint if this rank has no errors or warnings."""
-        if not self._has_findings:
-            super().on_exception(trainer, pl_module, exception)
-
-    @property
-    def _has_findings(self) -> bool:
-        return self._precision is not None and bool(self._precision.session.findings.wrong)
-
-    def _all_healthy(self, trainer: Trainer) -> bool:
-        healthy: bool = trainer.strategy.reduce_boolean_decision(not self._has_findings)
-        return healthy
 
 
 class StepScalars:

@@ -25,7 +25,7 @@ from te_precision_callbacks.config.contract import Contract, ContractSource
 from te_precision_callbacks.config.fields import size_in_bytes
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.steps import with_early_steps
-from te_precision_callbacks.diagnosis.engine import OnFinding, reads_stop
+from te_precision_callbacks.diagnosis.engine import OnFinding, read_on_finding
 from te_precision_callbacks.layers.naming import Scope, check_scope
 from te_precision_callbacks.maps.comparing import read_requirements
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, LEAST_LIMIT
@@ -206,10 +206,9 @@ class SessionOptions:
         strict: raise instead of warning about a failed observation, a layer refused by TE's debug path, or a difference
             found by the audit of a resume (docs/resuming.md#the-audit).
         require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract).
-        on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-or-act-on-a-finding). ``"warn"``: log
-            each finding once. ``"stop"``, ``"stop: nonfinite, dead-gradient"``: raise a PrecisionFindingError on all
-            ranks. A mapping of rules to reactions, such as ``{"nonfinite": "dump, protect checkpoint"}``, or a function
-            of the finding.
+        on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-on-a-finding). ``"warn"``: log each
+            finding once. ``"stop"``, ``"stop: nonfinite, dead-gradient"``: raise a PrecisionFindingError on all ranks.
+            A function of the finding, or a mapping of rules to ``"warn"``, ``"stop"`` or a function.
         quiet: omit the lines printed to stderr when the run ends, as does the environment variable
             TE_PRECISION_QUIET=1.
     """
@@ -263,7 +262,7 @@ class SessionOptions:
         if isinstance(on_finding, Mapping) and [*on_finding] == ["stop"]:  # as YAML reads "stop: error"
             on_finding = f"stop: {on_finding['stop']}"
             keywords["on_finding"] = on_finding
-        reads_stop(on_finding)
+        read_on_finding(on_finding)
         log_dir = keywords.pop("log_dir", None)
         directories = keywords.pop("feature_dirs", ())
         if isinstance(directories, (str, os.PathLike)):

@@ -13,11 +13,16 @@ from types import ModuleType
 
 _LOGPROBS = "Use your RL trainer's metrics of the log-probabilities of trainer and rollout."
 
+_REACTIONS = "Use 'warn', 'stop', or a function of the finding."
+
 FORMER_NAMES: Mapping[str, str] = {
+    "dump": f"{_REACTIONS} To dump tensors, resume before the finding, with DumpTensors in the config.",
     "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
+    "high precision": f"{_REACTIONS} DisableQuantizationLayer in the config runs layers in high precision.",
     "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
     "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
     "profile": "Use torch.profiler or Nsight Systems.",
+    "protect checkpoint": f"{_REACTIONS} 'stop' ends the run before it replaces good checkpoints.",
     "report": "Run te-precision report RUN after the training.",
     "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
     "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
@@ -45,6 +50,9 @@ FORMER_NAMES: Mapping[str, str] = {
     "te_precision_callbacks.speed.trace": "Read traces with HolisticTraceAnalysis or TraceLens.",
     "te-precision logprobs": _LOGPROBS,
     "te-precision report --logprobs": _LOGPROBS,
+    "te_precision_callbacks.lightning.HealthyCheckpoint": (
+        "Use ModelCheckpoint with save_top_k, and on_finding='stop', so that good checkpoints stay."
+    ),
     "te_precision_callbacks.maps.LogProbs": _LOGPROBS,
     "te_precision_callbacks.maps.LogProbsError": _LOGPROBS,
     "te_precision_callbacks.maps.read_logprobs": _LOGPROBS,

@@ -24,7 +24,6 @@ from te_precision_callbacks.diagnosis.finding import (
     worst_first,
 )
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.reactions import STOP, calls_for_reaction, read_reactions
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import RULE_OF_ID, RULES
 from te_precision_callbacks.sinks.step_records import Event
@@ -333,15 +332,18 @@ def _merge_findings(known: Finding, other: Finding) -> Finding:
     )
 
 
-OnFinding = str | Mapping[str, str] | Callable[[Finding], Any]
+OfFinding = Callable[[Finding], Any]
+"""A function of a finding, which returns "stop" to stop the training, and otherwise None."""
+
+OnFinding = str | OfFinding | Mapping[str, str | OfFinding]
 """Values of ``on_finding=``: the reaction of a session to a finding.
 
-"warn"                          # a warning, once for each finding
-"stop"                          # errors and warnings stop the training, on all ranks together
-"stop: error"                   # only findings of this severity or a worse one
-"stop: nonfinite, overflow"     # only findings of these rules
-{"nonfinite": "dump, stop"}     # rule -> reactions; see :mod:`te_precision_callbacks.diagnosis.reactions`
-lambda finding: ...             # called with each finding, also with notes; "stop" as its result stops the training
+"warn"                                        # a warning, once for each finding
+"stop"                                        # errors and warnings stop the training, on all ranks together
+"stop: error"                                 # only findings of this severity or a worse one
+"stop: nonfinite, overflow"                   # only findings of these rules
+lambda finding: ...                           # called with each finding, also with notes
+{"nonfinite": "stop", "spike": lambda ...}    # by rule: "warn", "stop" or a function; other rules warn
 """
 
 
@@ -353,30 +355,54 @@ class PrecisionFindingError(RaisedInTraining, RuntimeError):
         self.findings = tuple(findings)
 
 
-def reads_stop(on_finding: OnFinding) -> Callable[[Finding], bool]:
-    """Return a function that selects the findings that stop the training; raises OptionError."""
-    if callable(on_finding) or on_finding == "warn":
-        return lambda finding: False  # a function decides only when it is called
+def read_on_finding(on_finding: OnFinding) -> OfFinding:
+    """Return a function that returns "stop" for the findings that stop the training; raises OptionError."""
+    if callable(on_finding):
+        return on_finding
     if isinstance(on_finding, Mapping):
-        reactions = read_reactions(on_finding)
-        return lambda finding: STOP in reactions.get(finding.rule, ()) and calls_for_reaction(finding)
-    word, _, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
+        return _read_reactions(on_finding)
+    if on_finding == "warn":
+        return lambda finding: None
+    word, colon, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
     names = [name.strip() for name in chosen.split(",") if name.strip()]
-    known = [*SEVERITIES, *RULE_OF_ID]
-    if word.strip() != "stop" or (":" in str(on_finding) and not names):
+    if word.strip() != "stop" or (colon and not names):
         raise OptionError(
-            f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', a mapping"
-            f" of rules to reactions, or a function of the finding, not {on_finding!r}."
+            f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', a function"
+            f" of the finding, or a mapping of rules to 'warn', 'stop' or a function, not {on_finding!r}."
         )
+    known = [*SEVERITIES, *RULE_OF_ID]
     for name in names:
         if name not in known:
             raise OptionError(f"on_finding={on_finding!r}: there is no rule {name!r}.{suggestion(name, known)}")
-    if not names:
-        return lambda finding: finding.severity != "note"
-    least = max((SEVERITIES.index(name) for name in names if name in SEVERITIES), default=-1)
+    least = max((SEVERITIES.index(name) for name in names or ["warning"] if name in SEVERITIES), default=-1)
 
-    def stops(finding: Finding) -> bool:
-        is_of_rule = finding.rule in names and calls_for_reaction(finding)
-        return is_of_rule or SEVERITIES.index(finding.severity) <= least
+    def stop(finding: Finding) -> str | None:
+        is_of_rule = finding.rule in names and _calls_for_reaction(finding)
+        return "stop" if is_of_rule or SEVERITIES.index(finding.severity) <= least else None
 
-    return stops
+    return stop
+
+
+def _read_reactions(reactions: Mapping[str, str | OfFinding]) -> OfFinding:
+    for rule, reaction in reactions.items():
+        if rule not in RULE_OF_ID:
+            raise OptionError(f"on_finding=: there is no rule {rule!r}.{suggestion(str(rule), RULE_OF_ID)}")
+        if not callable(reaction) and reaction not in ("warn", "stop"):
+            first = str(reaction).partition(",")[0].partition(":")[0]
+            raise OptionError(
+                f"on_finding=: the reaction to {rule!r} must be 'warn', 'stop' or a function of the finding, not"
+                f" {reaction!r}.{suggestion(first, ())}"
+            )
+
+    def react(finding: Finding) -> Any:
+        reaction = reactions.get(finding.rule)
+        if callable(reaction):
+            return reaction(finding)
+        return "stop" if reaction == "stop" and _calls_for_reaction(finding) else None
+
+    return react
+
+
+def _calls_for_reaction(finding: Finding) -> bool:
+    """Return False for a note of a rule with warnings or errors: healthy runs have it too."""
+    return finding.severity != "note" or RULE_OF_ID[finding.rule].severity == "note"

@@ -18,7 +18,6 @@ from te_precision_callbacks.base.counts import first_of, group_by_key
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.instrumentation.graphs import why_not_bypassed
@@ -342,11 +341,6 @@ def _refusal_of_module(module: torch.nn.Module) -> DebugRefusal | None:
 
 def _refusal_of_effects(module: torch.nn.Module, effects: Collection[Effect]) -> DebugRefusal | None:
     return next((row for row in REFUSALS if row.applies_to_effects and row.applies_to_effects(module, effects)), None)
-
-
-def refusal_of_high_precision(module: torch.nn.Module) -> DebugRefusal | None:
-    """Return why no feature can run a module in high precision, if it is known before a forward."""
-    return _refusal_of_module(module) or _refusal_of_effects(module, [Effect(high_precision=GEMMS)])
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:

@@ -156,12 +156,6 @@ def format_status(run: RecordedRun) -> str:
     return segment.status
 
 
-def action_notes(run: RecordedRun) -> list[str]:
-    """Return the reactions to findings (``on_finding=``)."""
-    actions = run.events.filter(pc.field("kind") == "action").to_pylist()
-    return list(dict.fromkeys(f"After step {row['iteration']}: {row['text']}" for row in actions))
-
-
 def outcome_notes(run: RecordedRun) -> list[str]:
     if not run.segments:
         return []

@@ -25,7 +25,7 @@ from te_precision_callbacks.coverage.contract_keeper import (
     shared_products,
 )
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
-from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, reads_stop
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, read_on_finding
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
@@ -41,7 +41,6 @@ from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.parameters.replicas import Replicas
 from te_precision_callbacks.parameters.watch import ParameterWatch, Problem, SteppedWeight
 from te_precision_callbacks.runs.recording import FactTables
-from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords
@@ -70,14 +69,12 @@ class RuleChecks:
     Findings are added to the events of the context.
     """
 
-    def __init__(self, context: RunContext, every_step: EveryStepCheck, actions: Actions) -> None:
+    def __init__(self, context: RunContext, every_step: EveryStepCheck) -> None:
         self._context = context
-        self.actions = actions
         self._every_step = every_step
         self._diagnosis = context.results.diagnosis
         self._splitter = Splitter(context.results.series.__getitem__)
-        self._on_finding = context.options.on_finding
-        self._stops = reads_stop(context.options.on_finding)
+        self._on_finding = read_on_finding(context.options.on_finding)
         self._stopping: list[Finding] = []
 
     def facts(self, facts: FactTables, iteration: int) -> None:
@@ -111,7 +108,7 @@ class RuleChecks:
     def stop_if_wanted(self) -> None:
         """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding."""
         ranks = self._context.ranks
-        if ranks.request_together("stop", own=bool(self._stopping)):
+        if ranks.request_stop(own=bool(self._stopping)):
             alone = [finding for finding in self._stopping if finding.ranks][:1]
             first = sorted(ranks.pool(alone, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
@@ -144,14 +141,13 @@ class RuleChecks:
         for finding in findings:
             data = finding.as_json()
             severity = "info" if finding.severity == "note" else finding.severity
-            self.actions.note(finding)
             if severity == "error":
                 self._every_step.record(finding.in_short, iteration)
             layer = finding.layers[0] if finding.layers else ""
             self._context.events.append(
                 Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
             )
-            if self._stops(finding) or self._calls_for_stop(finding):
+            if self._calls_for_stop(finding):
                 self._stopping.append(finding)
                 # The error that stops the run has the details; on several ranks it is raised in a later step.
                 logger.warning("The finding %s stops the training.", finding.in_short)
@@ -166,8 +162,6 @@ class RuleChecks:
                 )
 
     def _calls_for_stop(self, finding: Finding) -> bool:
-        if not callable(self._on_finding):
-            return False
         try:
             wanted = self._on_finding(finding)
             if wanted not in (None, "stop"):

@@ -34,7 +34,6 @@ class RunResults:
         expects_low: the setting of the trainer that selects low precision.
         whole_run: the verdict on a resumed run including its earlier starts; None before the end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
-        protects_checkpoints: whether a reaction to a finding protects the checkpoints.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
     """
 
@@ -55,7 +54,6 @@ class RunResults:
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     whole_run: Verdict | None = None
     scales_loss: bool = False
-    protects_checkpoints: bool = False
     adds_eps: bool | None = None
 
     def __post_init__(self) -> None:

@@ -11,20 +11,19 @@ from typing import NamedTuple
 import torch
 
 from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
-from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
+from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.optimizers import held_ids, held_ids_of_process
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
 from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.loading import describe_idle_sections
-from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, Section, resolve_features
+from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
 from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
-from te_precision_callbacks.instrumentation.refusals import refusal_of_high_precision
 from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
@@ -215,7 +214,6 @@ class ObservedModel:
     # ------------------------------------------------------------------ attach
 
     def attach(self, model: Model) -> None:
-        self._options = self._context.options
         options = self._options
         inspector = self._inspector
         ranks = self._context.ranks
@@ -268,35 +266,6 @@ class ObservedModel:
                 fused.pop(id(named.module), None)
                 not_fused.pop(named.name, None)
         return _Planned(own_plan, sections, fused, not_fused)
-
-    def layers_of(self, names: Iterable[str]) -> list[str]:
-        """Return the layers of all ranks with these names, or with parameters of these names."""
-        wanted: set[str] = set()
-        for name in names:
-            wanted.update((name, name.rpartition(".")[0], name.rpartition("_")[0]))
-        return [layer.name for layer in self.layers.of_all if layer.name in wanted]
-
-    def refusals(self, layers: Collection[str]) -> dict[str, str]:
-        """Return layer -> the reason why it cannot run in high precision, for the layers of this rank."""
-        refused: dict[str, str] = {}
-        for named in self.layers.modules:
-            refusal = refusal_of_high_precision(named.module)
-            if refusal is not None:
-                refused |= {name: refusal.what for name in named.names if name in layers}
-        return refused
-
-    def replan(self, sections: Sequence[Section]) -> None:
-        """Apply the config with more sections; raises ConfigError, and then keeps the plan."""
-        before = self._options
-        config = self._context.options.config
-        self._options = replace(before, config=replace(config, sections=(*config.sections, *sections)))
-        try:
-            planned = self._plan(self.model)
-        except PrecisionDebugError:
-            self._options = before
-            raise
-        self._observe(planned)
-        self.hooks.count_products(self.model, self.layers.paths(self.model))
 
     def _observe(self, planned: _Planned) -> None:
         inspector = self._inspector

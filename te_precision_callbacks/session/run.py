@@ -40,7 +40,6 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.parameters.updates import UpdateWatch
 from te_precision_callbacks.runs.summary import ended_by
-from te_precision_callbacks.session.actions import Actions
 from te_precision_callbacks.session.checks import (
     LEFT_FOR_PROBLEMS,
     ContractCheck,
@@ -112,7 +111,7 @@ class Run:
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
         self._shares_losses = False
         self._on_request = OnRequest(self._record_on_request)
-        self._rules = RuleChecks(context, self._every_step, Actions(context, model))
+        self._rules = RuleChecks(context, self._every_step)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, self._every_step)
         self.hooks.products.around_backward = self._parameters.around_backward
@@ -151,7 +150,6 @@ class Run:
             context.inspector.events.begin(in_full=self._files.writes_all)
             self._files.attach()
             self.model.attach(model)
-            self._rules.actions.attach()
             self._contract.attach(self.model.all_names)
             self._parameters.begin(context.iteration)
             if not self._optimizer_hooks:
@@ -276,17 +274,13 @@ class Run:
             self.overflow.mark_dumps(self.observation.recorder)
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
-        for event in dump_events(self.observation.recorder.take_written()):
-            self.context.events.append(event)
-            self._rules.actions.note_dump(event.layer)
+        self.context.events += dump_events(self.observation.recorder.take_written())
         self._parameters.end_step(iteration, stepped)
         self._every_step.add_held(iteration, self._parameters.broken)
         try:
             self._contract.end_step(iteration)
         finally:
             self._send()
-        self._rules.actions.end_step(iteration)
-        self._send()
         self._rules.stop_if_wanted()
         return records
 
@@ -577,7 +571,6 @@ class Run:
             if error is None and self._shares_losses:
                 self._exchange(losses=True, origins=True)
             self._check_facts(iteration, at_last=True)
-            self._rules.actions.end(max(iteration - 1, 0))
             self._send()
             if self._files.records is not None:
                 self._files.records.step = iteration

@@ -243,11 +243,6 @@ class InspectSession:
         return self.findings.healthy
 
     @property
-    def protects_checkpoints(self) -> bool:
-        """Return whether ``on_finding=`` protects the checkpoints: do not save or delete any; equal on all ranks."""
-        return self._results.protects_checkpoints
-
-    @property
     def problem_count(self) -> int:
         """The number of errors and warnings among the findings so far, cheap enough for every step."""
         return self._results.diagnosis.problems.total()

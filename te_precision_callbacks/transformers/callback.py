@@ -259,7 +259,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         """Stop observing after an epoch that is stopped during an accumulation."""
         if self._running is not None:
             self._running.observing = False
-            control.should_save = control.should_save and not self._running.protects_checkpoints
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
@@ -274,7 +273,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         except BaseException as error:  # the Trainer has no event for a failure
             self.close(error)
             raise
-        control.should_save = control.should_save and not session.protects_checkpoints
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
         if self._running is None:

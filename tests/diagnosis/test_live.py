@@ -22,7 +22,7 @@ from transformer_engine.common.recipe import (
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.coverage.coverage import NOTHING
 from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Verdict, diagnose
-from te_precision_callbacks.diagnosis.engine import reads_stop
+from te_precision_callbacks.diagnosis.engine import read_on_finding
 from te_precision_callbacks.overflow.errors import ActivationOverflowError
 from te_precision_callbacks.runs import list_runs, open_run
 from te_precision_callbacks.runs.summary import outcome_notes
@@ -219,12 +219,21 @@ def test_a_parameter_without_requires_grad_in_the_optimizer(tmp_path: Path) -> N
 def test_a_severity_stands_for_those_that_are_worse(planted: Planted) -> None:
     (warning,) = planted.session.findings
     error, note = (dataclasses.replace(warning, severity=severity, rule="") for severity in ("error", "note"))
-    assert reads_stop("stop: nonfinite, sibling")(warning)
-    assert not reads_stop("stop: error, overflow")(warning)
-    assert [reads_stop("stop: warning")(item) for item in (error, warning, note)] == [True, True, False]
-    assert [reads_stop("stop: error")(item) for item in (error, warning, note)] == [True, False, False]
+
+    def stopping(on_finding: Any, *findings: Finding) -> list[bool]:
+        return [read_on_finding(on_finding)(finding) == "stop" for finding in findings]
+
+    assert stopping("stop: nonfinite, sibling", warning) == [True]
+    assert stopping("stop: error, overflow", warning) == [False]
+    for on_finding in ("stop", "stop: warning"):
+        assert stopping(on_finding, error, warning, note) == [True, True, False]
+    assert stopping("stop: error", error, warning, note) == [True, False, False]
+    assert stopping("warn", error, warning, note) == [False] * 3
     of_rule = [dataclasses.replace(note, rule=rule) for rule in ("nonfinite", "zeros-in-wgrad")]
-    assert [reads_stop("stop: nonfinite, zeros-in-wgrad")(item) for item in of_rule] == [False, True]
+    assert stopping("stop: nonfinite, zeros-in-wgrad", *of_rule) == [False, True]
+    assert stopping({"nonfinite": "stop", "zeros-in-wgrad": "stop"}, *of_rule, warning) == [False, True, False]
+    by_rule = {"sibling": "warn", "nonfinite": lambda finding: "stop"}
+    assert stopping(by_rule, warning, *of_rule) == [False, True, False]
 
 
 def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -286,13 +295,36 @@ def test_several_findings_that_stop_have_their_remedies_in_order(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [("halt", "must be 'warn', 'stop'"), ("stop:", "must be 'warn'"), (3, "not 3"), ("stop: nonfinit", "'nonfinite'")],
+    [
+        ("halt", "must be 'warn', 'stop'"),
+        ("stop:", "must be 'warn'"),
+        (3, "not 3"),
+        ("stop: nonfinit", "'nonfinite'"),
+        ({"nonfinit": "stop"}, "there is no rule 'nonfinit'. Did you mean 'nonfinite'"),
+        ({3: "stop"}, "there is no rule 3"),
+        ({"nonfinite": "halt"}, "the reaction to 'nonfinite' must be 'warn', 'stop' or a function.*, not 'halt'.$"),
+        ({"nonfinite": None}, "not None"),
+        ({"nonfinite": "dump, stop"}, "not 'dump, stop'. It no longer exists. .* with DumpTensors in the config"),
+        ({"spike": "high precision: 50"}, "It no longer exists. .* DisableQuantizationLayer"),
+        ({"spike": "protect checkpoint"}, "It no longer exists. Use 'warn', 'stop', or a function"),
+    ],
 )
 def test_what_on_finding_does_not_take(value: Any, told: str) -> None:
     with pytest.raises(OptionError, match=told):
-        reads_stop(value)
+        read_on_finding(value)
     with pytest.raises(OptionError, match=told):
         InspectSession(on_finding=value)
+
+
+def test_yaml_reads_stop_as_a_mapping() -> None:
+    assert InspectSession(on_finding={"stop": "error"})._options.on_finding == "stop: error"
+    with pytest.raises(OptionError, match="there is no rule 'errors'"):
+        InspectSession(on_finding={"stop": "errors"})
+
+
+def test_a_mapping_stops_the_training(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}"):
+        train(tmp_path, steps=31, on_finding={"nonfinite": "warn", "sibling": "stop"})
 
 
 @pytest.mark.usefixtures("loud")

@@ -16,13 +16,11 @@ import transformer_engine.pytorch as te
 import transformers
 import typer
 from accelerate import Accelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from packaging.requirements import Requirement
 
 from te_precision_callbacks import PrecisionDebugCallback, cli
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.diagnosis.reactions import read_reactions
 from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from tests.conftest import statistics
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, RUN_BY, Block, all_blocks, blocks, run
@@ -156,23 +154,14 @@ def observing(folder: Path, code: str) -> None:
     assert {row.tensor for row in run(code)["records"]} == {"activation", "gradient"}
 
 
-def diagnosis(
-    folder: Path, session: str, react: str, reactions: str, for_lightning: str, for_transformers: str, again: str
-) -> None:
+def diagnosis(folder: Path, session: str, react: str, again: str) -> None:
     result = run(session)
-    assert read_reactions(run(reactions)["on_finding"])["overflow"] == {"high precision": 200}
     assert f"# {result['session'].findings.summary}\n" in session
     assert result["session"].coverage().share("fp8") > 0
     stops = run(react)["react"]
     assert [stops(SimpleNamespace(severity="note", layers=layers)) for layers in (("head",), ())] == ["stop", None]
-    result |= run(for_lightning, **result) | run(for_transformers, **result) | run(again)
+    result |= run(again)
     assert result["verdict"] == result["session"].findings
-    assert isinstance(result["keeping"], ModelCheckpoint)
-    for wrong in ((), ("a finding",)):
-        precision = SimpleNamespace(session=SimpleNamespace(findings=SimpleNamespace(wrong=wrong)))
-        control = transformers.TrainerControl(should_save=True)
-        result["HealthyCheckpoint"](precision).on_step_end(None, None, control)
-        assert control.should_save == (not wrong)
 
 
 def gemm_error(folder: Path, code: str) -> None:

@@ -23,6 +23,7 @@ from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.schemas import FEATURES
 from te_precision_callbacks.session import InspectSession
+from tests.conftest import feature
 from tests.engine.recipes import quantize
 from tests.features.plain import in_session, linear, plain, train
 from tests.test_config_loading_and_plan import LAYERS
@@ -419,3 +420,16 @@ def test_what_no_schema_could_tell_is_an_error_where_it_happens(
     if forbidding == "Forbids":
         with pytest.raises(FeatureError, match=stated):
             in_session(features, tmp_path, features=[Forbids])
+
+
+def test_experts_run_in_fp8_again(tmp_path: Path) -> None:
+    """With delayed scaling, the quantizer of a feature must leave the recipe's quantizer as it is."""
+    model = te.GroupedLinear(2, 32, 32)
+    config = {"s": feature("DisableFP8Layer", ["all"], end_step=2)}
+    with InspectSession(config, model=model, log_dir=tmp_path) as session:
+        for _ in range(5):
+            with te.autocast(enabled=True):
+                model(torch.randn(64, 32), [32, 32]).sum().backward()
+            session.step()
+        operands = [session.precision(at=step)[0].operands["weight"] for step in range(5)]
+    assert operands == ["FP32"] * 3 + ["FP8 E4M3"] * 2

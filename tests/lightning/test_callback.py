@@ -20,9 +20,7 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks import PrecisionDebugCallback
-from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.diagnosis import diagnose
-from te_precision_callbacks.lightning import HealthyCheckpoint
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import ResumeAuditError
@@ -384,42 +382,6 @@ def fit_that_breaks(folder: Path, keeping: L.Callback, **keywords: Any) -> Preci
     return precision
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"monitor": "step", "mode": "max", "save_top_k": 3},
-        {"monitor": "step", "mode": "max", "save_top_k": 1, "save_last": True, "save_on_exception": True},
-        {"save_last": "link"},
-    ],
-    ids=["top 3", "last", "link"],
-)
-def test_the_good_checkpoints_stay(tmp_path: Path, keywords: dict[str, Any]) -> None:
-    keeping = HealthyCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=1, **keywords)
-    precision = fit_that_breaks(tmp_path, keeping)
-    (finding,) = precision.session.findings.wrong
-    assert (finding.rule, finding.since) == ("nonfinite", BREAKS_AT)
-    kept = saved_steps(tmp_path / "saved")
-    assert kept[-1] == BREAKS_AT
-    assert len(set(kept)) == min(keywords.get("save_top_k", 1), 3)
-    assert torch.load(keeping.best_model_path)["global_step"] == BREAKS_AT
-
-
-def test_nothing_is_saved_after_a_finding_that_stops_the_fit(tmp_path: Path) -> None:
-    keeping = HealthyCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_on_exception=True)
-    with pytest.raises(RuntimeError, match="nonfinite"):
-        fit_that_breaks(tmp_path, keeping, on_finding="stop")
-    assert saved_steps(tmp_path / "saved") == [BREAKS_AT]
-
-
-def test_a_reaction_protects_the_checkpoints_of_each_callback(tmp_path: Path) -> None:
-    """The finding comes in the step that breaks, so the last checkpoint is of the step before."""
-    own = ModelCheckpoint(tmp_path / "saved", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1)
-    precision = fit_that_breaks(tmp_path, own, on_finding={"nonfinite": "protect checkpoint"})
-    assert precision.session.protects_checkpoints
-    assert saved_steps(tmp_path / "saved") == [BREAKS_AT - 1, BREAKS_AT]
-    assert "_save_topk_checkpoint" not in vars(own), "it saves again in the next fit"
-
-
 @pytest.mark.parametrize("keep", [8, 2])
 def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, keep: int) -> None:
     saving = ModelCheckpoint(tmp_path / "saved", monitor="step", mode="max", save_top_k=keep, every_n_train_steps=1)
@@ -428,11 +390,6 @@ def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, keep: int) -> Non
     assert finding.last_good == BREAKS_AT - 1
     assert finding.checkpoint == (BREAKS_AT - 1 if keep == 8 else None)
     assert diagnose(tmp_path / "logs") == precision.session.findings
-
-
-def test_it_needs_the_precision_callback(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="PrecisionDebugCallback"):
-        trainer(tmp_path, callbacks=[HealthyCheckpoint()], enable_checkpointing=True).fit(Plain(), loader(1))
 
 
 # ---------------------------------------------------------------------- numbers that the module logs

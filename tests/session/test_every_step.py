@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1013,3 +1014,29 @@ def test_a_recomputed_forward_is_not_read_again(tmp_path: Path) -> None:
         place = run.hooks.every_step.ring.places[session.layers[0].name, "activation"]
         counts = [list(row.order).count(place) for row in run._every_step.steps.rows]
     assert counts == [1] * 7
+
+
+def test_a_layer_that_a_config_runs_in_high_precision_for_some_steps(tmp_path: Path) -> None:
+    """It has no gap, and is as before when the steps are over."""
+    model = Blocks("current")
+    config = {"high": feature("DisableFP8Layer", ["linear"], start_step=7, end_step=9)}
+    with InspectSession(config, log_dir=tmp_path, model=model) as session:
+        for _ in range(30):
+            model(torch.randn(32, 64)).square().mean().backward()
+            session.step()
+    assert not [finding for finding in session.findings if finding.rule in ("precision-gap", "uncalled-layer")]
+    rows = [row for row in open_run(tmp_path).gemms.to_pylist() if row["layer"] == "linear"]
+    assert {row["precision"] for row in rows} == {"fp8", "fp32"}
+    assert "linear" not in str(session.coverage()), "it ends in low precision"
+
+
+def test_signals_leave_room_for_the_end(tmp_path: Path) -> None:
+    model = Blocks("current")
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for _ in range(12):
+            model(torch.randn(32, 64)).sum().backward()
+            session.step()
+            signal.raise_signal(signal.SIGUSR1)
+    records = [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "last_steps"]
+    assert len(records) < 8
+    assert records[-1] == "The last 12 steps before: the end of the run."

@@ -481,18 +481,6 @@ def test_a_finding_names_no_deleted_checkpoint(tmp_path: Path, limit: int | None
 
 
 @pytest.mark.usefixtures("trusted_checkpoints")
-def test_a_reaction_protects_the_checkpoints(tmp_path: Path) -> None:
-    callback = PrecisionDebugTrainerCallback(
-        statistics(stats=["nonfinite_num"]),
-        log_dir=tmp_path / "logs",
-        on_finding={"nonfinite": "protect checkpoint"},
-    )
-    args = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=1, save_total_limit=2)
-    trainer(args, callback, model=Breaks()).train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
-
-
-@pytest.mark.usefixtures("trusted_checkpoints")
 @pytest.mark.usefixtures("fp8_of_accelerate")
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_an_evaluation_before_each_save(

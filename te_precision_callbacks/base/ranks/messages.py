@@ -95,14 +95,12 @@ class Requests(NamedTuple):
 
     Attributes:
         check: check the contract.
-        act: carry out reactions to findings.
         stop: stop the run.
         losses: send the training losses to rank 0.
         origins: send where inf and nan began.
     """
 
     check: bool = False
-    act: bool = False
     stop: bool = False
     losses: bool = False
     origins: bool = False

@@ -226,18 +226,14 @@ class Ranks:
             self.messages.requested = Requests(check=check)
         return bool(self.messages.requested and self.messages.requested.check) and self.are_connected
 
-    def request_together(self, request: str, *, own: bool) -> bool:
-        """Return whether a rank requests it. A request is sent with the next values, so all get it in the same step.
-
-        Args:
-            request: a field of :class:`Requests`.
-        """
+    def request_stop(self, *, own: bool) -> bool:
+        """Return whether a rank requests it. A request is sent with the next values, so all get it in the same step."""
         if not self.several:
             return own
         if self.messages is None or not self.messages.is_open:
             return False
-        self.messages.requests = self.messages.requests._replace(**{request: own})
-        return bool(self.messages.requested and getattr(self.messages.requested, request))
+        self.messages.requests = self.messages.requests._replace(stop=own)
+        return bool(self.messages.requested and self.messages.requested.stop)
 
     def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
         """Return rank -> numbers if the ranks differ, else an empty mapping. float64 must represent the numbers."""

@@ -19,7 +19,6 @@ from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.summary import (
-    action_notes,
     last_steps,
     loss_first,
     no_step_note,
@@ -302,7 +301,6 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
         "outcome": list(outcome_notes(run)),
-        "reactions": action_notes(run),
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),

@@ -16,7 +16,6 @@ from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import ShortNames, fold_names
 from te_precision_callbacks.runs.recorded import Curve
-from te_precision_callbacks.runs.summary import action_notes
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
 
@@ -91,8 +90,6 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
         yield table
         left = more_findings(len(verdict))
         yield paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
-    for line in action_notes(view.run):
-        yield paragraph(visible(line), "yellow")
     if verdict.not_checked:
         label = "Not checked" if any(rule.essential for rule in verdict.not_checked) else "Not checked (optional)"
         yield paragraph(f"{label}: {', '.join(rule.rule for rule in verdict.not_checked)}.", "dim")

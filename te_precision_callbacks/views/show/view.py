@@ -20,7 +20,6 @@ from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve, format_known_names
 from te_precision_callbacks.runs.summary import (
-    action_notes,
     format_status,
     loss_first,
     no_step_note,
@@ -106,7 +105,6 @@ class RunView:
         del content["run"], content["verdict"]
         return {
             **content,
-            "reactions": action_notes(run),
             "path": str(run.path),
             "run_id": run.run_id,
             "source": run.source,

@@ -38,7 +38,6 @@ function verdictPart(report) {
     report.run.outcome.map((line) => el("p", {}, el("strong", {}, line))),
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
-    report.run.reactions?.length > 0 && el("div", {}, el("strong", {}, "Reactions"), el("ul", {}, report.run.reactions.map((line) => el("li", {}, line)))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all details` : "All details")),
     notChecked.length > 0 && el("p", { class: "quiet" }, `Not checked${notChecked.some(({ essential }) => essential) ? "" : " (optional)"}: ${notChecked.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
 }
