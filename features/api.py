@@ -40,7 +40,6 @@ from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, RESULT, ROWWISE
 from te_precision_callbacks.config.checking import ReadOptions
-from te_precision_callbacks.config.dumping import Collected, collected
 from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import (
@@ -412,9 +411,6 @@ class TransformerEngineAPI(UpstreamAPI):
                 if isinstance(target.options, (LoggedTensor, GemmSampling)):
                     schedules.add(target.options.schedule)
         self.observation.plan(frozenset(schedules))
-
-    def collected(self, layer: str, tensor: str) -> dict[str, Collected]:
-        return collected(list(self._statistics(ConfigManager.get_config_for_layer(layer).get(self.name, {}))), tensor)
 
     def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
         for name, options in features.items():

@@ -1,21 +1,18 @@
-"""DumpTensors: writes tensors to files in the background, within a budget, and only where a condition holds."""
+"""DumpTensors: writes tensors and whole GEMMs to files in the background."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
-from te_precision_callbacks.config.dumping import Collected
 from te_precision_callbacks.config.levels import FeatureSchema, options_for
 from te_precision_callbacks.config.problems import ConfigError
-from te_precision_callbacks.dumps.recording import DumpOptions
+from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, DumpTensorsItem
 from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
-from te_precision_callbacks.features.registration import namespace, own_feature
+from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.layers.gemm_events import Watched
 
 logger = logging.getLogger("te_precision_callbacks.features")
@@ -39,35 +36,20 @@ class DumpTensors(ScheduledFeature):
             logger.error("%s Nothing is dumped with these options. Training continues.", error)
             return None
 
-    def options_for(self, options: FeatureSchema, tensor: str | None, gemm: str | None) -> list[DumpOptions]:
+    def options_for(
+        self, options: FeatureSchema, tensor: str | None, gemm: str | None
+    ) -> list[DumpTensorsItem | DumpTensorsGemmItem]:
         if not isinstance(options, schemas.DumpTensors):
             return []
-        chosen = [DumpOptions.of(item, options) for item in options_for(options.targets, tensor, gemm)]
+        chosen: list[DumpTensorsItem | DumpTensorsGemmItem] = [*options_for(options.targets, tensor, gemm)]
         for target in options.gemm_targets:
             is_operand = tensor in (None, *OPERANDS[target.options.gemm])
             if is_operand and gemm in (None, target.gemm):
-                chosen.append(DumpOptions.of_gemm(target.options, options))
+                chosen.append(target.options)
         return chosen
 
-    def due(self, options: DumpOptions, iteration: int) -> tuple[bool, int | None]:
-        """Return whether a dump is due, and the next due iteration; never due after the budget is exhausted.
-
-        With several ranks only the schedule decides: observed and unobserved layers run different collectives, so an
-        exhausted budget on one rank must not change the result there.
-        """
-        if self.observation.recorder.stopped(options.limits) and not is_distributed(None):
-            return False, None
-        due: tuple[bool, int | None] = super().due(options, iteration)
-        return due
-
-    def observe(self, options: DumpOptions, watched: Watched) -> None:
-        if options.gemm:
+    def observe(self, options: DumpTensorsItem | DumpTensorsGemmItem, watched: Watched) -> None:
+        if isinstance(options, DumpTensorsGemmItem):
             keep_operand(self.observation.engine, watched, "DumpTensors writes no GEMM")
-            return
-        collects = functools.partial(_collected, watched.layer, watched.tensor)
-        self.observation.recorder.note(watched, options, collects)
-
-
-def _collected(layer: str, tensor: str) -> dict[str, Collected]:
-    statistics: dict[str, Collected] = namespace().api.collected(layer, tensor)
-    return statistics
+        else:
+            self.observation.recorder.note_tensor(watched, options)

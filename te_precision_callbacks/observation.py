@@ -50,7 +50,5 @@ class Observation:
         stamp = Stamp(iteration, fingerprint(self._schedules), optimizer_steps) if reduce else NO_STAMP
         if reduce or engine.has_news:
             iteration = engine.iteration if engine.has_news else iteration
-            measured = engine.collect(reduce=reduce, stamp=stamp)
-            receive(measured, iteration)
-            self.recorder.learn(measured)
+            receive(engine.collect(reduce=reduce, stamp=stamp), iteration)
             engine.forget()

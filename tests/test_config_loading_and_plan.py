@@ -802,10 +802,6 @@ SCALED = "gemms: [fprop]\ntensors: [weight]\n"
             "'freq' in item 1 of 'tensors_struct' of N must be an integer >= 1, not 0",
         ),
         ("DumpTensors", "tensors: weight\nstart_step: -1", 8, "'start_step' of N must be an integer >= 0, not -1"),
-        ("DumpTensors", DUMPED + "max_bytes: 10 Mo", 9, "'max_bytes' of N must be a .* not '10 Mo'"),
-        ("DumpTensors", DUMPED + "max_bytes: 1e9", 9, "'max_bytes' of N must be .* not '1e9'"),
-        ("DumpTensors", DUMPED + "max_memory: 99999999TB", 9, r"'max_memory' of N must be .* bytes up to 2\^63"),
-        ("DumpTensors", DUMPED + "max_bytes:", 9, "'max_bytes' of N must be a number .* not None"),
         ("LogTensorStats", LOGGED + "end_step: soon", 9, "'end_step' of N must be an integer >= -1, not 'soon'"),
         ("LogTensorStats", LOGGED + "start_step: 5\nend_step: 4", 10, "'end_step' of N is 4, which is before 'start_s"),
         (

@@ -1,11 +1,15 @@
-"""Paths, and files that can be read without waiting."""
+"""Paths, files that can be read without waiting, and the space on a disk."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
+
+_KEPT_FREE = 1 << 30
+"""The bytes that stay free on the disk; a twentieth of a small disk."""
 
 StrPath = str | os.PathLike[str]
 
@@ -18,3 +22,12 @@ def regular_file(path: Path) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path
+
+
+def why_full(folder: Path, nbytes: int = 0) -> str | None:
+    """Return why so many bytes should not be written to a folder, which need not exist; None if they fit."""
+    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path())
+    disk = shutil.disk_usage(existing)
+    if disk.free - nbytes < min(_KEPT_FREE, disk.total // 20):
+        return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"
+    return None

@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+_DIFFERENCE = "Subtract the tensors with numpy: docs/dumps.md has an example."
+
+_DUMPED_STEPS = "Choose the steps of DumpTensors with start_step, end_step and freq."
+
 _LOGPROBS = "Use your RL trainer's metrics of the log-probabilities of trainer and rollout."
 
 _REACTIONS = "Use 'warn', 'stop', or a function of the finding."
@@ -20,6 +24,8 @@ FORMER_NAMES: Mapping[str, str] = {
     "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
     "high precision": f"{_REACTIONS} DisableQuantizationLayer in the config runs layers in high precision.",
     "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
+    "max_bytes": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
+    "max_files": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
     "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
     "profile": "Use torch.profiler or Nsight Systems.",
     "protect checkpoint": f"{_REACTIONS} 'stop' ends the run before it replaces good checkpoints.",
@@ -48,14 +54,21 @@ FORMER_NAMES: Mapping[str, str] = {
         "Pass the coverage of a session to te_precision_callbacks.speed.estimate_step."
     ),
     "te_precision_callbacks.speed.trace": "Read traces with HolisticTraceAnalysis or TraceLens.",
+    "te-precision dumps diff": _DIFFERENCE,
     "te-precision logprobs": _LOGPROBS,
     "te-precision report --logprobs": _LOGPROBS,
+    "te_precision_callbacks.dumps.Difference": _DIFFERENCE,
+    "te_precision_callbacks.dumps.DifferentShapesError": _DIFFERENCE,
+    "te_precision_callbacks.dumps.DumpComparison": _DIFFERENCE,
+    "te_precision_callbacks.dumps.NothingToCompareError": _DIFFERENCE,
+    "te_precision_callbacks.dumps.compare": _DIFFERENCE,
     "te_precision_callbacks.lightning.HealthyCheckpoint": (
         "Use ModelCheckpoint with save_top_k, and on_finding='stop', so that good checkpoints stay."
     ),
     "te_precision_callbacks.maps.LogProbs": _LOGPROBS,
     "te_precision_callbacks.maps.LogProbsError": _LOGPROBS,
     "te_precision_callbacks.maps.read_logprobs": _LOGPROBS,
+    "when": f"{_DUMPED_STEPS} It writes every tensor in these steps.",
 }
 """A name -> the sentence that says what to use instead."""
 

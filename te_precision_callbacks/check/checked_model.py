@@ -23,7 +23,6 @@ from te_precision_callbacks.check.findings import (
 )
 from te_precision_callbacks.config import Config, ConfigError, Plan
 from te_precision_callbacks.config.contract import Contract, ContractSource
-from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.effects import NAMESPACE, spans_of
 from te_precision_callbacks.config.levels import ObservingFeatureSchema
 from te_precision_callbacks.config.loading import notes_of
@@ -318,10 +317,6 @@ class _Check:
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
         self._notes += filter(None, [self._without_layers()])
-        try:
-            check_conditions(drafted.plan, self._config.enabled_sections, detects_overflow=True)
-        except ConfigError as error:
-            self._findings += findings_of("config", error.problems)
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))

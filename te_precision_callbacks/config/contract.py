@@ -14,9 +14,12 @@ contract = read_contract({
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,11 +36,66 @@ from pydantic import (
 
 from te_precision_callbacks.base.suggestions import shown, suggestion
 from te_precision_callbacks.base.vocabulary import PRECISIONS, SUBJECTS
-from te_precision_callbacks.config.conditions import Share, parse_share
 from te_precision_callbacks.config.problems import ConfigError, Problems
 from te_precision_callbacks.config.yaml_text import read_yaml
 
 CONTRACT = "precision_contract"
+
+PARTS = ("fprop", "dgrad", "wgrad", "qk", "pv", "forward", "backward")
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+
+_SHARE = re.compile(r"(\w+)(?:\s+(\w+))?\s*(<=|>=|<|>)\s*(\S+?)\s*%")
+
+_SHARE_FORM = "Write a condition such as 'fp8 >= 95%', or 'fp8 wgrad >= 90%' for a part of the products."
+
+
+@dataclass(frozen=True)
+class Share:
+    """A condition on the share of multiply-adds in a precision.
+
+    Attributes:
+        text: the condition as written.
+        number: from 0 to 1.
+        precision: one of :data:`te_precision_callbacks.base.vocabulary.PRECISIONS`.
+        part: one of :data:`PARTS`; empty for all products.
+    """
+
+    text: str
+    comparison: str
+    number: float
+    precision: str
+    part: str
+
+    def holds(self, value: float) -> bool:
+        return _COMPARE[self.comparison](value, self.number)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_share(entry: object) -> Share:
+    """Parse a condition of a contract; the message of a ValueError continues a sentence that starts with the key."""
+    match = isinstance(entry, str) and _SHARE.fullmatch(entry.strip())
+    if not match:
+        raise ValueError(f"has {entry!r}. {_SHARE_FORM}")
+    precision, part, comparison, number = match.groups(default="")
+    if precision not in PRECISIONS:
+        raise ValueError(f"has {entry!r}: there is no precision {precision!r}.{suggestion(precision, PRECISIONS)}")
+    if part and part not in PARTS:
+        raise ValueError(f"has {entry!r}: there is no part {part!r}.{suggestion(part, PARTS)}")
+    try:
+        percent = float(number)
+    except ValueError:
+        percent = math.nan
+    if not 0 <= percent <= 100:
+        raise ValueError(f"has {entry!r}, where {number!r} is not a number from 0 to 100. {_SHARE_FORM}")
+    return Share(str(entry).strip(), comparison, percent / 100, precision, part)
 
 
 def _entries(data: Any) -> Mapping[Any, Any]:

@@ -26,12 +26,6 @@ from pydantic.fields import FieldInfo
 
 from te_precision_callbacks.base.suggestions import nearest, shorten, shown, suggestion
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, RECIPES, WITH_ELEMENT_FORMAT
-from te_precision_callbacks.config.conditions import (
-    ACTIVATION_OVERFLOW,
-    NONFINITE,
-    Condition,
-    parse_condition,
-)
 from te_precision_callbacks.statistics.names import (
     OWN_RECIPE,
     Request,
@@ -168,11 +162,6 @@ Size = Annotated[
     int,
     PlainValidator(size_in_bytes),
     Words("a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)"),
-]
-When = Annotated[
-    Condition,
-    PlainValidator(parse_condition),
-    Words(f"`{NONFINITE}`, `{ACTIVATION_OVERFLOW}`, `STATISTIC > NUMBER` (or `>=`, `<`, `<=`)"),
 ]
 
 

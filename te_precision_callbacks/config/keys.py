@@ -18,7 +18,6 @@ from te_precision_callbacks.config.fields import (
     QuantFormat,
     Size,
     TensorStatistic,
-    When,
     words,
 )
 from te_precision_callbacks.config.levels import Level, Misfit, NameT, Nested, OneTensor
@@ -123,17 +122,7 @@ class Nvfp4Statistics(Level):
     )
 
 
-class Conditional(Level):
-    when: ListOf[When] = Field(
-        default_factory=list,
-        description="Write only in steps in which one of these conditions holds. `nonfinite`: the tensor, or the result"
-        " of the GEMM, has an inf or nan. `STATISTIC > NUMBER`: a statistic of the same tensor or GEMM, which a feature"
-        " of the config collects in that step. `activation_overflow`: activation overflow detection"
-        ' (`debug="activation_overflow"`) stops the run in that step. Without `when`: in every step of the schedule.',
-    )
-
-
-class Dumped(Conditional):
+class Dumped(Level):
     high_precision_tensor: StrictBool = Field(False, description="Write the tensor as it is before quantization.")
     quantized_tensor: StrictBool = Field(False, description="Write the quantized tensor, if there is one.")
     dump_quantized_internals: StrictBool = Field(
@@ -149,23 +138,6 @@ class Dumped(Conditional):
                 "would write nothing: neither high_precision_tensor nor quantized_tensor is set. Set one of them to"
                 " True.",
             )
-
-
-class DumpLimits(Level):
-    max_bytes: Size = Field(
-        "10GiB",
-        validate_default=True,
-        description="Disk budget of each rank: dumping stops, with one message, before the files in the rank's folder"
-        " together exceed this size. Files of earlier runs in the same folder count.",
-    )
-    max_files: StrictInt = Field(10_000, ge=1, description="The maximum number of files of each rank.")
-    max_memory: Size = Field(
-        "1GiB",
-        validate_default=True,
-        description="Memory of each rank for tensors that wait to be written; when it is full, training waits for the"
-        " disk. The same amount again holds the tensors of a step until `when` is evaluated at its end; a tensor that"
-        " does not fit is not written, with one message.",
-    )
 
 
 class Margin(Level):

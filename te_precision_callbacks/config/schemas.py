@@ -20,9 +20,7 @@ from typing import cast
 from te_precision_callbacks.base.vocabulary import RESULT, GemmName, OperandName, TensorName
 from te_precision_callbacks.config.effects import BASE, NAMESPACE, Effect
 from te_precision_callbacks.config.keys import (
-    Conditional,
     Dumped,
-    DumpLimits,
     Fp8Statistics,
     GemmSampling,
     LoggedTensor,
@@ -302,23 +300,24 @@ class DumpTensorsItem(Scheduled, Dumped, OneTensor[TensorName]):
     """One tensor of DumpTensors."""
 
 
-class DumpTensorsGemmItem(Scheduled, Conditional, OneGemm):
+class DumpTensorsGemmItem(Scheduled, OneGemm):
     """One GEMM of DumpTensors."""
 
 
 class DumpTensors(
-    DumpLimits, Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeatureSchema[TensorName, DumpTensorsItem]
+    Scheduled, Dumped, GemmChoice[DumpTensorsGemmItem], ObservingFeatureSchema[TensorName, DumpTensorsItem]
 ):
     """Writes tensors or whole GEMMs to files, one per rank, step, layer, tensor or GEMM, and micro-batch.
 
     `gemms` writes whole GEMMs for `te-precision replay`: the codes and scales of both operands, the operands before
     quantization if available, and the result. `high_precision_tensor` and `quantized_tensor` apply to `tensors`.
 
-    Files are written in the background to `tensor_dumps/rank_R/iter_N/` in the log folder.
+    Files are written in the background to `tensor_dumps/rank_R/iter_N/` in the log folder. Dumping stops, with one
+    message, before less than 1 GiB is free on the disk.
     """
 
     example = """
-dump_what_is_not_finite:
+dump_some_steps:
   enabled: True
   layers:
     exact_layer_names: [model.layers.0.layernorm_mlp.fc2]
@@ -327,10 +326,9 @@ dump_what_is_not_finite:
       enabled: True
       high_precision_tensor: True
       quantized_tensor: True
-      max_bytes: 2GiB
       tensors_struct:
         - tensor: activation
-          when: nonfinite  # or [nonfinite, underflows% > 5]; the latter with LogFp8TensorStats and this statistic
+          freq: 100
         - tensor: gradient
           start_end_list: [[120, 125]]
 """

@@ -1,4 +1,4 @@
-"""Saves tensors of training to safetensors files; lists, loads, dequantizes and compares them.
+"""Saves tensors of training to safetensors files; lists, loads and dequantizes them.
 
 Usage::
 
@@ -8,8 +8,7 @@ Usage::
 
     for entry in dumps.list("logs/tensor_dumps"):  # anywhere, without Transformer Engine
         dump = dumps.load(entry.path)
-        numbers = dumps.dequantize(dump)
-        dumps.compare(dump).differences  # quantized against high precision
+        error = dumps.dequantize(dump) - dump.tensors["high_precision"]
 
 ``docs/dumps.md`` describes the content of a file.
 """
@@ -22,28 +21,17 @@ from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.dumps.contents import Dump, dequantize
-    from te_precision_callbacks.dumps.difference import Difference, DumpComparison, compare
     from te_precision_callbacks.dumps.dump_files import Entry, load, save
     from te_precision_callbacks.dumps.dump_files import list_dumps as list
-    from te_precision_callbacks.dumps.errors import (
-        DifferentShapesError,
-        DumpError,
-        NotADumpError,
-        NothingToCompareError,
-    )
+    from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
     from te_precision_callbacks.dumps.header import Header
 
 __all__ = [
-    "Difference",
-    "DifferentShapesError",
     "Dump",
-    "DumpComparison",
     "DumpError",
     "Entry",
     "Header",
     "NotADumpError",
-    "NothingToCompareError",
-    "compare",
     "dequantize",
     "list",
     "load",

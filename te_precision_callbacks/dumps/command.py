@@ -1,17 +1,17 @@
-"""``te-precision dumps``: lists, shows and compares dumped tensors.
+"""``te-precision dumps``: lists and shows dumped tensors and GEMMs.
 
-``list`` and ``show`` return exit code 0; ``diff`` returns 0 if the dumps are equal and 1 if they differ. Wrong use,
-such as a file that is not a dump, returns 2. ``--json`` prints one JSON object; non-finite numbers are strings.
+The exit code is 0, or 2 for wrong use, such as a file that is not a dump. ``--json`` prints one JSON object; non-finite
+numbers are strings.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import first_of
@@ -19,17 +19,17 @@ from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.dumps.difference import Difference
+    import torch
 
 _MOST_FOREIGN = 3
 """The maximum number of files that are not dumps in a list."""
 
-app = typer.Typer(name="dumps", help="List, show and compare dumped tensors.", no_args_is_help=True)
+app = typer.Typer(name="dumps", help="List and show dumped tensors and GEMMs.", no_args_is_help=True)
 
 
 @app.callback()
 def _commands() -> None:
-    """List, show and compare dumped tensors."""
+    """List and show dumped tensors and GEMMs."""
 
 
 @app.command("list")
@@ -82,32 +82,14 @@ def show_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The dump.")],
     as_json: Json = False,
 ) -> None:
-    """Show a dump: its header, the numbers of each tensor, and the quantization error."""
-    from te_precision_callbacks.dumps.difference import compare, tensor_numbers
+    """Show a dump: its header, and the numbers of each tensor. Numbers are of finite elements."""
     from te_precision_callbacks.dumps.dump_files import load
-    from te_precision_callbacks.dumps.errors import DifferentShapesError, NothingToCompareError
-    from te_precision_callbacks.dumps.header import HIGH_PRECISION
 
-    errors: tuple[Difference, ...] = ()
-    not_compared: tuple[str, ...] = ()
     dump = load(file)
-    tensors = tensor_numbers(dump)
-    try:
-        result = compare(dump)
-        errors = result.differences
-        not_compared = result.not_compared
-    except (DifferentShapesError, NothingToCompareError) as error:
-        # A comparison needs both tensors.
-        if HIGH_PRECISION in dump.tensors and dump.header.quantized is not None:
-            not_compared = (str(error),)
     header = dataclasses.asdict(dump.header)
+    tensors = [_summary(name, tensor) for name, tensor in sorted(dump.tensors.items())]
     if as_json:
-        described = {
-            "tensors": tensors,
-            "quantization_error": errors,
-            "not_compared": not_compared,
-        }
-        terminal.show_json({"path": str(file), "header": header} | terminal.plain(described))
+        terminal.show_json({"path": str(file), "header": header, "tensors": terminal.plain(tensors)})
         return
     table = terminal.table("header", "")
     for row in _flat(header):
@@ -119,64 +101,26 @@ def show_command(
         counts = (str(tensor[key]) for key in ("nan", "inf", "zeros"))
         table.add_row(terminal.cell(tensor["name"]), tensor["dtype"], _by(tensor["shape"]), *numbers, *counts)
     terminal.show(table)
-    if errors:
-        terminal.show(_difference_table(errors))
-    _print_not_compared(not_compared)
 
 
-@app.command("diff")
-def diff_command(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The reference dump.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The dump to compare with A.")],
-    as_json: Json = False,
-) -> None:
-    """Compare two dumps: the numbers, and the codes and scales. Returns exit code 1 if they differ."""
-    from te_precision_callbacks.dumps.difference import compare
-    from te_precision_callbacks.dumps.dump_files import load
-
-    result = compare(load(a), load(b))
-    if as_json:
-        terminal.show_json({"equal": result.equal, **terminal.plain(result)})
-    else:
-        terminal.show(_difference_table(result.differences))
-        _print_not_compared(result.not_compared)
-        if result.equal:
-            terminal.show("The dumps are equal.")
-        else:
-            terminal.show("The dumps differ.")
-    raise typer.Exit(int(not result.equal))
-
-
-def _print_not_compared(what: tuple[str, ...]) -> None:
-    for text in what:
-        terminal.show_text(f"not compared: {text}", hanging=2)
-
-
-def _difference_table(differences: Any) -> Table:
-    table = terminal.table(
-        "A / B", "elements", "differ", "max error", "at", "mean error", "SQNR dB", "nan", "inf", "codes", "scales"
-    )
-    for difference in differences:
-        codes = ""
-        scales = ""
-        inside = difference.internals
-        if inside is not None:
-            codes = f"{inside.codes_differing:,}"
-            scales = f"{inside.scales_differing:,} of {inside.blocks:,}"
-        table.add_row(
-            difference.what,
-            f"{difference.elements:,}",
-            f"{difference.differing:,} ({100 * difference.share:.3g}%)",
-            f"{difference.max_abs_error:.6g}",
-            _by(difference.max_at or (), ", "),
-            f"{difference.mean_abs_error:.6g}",
-            f"{difference.sqnr_db:.2f}",
-            _by(difference.nan, " / "),
-            _by(difference.inf, " / "),
-            codes,
-            scales,
-        )
-    return table
+def _summary(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """Summarize a tensor in float64; extremes and mean are nan without a finite element."""
+    # On some devices float8 can be converted to float64 only through float32.
+    values = (tensor.float() if tensor.element_size() == 1 else tensor).double()
+    finite = values[values.isfinite()]
+    low, high, mean = (finite.min(), finite.max(), finite.mean()) if finite.numel() else (math.nan,) * 3
+    return {
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": tuple(tensor.shape),
+        "nbytes": tensor.nbytes,
+        "minimum": float(low),
+        "maximum": float(high),
+        "mean": float(mean),
+        "nan": int(values.isnan().sum()),
+        "inf": int(values.isinf().sum()),
+        "zeros": int((values == 0).sum()),
+    }
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -191,5 +135,5 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def _by(values: Any, between: str = " x ") -> str:
-    return between.join(map(str, values))
+def _by(values: Any) -> str:
+    return " x ".join(map(str, values))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -42,7 +43,6 @@ from te_precision_callbacks.dumps.header import (
     Plain,
     Quantized,
     dtype_name,
-    is_merged_shape,
 )
 from te_precision_callbacks.gemm_error.codes import rules_of
 
@@ -347,7 +347,7 @@ def _describe_quantized(
     shape = (directions.get(False) or directions[True]).shape
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
-    elif before is not None and is_merged_shape(before, shape):
+    elif before is not None and shape == (math.prod(before[:-1]), *before[-1:]):
         shape = before  # a storage with columnwise data only may have merged leading dimensions
     described = Quantized(
         class_name=class_name,

@@ -186,11 +186,7 @@ def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
 
 
 def iteration_folder(folder: Path, rank: int, iteration: int) -> Path:
-    return rank_folder(folder, rank) / f"iter_{iteration:06d}"
-
-
-def rank_folder(folder: Path, rank: int) -> Path:
-    return folder / "tensor_dumps" / f"rank_{rank}"
+    return folder / "tensor_dumps" / f"rank_{rank}" / f"iter_{iteration:06d}"
 
 
 def load(path: str | os.PathLike[str]) -> Dump:

@@ -11,11 +11,3 @@ class DumpError(PrecisionDebugError, RuntimeError):
 
 class NotADumpError(DumpError):
     """A file is not a dump: of another kind or version, truncated, or damaged."""
-
-
-class DifferentShapesError(DumpError):
-    """Two dumps of different shapes cannot be compared."""
-
-
-class NothingToCompareError(DumpError):
-    """Two dumps have nothing in common to compare."""

@@ -259,10 +259,5 @@ class Header:
 _HEADER = pydantic.TypeAdapter(Header)
 
 
-def is_merged_shape(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether ``other`` equals the shape, or is the shape with leading dimensions merged to a matrix."""
-    return other in (shape, (math.prod(shape[:-1]), *shape[-1:]))
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,21 +1,18 @@
-"""Writes dumps in a background thread, in order, with bounded memory and within the budget.
+"""Writes dumps in a background thread, in order, with bounded memory.
 
-Every job is written, unless the budget is exhausted. A disk error ends the thread: waiting jobs are dropped, and
-:meth:`Writer.take_failure` returns the reason.
+An error of the disk, or a disk that is nearly full, ends the dumps of a run: waiting dumps are dropped.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from te_precision_callbacks.dumps.budget import Budget, Limits
+from te_precision_callbacks.base.files import why_full
 from te_precision_callbacks.dumps.contents import Dump
-from te_precision_callbacks.dumps.dump_files import iteration_folder, rank_folder, write_new
+from te_precision_callbacks.dumps.dump_files import iteration_folder, write_new
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.runs.run_files import new_run_id
@@ -23,15 +20,13 @@ from te_precision_callbacks.sinks.writer_thread import WriterThread
 
 logger = logging.getLogger(__name__)
 
+MOST_QUEUED = 1 << 30
+"""The bytes that may wait to be written."""
+
 LONGEST_STILL = 30.0
 """The maximum seconds without a finished file that the end of a run waits for the disk."""
 
 _MOST_HEADERS = 10_000
-
-
-class Job(NamedTuple):
-    dump: Dump
-    limits: Limits
 
 
 class Writer:
@@ -43,27 +38,23 @@ class Writer:
         self.nbytes = 0
         self.written: deque[Header] = deque(maxlen=_MOST_HEADERS)
         self._run = new_run_id()
-        self._thread: WriterThread[Job] = WriterThread("tensor dumps", self)
-        self._budget: Budget | None = None
-        self._exhausted: set[Limits] = set()
+        self._thread: WriterThread[Dump] = WriterThread("tensor dumps", self)
+        self._is_full = False
         self._failure: Exception | None = None
 
     @property
     def pending(self) -> int:
         return self._thread.queued
 
-    def stopped(self, limits: Limits) -> bool:
-        return self._thread.failure is not None or limits in self._exhausted
+    @property
+    def stopped(self) -> bool:
+        return self._is_full or self._thread.failure is not None
 
-    def put(self, job: Job) -> None:
-        """Queue a dump; block until there is room, or until the queue is empty if the dump alone is too large."""
-        self.wait_for_room(job.dump.nbytes, job.limits)
-        self._thread.put(job, job.dump.nbytes)
+    def put(self, dump: Dump) -> None:
+        """Queue a snapshot of a dump, once the queue has room for it or is empty."""
+        self._thread.wait(lambda: not self.pending or self.pending + dump.nbytes <= MOST_QUEUED)
+        self._thread.put(dump.copied(), dump.nbytes)
         self._thread.flush_soon()
-
-    def wait_for_room(self, nbytes: int, limits: Limits) -> None:
-        """Wait until :meth:`put` would not block; call this before allocating the memory."""
-        self._thread.wait(lambda: not self.pending or self.pending + nbytes <= limits.max_memory)
 
     def drain(self) -> None:
         wait = self._thread.flush_soon()
@@ -73,6 +64,7 @@ class Writer:
         self._thread.finish(LONGEST_STILL)
 
     def take_failure(self) -> Exception | None:
+        """Return a failure of the thread that was not returned before."""
         noted = self._failure
         self._failure = None
         if noted is not None:
@@ -93,45 +85,34 @@ class Writer:
 
     def leave(self) -> None: ...
 
-    def take(self, job: Job) -> bool:
-        """Write a dump, unless its limits are exhausted; an error of the disk ends the thread."""
-        header = replace(job.dump.header, run=self._run)
-        if job.limits in self._exhausted:
+    def take(self, dump: Dump) -> bool:
+        """Write a dump, unless the disk is nearly full; an error of the disk ends the thread."""
+        if self._is_full:
             return True
+        header = replace(dump.header, run=self._run)
+        folder = iteration_folder(self.folder, header.rank, header.iteration or 0)
         try:
-            refusal = self._write_within_budget(replace(job.dump, header=header), job.limits)
+            dump.wait()
+            dump = replace(dump, header=header, tensors=dump.complete(), internals=False)
+            refusal = why_full(self.folder, dump.nbytes)
+            if refusal is None:
+                self.nbytes += write_new(dump, folder)
         except Exception as error:
             # A full disk ends the thread; a tensor that the format cannot store does not affect others.
             if isinstance(error.__cause__ or error, OSError) or "I/O error" in str(error):  # raised by safetensors
                 raise DumpError(f"{error} No more tensors are dumped.") from error
             self._failure = self._failure or error
             return True
-        if refusal is not None:
-            self._exhausted.add(job.limits)
-            logger.warning(
-                "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training continues.",
-                header.rank,
-                header.iteration,
-                refusal,
-                rank_folder(self.folder, header.rank),
-            )
+        if refusal is None:
+            self.files += 1
+            self.written.append(header)
+            return True
+        self._is_full = True
+        logger.warning(
+            "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training continues.",
+            header.rank,
+            header.iteration,
+            refusal,
+            folder.parent,
+        )
         return True
-
-    def _write_within_budget(self, dump: Dump, limits: Limits) -> str | None:
-        header = dump.header
-        dump.wait()
-        dump = replace(dump, tensors=dump.complete(), internals=False)
-        budget = self._budget
-        if budget is None:
-            budget = Budget(rank_folder(self.folder, header.rank))
-            self._budget = budget
-        most_bytes = dump.nbytes + len(json.dumps(dump.header.to_json())) + 500 + 200 * len(dump.tensors)
-        refusal = budget.refuses(most_bytes, limits)
-        if refusal is not None:
-            return refusal
-        nbytes = write_new(dump, iteration_folder(self.folder, header.rank, header.iteration or 0))
-        budget.count(nbytes)
-        self.files += 1
-        self.nbytes += nbytes
-        self.written.append(header)
-        return None

@@ -33,10 +33,9 @@ from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is
 from te_precision_callbacks.base.numerics.nvfp4 import rotate
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
-from te_precision_callbacks.config.schemas import LogGemmErrorItem
+from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, LogGemmErrorItem
 from te_precision_callbacks.dumps.contents import Dump, create_record
 from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
-from te_precision_callbacks.dumps.recording import DumpOptions
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
@@ -57,13 +56,13 @@ from te_precision_callbacks.gemm_error.kernel_check import (
     thin,
 )
 from te_precision_callbacks.layers.forwards import ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Kept, Watched
+from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Kept
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.statistics.table import StatisticSource
 
 logger = logging.getLogger(__name__)
 
-_OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, DumpOptions)
+_OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, DumpTensorsGemmItem)
 
 _FORWARD_OPERAND: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
@@ -127,7 +126,7 @@ class SelectedGemms(Generic[_OptionsT]):
         selected: dict[str, _OptionsT] = {}
         for tensor in ROWWISE:
             for watcher in debug_api.transformer_engine.watchers(layer, tensor):
-                if isinstance(watcher.options, self._kind) and watcher.options.gemm:
+                if isinstance(watcher.options, self._kind):
                     selected[watcher.options.gemm] = watcher.options
         return selected
 
@@ -444,7 +443,7 @@ class GemmRecords:
         self._operands = operands
         self._report = report
         self._notices = Notices()
-        self.selected = SelectedGemms(DumpOptions)
+        self.selected = SelectedGemms(DumpTensorsGemmItem)
         self.watch = self.selected.watch
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> None:
@@ -458,13 +457,13 @@ class GemmRecords:
         try:
             due = self.selected.due(event.layer, event.gemm, event.kept)
             if due is not None:
-                self._record(event, before, *due)
+                self._record(event, before, due[1])
         except ObservationError:
             raise
         except Exception as error:
             self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
 
-    def _record(self, event: GemmEvent, before: torch.Tensor | None, wanted: DumpOptions, iteration: int) -> None:
+    def _record(self, event: GemmEvent, before: torch.Tensor | None, iteration: int) -> None:
         import nvdlfw_inspect.api as debug_api
 
         reason = why_not_seen(event, before)
@@ -477,12 +476,8 @@ class GemmRecords:
                     reason,
                 )
             return
-        result = RESULT[event.gemm]
-        seen = Watched(event.layer, result, iteration, result_of(event))
         record = functools.partial(self._make_dump, event, before, iteration)
-        api = debug_api.transformer_engine
-        collected = functools.partial(api.collected, event.layer, result)
-        api.observation.recorder.note(seen, wanted, collected, record)
+        debug_api.transformer_engine.observation.recorder.note(event.layer, f"{event.gemm} GEMM", record)
 
     def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
         out = result_of(event)

@@ -30,7 +30,6 @@ from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
-from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.flight.changes import ABSENCES, LEAST_HISTORY, Change, Changes, Kind
 from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps, Origin
@@ -494,7 +493,6 @@ class OverflowCheck:
         self.detector: DebugActivationOverflow | None = None
         self._context = context
         self._model: Model = ()
-        self._reports = 0
 
     def attach(self, model: Model) -> None:
         context = self._context
@@ -509,19 +507,5 @@ class OverflowCheck:
         self.detector = DebugActivationOverflow(model, distributed=options.reduce, process_group=options.process_group)
         self.detector.join_session(messages=context.ranks.messages, step=context.describe_step)
         self._model = model
-        self._reports = 0
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled
-
-    def mark_dumps(self, recorder: Recorder) -> None:
-        """Make the recorder keep the dumps of the step if the detector has reported since the last call."""
-        if self.detector is not None:
-            recorder.overflowed = self.detector.reports > self._reports
-            self._reports = self.detector.reports
-
-    def close(self, error: BaseException | None, recorder: Recorder) -> None:
-        try:
-            if self.detector is not None:
-                self.detector.close(error)
-        finally:
-            self.mark_dumps(recorder)

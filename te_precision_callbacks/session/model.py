@@ -16,7 +16,6 @@ from te_precision_callbacks.base.optimizers import held_ids, held_ids_of_process
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
-from te_precision_callbacks.config.dumping import check_conditions
 from te_precision_callbacks.config.loading import describe_idle_sections
 from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
@@ -253,7 +252,6 @@ class ObservedModel:
             registered,
             allow_unmatched=self._options.allow_unmatched,
         )
-        check_conditions(plan, config.enabled_sections, detects_overflow=ACTIVATION_OVERFLOW in self._options.debug)
         planned = {entry.layer: entry for entry in plan.layers}
         sections = [resolve_features(section, registered) for section in config.enabled_sections]
         effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}

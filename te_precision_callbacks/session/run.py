@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from te_precision_callbacks.base.debug_values import ACTIVATION_OVERFLOW
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, RaisedInTraining, SessionError
 from te_precision_callbacks.base.exits import is_failure
@@ -91,9 +90,7 @@ class Run:
         self._scalars = scalars
         engine = StatisticsEngine(results.series, failures.report)
         engine.reports_quantized_only = not options.config.is_default
-        detects = ACTIVATION_OVERFLOW in options.debug
-        recorder = Recorder(results.log_dir, report=failures.report, detects_overflow=detects)
-        self.observation = Observation(engine, recorder)
+        self.observation = Observation(engine, Recorder(results.log_dir, report=failures.report))
         self.hooks = ForwardHooks(
             classify, failures, results.audit, scalars, engine, strict=options.strict, every_step=options.every_step
         )
@@ -271,10 +268,9 @@ class Run:
         try:
             records = self._deliver(ending)
         finally:
-            self.overflow.mark_dumps(self.observation.recorder)
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
-        self.context.events += dump_events(self.observation.recorder.take_written())
+        self.context.events.extend(dump_events(self.observation.recorder.take_written()))
         self._parameters.end_step(iteration, stepped)
         self._every_step.add_held(iteration, self._parameters.broken)
         try:
@@ -589,12 +585,11 @@ class Run:
         self._sinks.close(error)
 
     def _close_dumps(self, error: BaseException | None) -> None:
-        """Close the dumps; if a signal ends the process, only queued dumps are written."""
         try:
-            if self._may_read_device:
-                self.overflow.close(error, self.observation.recorder)
+            if self._may_read_device and self.overflow.detector is not None:
+                self.overflow.detector.close(error)
         finally:
-            self.observation.recorder.close(decides=self._may_read_device)
+            self.observation.recorder.close()
 
     def _put_back(self) -> None:
         with ExitStack() as then:

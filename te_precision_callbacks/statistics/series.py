@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -126,9 +125,6 @@ class SeriesTable:
     def since(self, number: int) -> list[Series]:
         return self._series[number:]
 
-    def find(self, layer: str, tensor: str, statistic: str) -> int | None:
-        return self._numbers.get((layer, tensor, statistic, None))
-
     def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
         """Return the number of a series, which may be new.
 
@@ -176,16 +172,6 @@ class Measured:
 
     def __len__(self) -> int:
         return len(self.series) + len(self.histograms)
-
-    def value(self, layer: str, tensor: str, statistic: str) -> float | None:
-        number = self.table.find(layer, tensor, statistic)
-        if number is None:
-            return None
-        return self._by_series.get(number)
-
-    @cached_property
-    def _by_series(self) -> Mapping[int, float]:
-        return dict(zip(self.series.tolist(), self.values.tolist(), strict=True))
 
     def __iter__(self) -> Iterator[Measurement]:
         numbers = zip(self.series.tolist(), self.values.tolist(), strict=True)

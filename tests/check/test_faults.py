@@ -25,7 +25,7 @@ from tests.te_debug_features import EXAMPLES
 CONFIGS = [*EXAMPLES, *(schema.example for schema in FEATURES.values())]
 
 FREE = re.compile(
-    r"(?<=layer_types: ).*|(?<=exact_layer_names: ).*|(?<=regex_pattern: ).*|(?<=when: ).*|(?<=max_bytes: ).*"
+    r"(?<=layer_types: ).*|(?<=exact_layer_names: ).*|(?<=regex_pattern: ).*"
     r"|#.*|^\w+:|\bTrue\b"
 )
 """What a user may write as they like."""

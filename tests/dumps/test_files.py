@@ -20,10 +20,9 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import dump_files
 from te_precision_callbacks.dumps import writer as module
-from te_precision_callbacks.dumps.budget import Limits
 from te_precision_callbacks.dumps.contents import Dump, create_dump
 from te_precision_callbacks.dumps.header import SCHEMA, Header
-from te_precision_callbacks.dumps.writer import Job, Writer
+from te_precision_callbacks.dumps.writer import Writer
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.full_disk import files_up_to
 
@@ -353,9 +352,8 @@ def test_a_new_file_never_replaces_one(tmp_path: Path, monkeypatch: pytest.Monke
 # --- the thread that writes, and who waits for it, when it ends
 
 
-def job(number: int, nbytes: int, most: int) -> Job:
-    tensor = torch.zeros(nbytes, dtype=torch.uint8)
-    return Job(Dump(Header(iteration=number), {"high_precision": tensor}), Limits(1 << 40, 1 << 20, most))
+def empty(number: int, nbytes: int) -> Dump:
+    return Dump(Header(iteration=number), {"high_precision": torch.zeros(nbytes, dtype=torch.uint8)})
 
 
 def ends(doing: Callable[[], object]) -> bool:
@@ -379,19 +377,19 @@ def test_nobody_waits_for_a_thread_that_has_ended(
         raise error
 
     monkeypatch.setattr(module, "write_new", write)
+    monkeypatch.setattr(module, "MOST_QUEUED", 1000)
     writer = Writer(tmp_path)
-    writer.put(job(0, 100, most=1000))
+    writer.put(empty(0, 100))
     assert begun.wait(20)
-    writer.put(job(1, 100, most=1000))
-    waiting = threading.Thread(target=lambda: writer.put(job(2, 950, most=1000)), daemon=True)
+    writer.put(empty(1, 100))
+    waiting = threading.Thread(target=lambda: writer.put(empty(2, 950)), daemon=True)
     waiting.start()
     go.set()
     waiting.join(20)
     assert not waiting.is_alive(), "it has waited for room"
     assert ends(writer.drain)
     if not isinstance(error, Exception):
-        assert ends(lambda: writer.put(job(3, 100, most=50)))
-        assert ends(lambda: writer.wait_for_room(10**6, Limits(1, 1, 1)))
+        assert ends(lambda: writer.put(empty(3, 2000)))
         assert ends(writer.drain)
         assert written == [0], "what waited is dropped, and nothing more is taken"
     assert writer.pending == 0

@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.dumps import load
 from te_precision_callbacks.dumps.contents import operand_of
 from te_precision_callbacks.dumps.dump_files import write
@@ -51,17 +50,6 @@ def test_the_operands_give_the_result(tmp_path: Path, name: str, observe: str) -
         assert what.b.high_precision is not None
         assert (what.a.high_precision is not None) == (gemm != "wgrad")
     assert orders == sorted(orders)
-
-
-def test_conditions_on_the_gemm(tmp_path: Path) -> None:
-    never = train(tmp_path / "never", "current", gemms=["fprop"], when="gemm_kernel_ratio > 2", measures=True)
-    always = train(tmp_path / "always", "current", gemms=["fprop"], when="gemm_format_error > 0.01", measures=True)
-    assert (never, [file.name for file in always]) == ([], ["0.fprop_gemm.safetensors"])
-
-
-def test_a_condition_on_what_nothing_collects_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'gemm_kernel_ratio > 2' of DumpTensors .*'output'"):
-        train(tmp_path, "current", gemms=["fprop"], when="gemm_kernel_ratio > 2")
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:

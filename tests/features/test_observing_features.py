@@ -1,6 +1,5 @@
 """Features that observe: the iterations and tensors that they act on, and the files of DumpTensors."""
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,7 @@ READ = {
         "tensors_struct": [{"tensor": "activation", "stats": "max"}, {"tensor": "weight", "stats": "min", "freq": 1}],
     },
     "FakeQuant": {"enabled": True, "gemms": "fprop", "tensors": "weight", "quant_format": "FP8E4M3"},
-    "DumpTensors": {"enabled": True, "tensors": "weight", "high_precision_tensor": True, "when": "min > 0"},
+    "DumpTensors": {"enabled": True, "tensors": "weight", "high_precision_tensor": True},
 }
 
 
@@ -325,21 +324,3 @@ def test_a_hybrid_tensor_without_a_columnwise_part(tmp_path: Path) -> None:
         debug_api.step()
     expected = x.abs().max().item() / torch.finfo(torch.float8_e5m2).max
     assert logged.rows["linear_activation_scale_inv_max"][0] == pytest.approx(expected, rel=1e-6)
-
-
-def test_conditions_without_a_session(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An impossible setting is reported once, since nobody has checked the config before."""
-    features = {
-        "DumpTensors": {**BOTH, "quantized_tensor": False, "when": ["max > 2", "mse > 1", "activation_overflow"]},
-        "LogTensorStats": {"enabled": True, "tensors": ["activation"], "stats": ["max"]},
-    }
-    with plain(features, tmp_path):
-        net = linear()
-        for number in range(4):
-            net(torch.full((16, 32), float(number))).sum().backward()
-            debug_api.step()
-    assert files(tmp_path) == ["iter_000003/linear.activation.safetensors"]
-    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(errors) == 2
-    assert "'mse > 1' of DumpTensors would never hold: its statistic is not collected for 'activation'" in errors[0]
-    assert "because activation overflow detection is off" in errors[1]

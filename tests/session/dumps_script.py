@@ -1,4 +1,4 @@
-"""Runs that dump, in a separate process: python dumps_script.py CASE FOLDER [RANK]"""
+"""Runs that dump, in a separate process: python dumps_script.py CASE FOLDER"""
 
 # ruff: noqa: E402  # the backend is installed before what imports Transformer Engine
 
@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.session import InspectSession
-from tests.conftest import feature, statistics
+from tests.conftest import feature
 
 
 def config(**options: Any) -> dict[str, Any]:
@@ -43,12 +42,9 @@ def killed(folder: Path) -> None:
 
 def not_stopped(folder: Path) -> None:
     net = te.Linear(64, 64)
-    struct = [{"tensor": "activation"}, {"tensor": "output", "when": "nonfinite"}]
-    dumped = feature("DumpTensors", ["linear"], high_precision_tensor=True, tensors_struct=struct)
+    dumped = feature("DumpTensors", ["linear"], high_precision_tensor=True, tensors=["activation", "output"])
     session = InspectSession({"s": dumped}, model=net, log_dir=folder).start()
     for number in range(3):
-        if number == 2:
-            net.bias.data[3] = torch.nan
         net(torch.full((1 << 12, 64), float(number)))
         if number < 2:
             session.step()
@@ -69,21 +65,8 @@ def forked(folder: Path) -> None:
         net(torch.full((16, 64), 3.0))
 
 
-def ranks(folder: Path, rank: int) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    net = te.Linear(32, 32)
-    asked = statistics(stats=["max"]) | config(when="max > 5")
-    with InspectSession(asked, model=net, log_dir=folder / "log") as session:
-        for number in range(3):
-            value = 1.0 + 8 * rank if number == 1 else 1.0
-            net(torch.full((16, 32), value)).sum().backward()
-            session.step()
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    case, folder, *rank = sys.argv[1:]
-    cases = {"killed": killed, "not stopped": not_stopped, "forked": forked, "ranks": ranks}
-    cases[case](Path(folder), *map(int, rank))
+    case, folder = sys.argv[1:]
+    cases = {"killed": killed, "not stopped": not_stopped, "forked": forked}
+    cases[case](Path(folder))
