@@ -17,18 +17,16 @@ _DUMPED_STEPS = "Choose the steps of DumpTensors with start_step, end_step and f
 
 _LOGPROBS = "Use your RL trainer's metrics of the log-probabilities of trainer and rollout."
 
-_REACTIONS = "Use 'warn', 'stop', or a function of the finding."
-
 FORMER_NAMES: Mapping[str, str] = {
-    "dump": f"{_REACTIONS} To dump tensors, resume before the finding, with DumpTensors in the config.",
+    "dump": "To dump tensors, resume before the finding, with DumpTensors in the config.",
     "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
-    "high precision": f"{_REACTIONS} DisableQuantizationLayer in the config runs layers in high precision.",
+    "high precision": "DisableQuantizationLayer in the config runs layers in high precision.",
     "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
     "max_bytes": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
     "max_files": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
     "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
     "profile": "Use torch.profiler or Nsight Systems.",
-    "protect checkpoint": f"{_REACTIONS} 'stop' ends the run before it replaces good checkpoints.",
+    "protect checkpoint": "Use 'stop', which ends the run before it replaces good checkpoints.",
     "report": "Run te-precision report RUN after the training.",
     "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
     "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
