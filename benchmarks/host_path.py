@@ -36,7 +36,7 @@ from unittest import mock
 import torch
 from gpu_parts.rows import Settings
 from gpu_parts.training import PATHS, Training
-from measuring import Case, arguments, as_in_a_long_run, report
+from measuring import Case, arguments, report
 from step import Run, with_ours, without
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -305,7 +305,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("te_precision_callbacks").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
-    with tempfile.TemporaryDirectory() as folder, as_in_a_long_run():
+    with tempfile.TemporaryDirectory() as folder:
         cases = cases_of(options, stub_driver(Path(folder)))
     report(cases, {"host path": "case", "value": "value"}, _CPU, as_json=options.json)
 

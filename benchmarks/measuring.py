@@ -203,11 +203,6 @@ def llama(layers: int, hidden: int, sequence: int, vocabulary: int) -> torch.nn.
     return LlamaForCausalLM(config)
 
 
-def as_in_a_long_run() -> AbstractContextManager[object]:
-    """Simulations of recipes are compiled at once, as they are for nearly all of a long run."""
-    return mock.patch("te_precision_callbacks.engine.kernels.compiled.PAYS_FROM", 0)
-
-
 @contextlib.contextmanager
 def upstream_functions() -> Iterator[None]:
     """Transformer Engine's statistics without ``torch.compile``, which was slower in 11 of 12 measured cases, and 1 %

@@ -25,7 +25,6 @@ from measuring import (
     TENSOR_STATISTICS,
     Case,
     arguments,
-    as_in_a_long_run,
     in_turn,
     interval,
     plainly,
@@ -172,9 +171,8 @@ def main() -> None:
             ((), delayed, DELAYED),
             (TENSOR_STATISTICS, delayed, DELAYED),
         ):
-            with as_in_a_long_run():
-                measured = Measured(dtype, tensor, quantized, recipe, size=options.size, device=device)
-                cases.append(measured.run(options.seconds, options.least))
+            measured = Measured(dtype, tensor, quantized, recipe, size=options.size, device=device)
+            cases.append(measured.run(options.seconds, options.least))
     report(cases, COLUMNS, device, as_json=options.json)
 
 

@@ -49,7 +49,6 @@ from measuring import (
     Pairs,
     Way,
     arguments,
-    as_in_a_long_run,
     in_turn,
     llama,
     machine,
@@ -456,8 +455,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     progress(machine(device))
-    with as_in_a_long_run():
-        cases = cases_of(options, device)
+    cases = cases_of(options, device)
     sizes_used = {name: getattr(options, name) for name in SIZES}
     report([case | sizes_used for case in cases], COLUMNS, device, as_json=options.json)
 

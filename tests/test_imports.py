@@ -162,7 +162,6 @@ CHANGES = {
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
     "engine.kernels": {"_on_gpu", "_triton"},  # caches of kernels, and their limits
-    "engine.kernels.compiled": {"_failed", "_in_plain_torch", "_kernels"},
     "engine.kernels.largest": {"_launch", "_on_gpu"},
     "engine.kernels.triton_blocks": {"_known"},
     "engine.kernels.triton_kernel": {"_compiled", "_known"},

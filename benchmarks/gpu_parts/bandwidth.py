@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval, as_in_a_long_run
+from measuring import FP8_STATISTICS, TENSOR_STATISTICS, Interval
 from stats import CURRENT, Measured
 
 from gpu_parts.kernels import measured_tensor
@@ -72,9 +72,8 @@ def check(settings: Settings, rows: Rows) -> None:
     settings.transformer_engine()
     size, least, seconds = (8192, 8, 20.0) if settings.on_gpu else (160, 1, 0.0)
     for tensor, quantized, recipe in ((TENSOR_STATISTICS, (), ""), ((), FP8_STATISTICS, CURRENT)):
-        with as_in_a_long_run():
-            measured = Measured(torch.bfloat16, tensor, quantized, recipe, size=size, device=settings.device)
-            results = measured.run(seconds, least)
+        measured = Measured(torch.bfloat16, tensor, quantized, recipe, size=size, device=settings.device)
+        results = measured.run(seconds, least)
         name = f"{measured.name}, {size} x {size}"
         if settings.on_gpu:
             results |= _bandwidth(measured)

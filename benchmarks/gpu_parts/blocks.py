@@ -7,7 +7,6 @@ is a multiple of the kernel's tiles.
 from __future__ import annotations
 
 import torch
-from measuring import as_in_a_long_run
 
 from gpu_parts.kernels import BOUNDS_ON_CPU, BOUNDS_ON_GPU, SUMS_AND_MAXIMA, compared, drawn
 from gpu_parts.rows import Rows, Settings
@@ -98,12 +97,11 @@ def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[st
 
 
 def check(settings: Settings, rows: Rows) -> None:
-    with as_in_a_long_run():
-        for dtype in (torch.bfloat16, torch.float32):
-            for form in FORMS:
-                if dtype == torch.float32 and form[0] not in IN_FLOAT32:
-                    continue
-                name = f"{str(dtype).removeprefix('torch.')}, {form[0]}: columns that are wrong"
-                with rows.of(name):
-                    wrong = _blocks_wrong(form, dtype, settings)
-                    rows.equal(name, len(wrong), 0, note="; ".join(wrong))
+    for dtype in (torch.bfloat16, torch.float32):
+        for form in FORMS:
+            if dtype == torch.float32 and form[0] not in IN_FLOAT32:
+                continue
+            name = f"{str(dtype).removeprefix('torch.')}, {form[0]}: columns that are wrong"
+            with rows.of(name):
+                wrong = _blocks_wrong(form, dtype, settings)
+                rows.equal(name, len(wrong), 0, note="; ".join(wrong))

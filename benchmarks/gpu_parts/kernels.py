@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from measuring import as_in_a_long_run
 from stats import path_of
 
 from gpu_parts.rows import Rows, Settings
@@ -238,17 +237,16 @@ def _differing_together(dtype: torch.dtype, settings: Settings, *, with_codes: b
 
 def check(settings: Settings, rows: Rows) -> None:
     bounds = BOUNDS_ON_GPU if settings.on_gpu else BOUNDS_ON_CPU
-    with as_in_a_long_run():
-        for case in cases(small=not settings.on_gpu):
-            sums, maxima = SUMS_AND_MAXIMA[case.codes is not None]
-            bins = [f"exponent {number}" for number in range(EXPONENT_BINS if case.histogram else 0)]
-            names = [*sums, *bins, *maxima, "variance"]
-            right = _measured(case, torch.device("cpu"), torch.float64)
-            worst, wrong = compared(_measured(case, settings.device), right, names, bounds)
-            rows.add(case.name, worst, "of the bound", "<= 1, counts equal", ok=not wrong, note="; ".join(wrong))
-        for dtype, with_codes in ((torch.float32, False), (torch.bfloat16, True)):
-            name = f"{str(dtype).removeprefix('torch.')}, four tensors{' and their codes' if with_codes else ''}"
-            differing = _differing_together(dtype, settings, with_codes=with_codes)
-            rows.equal(f"{name}, together: columns that are not those of one at a time", differing, 0)
-        path = path_of(torch.zeros(2**16, device=settings.device))  # after a failure of Triton it is ``eager``
+    for case in cases(small=not settings.on_gpu):
+        sums, maxima = SUMS_AND_MAXIMA[case.codes is not None]
+        bins = [f"exponent {number}" for number in range(EXPONENT_BINS if case.histogram else 0)]
+        names = [*sums, *bins, *maxima, "variance"]
+        right = _measured(case, torch.device("cpu"), torch.float64)
+        worst, wrong = compared(_measured(case, settings.device), right, names, bounds)
+        rows.add(case.name, worst, "of the bound", "<= 1, counts equal", ok=not wrong, note="; ".join(wrong))
+    for dtype, with_codes in ((torch.float32, False), (torch.bfloat16, True)):
+        name = f"{str(dtype).removeprefix('torch.')}, four tensors{' and their codes' if with_codes else ''}"
+        differing = _differing_together(dtype, settings, with_codes=with_codes)
+        rows.equal(f"{name}, together: columns that are not those of one at a time", differing, 0)
+    path = path_of(torch.zeros(2**16, device=settings.device))  # after a failure of Triton it is ``eager``
     rows.equal_on_gpu("the pass that was taken", path, "triton", settings)

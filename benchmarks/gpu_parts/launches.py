@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from measuring import as_in_a_long_run
 from step import Run, with_ours, without
 
 from gpu_parts.rows import Rows, Settings
@@ -38,8 +37,7 @@ def check(settings: Settings, rows: Rows) -> None:
     ways: dict[str, Run] = {"without": without}
     for path in PATHS:
         ways[path] = functools.partial(with_ours, training.model, PATHS[path](fp8=False), path)
-    with as_in_a_long_run():
-        results = {name: counted(training, way, settings) for name, way in ways.items()}
+    results = {name: counted(training, way, settings) for name, way in ways.items()}
     alone, _ = results["without"]
     note = f"{layers} layers, hidden {hidden}; {settings.backend_note}".removesuffix("; ")
     for name, (before, after) in results.items():

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from measuring import as_in_a_long_run, progress, synchronize
+from measuring import progress, synchronize
 from step import EndOfStep, Run, fused_config, with_ours, with_upstream, without
 
 from gpu_parts.rows import Rows, Settings
@@ -85,8 +85,7 @@ def check(settings: Settings, rows: Rows) -> None:
     ways["default config, another step"] = default, 11, 5
     upstream = functools.partial(with_upstream, training.model, PATHS["debug"](fp8=True))
     ways["Transformer Engine's own, every step"] = upstream, 2, 1  # a step takes seconds
-    with as_in_a_long_run():
-        times = measure(training, ways, settings)
+    times = measure(training, ways, settings)
     size = f"{layers} layers, hidden {hidden}, {2 * sequence} tokens"
     alone = statistics.median(times["without"])
     for name, values in times.items():

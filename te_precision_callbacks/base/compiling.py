@@ -53,9 +53,22 @@ class CppFile:
                 self.functions = self.load()
             except Exception as error:
                 self.failed = True
-                what, times = self._fallback
-                warn_not_compiled(logger, what, times, error)
+                self._warn(error)
         return bool(self.functions)
+
+    def _warn(self, error: Exception) -> None:
+        if isinstance(error, OSError):
+            advice = "torch keeps compiled code in a cache folder: set TORCHINDUCTOR_CACHE_DIR to a writable one."
+        else:
+            advice = "Install a C++ compiler such as g++ if it is missing; TORCH_LOGS=inductor prints details."
+        reason = str(error).strip()
+        logger.warning(
+            "%s, up to %s times slower with the same results: the fast pass cannot be compiled (%s: %s). %s",
+            *self._fallback,
+            type(error).__name__,
+            reason.splitlines()[0] if reason else "no message",
+            advice,
+        )
 
     def load(self, flags: Sequence[str] = ()) -> dict[str, Any]:
         """Compile, or load from torch's cache (2.13, ``_inductor/codecache.py``).
@@ -75,19 +88,3 @@ class CppFile:
             function.restype = None
             function.argtypes = list(self._argtypes[name])
         return functions
-
-
-def warn_not_compiled(logger: logging.Logger, what: str, times: str, error: BaseException) -> None:
-    if isinstance(error, OSError):
-        advice = "torch keeps compiled code in a cache folder: set TORCHINDUCTOR_CACHE_DIR to a writable one."
-    else:
-        advice = "Install a C++ compiler such as g++ if it is missing; TORCH_LOGS=dynamo,inductor prints details."
-    reason = str(error).strip()
-    logger.warning(
-        "%s, up to %s times slower with the same results: the fast pass cannot be compiled (%s: %s). %s",
-        what,
-        times,
-        type(error).__name__,
-        reason.splitlines()[0] if reason else "no message",
-        advice,
-    )

@@ -11,9 +11,8 @@ Engine's quantizers, so it also covers layers in high precision and GPUs without
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,14 +33,14 @@ from te_precision_callbacks.base.numerics.layouts import (
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.base.vocabulary import direction_name
-from te_precision_callbacks.engine.kernels import compiled, eager
+from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import BlockScaledTensor
 from te_precision_callbacks.engine.kernels.eager_blocks import (
     Scales,
     SumsAndMaxima,
     columns_of,
+    compare_piece,
     join_comparisons,
-    limit,
     needs_blocks,
     range_columns,
 )
@@ -167,25 +166,18 @@ def simulate(
         return {StatisticSource.RANGES: range_columns(blocks)}
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
-    simulation = _simulation(recipe, settings, by_block)
-    columns = [compiled.run(simulation, piece, tensor_amax) for piece in compiled.pieces(blocks)]
-    compared = join_comparisons([compared for compared, _, _ in columns], by_block)
-    kept = columns[:1] if block is None else columns
-    factors = torch.cat([factors.reshape(-1) for _, factors, _ in kept])
-    stored_scales = torch.cat([scales.reshape(-1) for _, _, scales in kept])
-    # A per-tensor scale always counts, as in a real quantized tensor.
-    occupied = torch.ones_like(factors, dtype=torch.bool) if block is None else None
-    return columns_of(wanted, compared, Scales(factors, stored_scales, *simulated.limits), occupied, blocks)
-
-
-@functools.cache
-def _simulation(
-    recipe: str, settings: QuantizerSettings, by_block: bool
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    def simulation(blocks: torch.Tensor, tensor_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rounded = round_blocks(recipe, blocks, tensor_amax, settings)
-        number_format = E2M1 if recipe == "nvfp4" else settings.fp8
-        rows = eager.comparison(blocks, rounded.values, limit(rounded.factors, number_format))
-        return rows if by_block else rows.sum(1, keepdim=True), rounded.factors, rounded.scales
-
-    return simulation
+    number_format = E2M1 if recipe == "nvfp4" else settings.fp8
+    compared = []
+    factors = []
+    scales = []
+    for piece in eager.split_rows(blocks):
+        rounded = round_blocks(recipe, piece, tensor_amax, settings)
+        compared.append(compare_piece(piece, rounded.values, rounded.factors, number_format, by_block=by_block))
+        factors.append(rounded.factors.reshape(-1))
+        scales.append(rounded.scales.reshape(-1))
+    sums = join_comparisons(compared, by_block=by_block)
+    if block is None:  # one scale, which always counts, as in a real quantized tensor
+        of_tensor = Scales(factors[0], scales[0], *simulated.limits)
+        return columns_of(wanted, sums, of_tensor, torch.ones_like(factors[0], dtype=torch.bool), blocks)
+    of_blocks = Scales(torch.cat(factors), torch.cat(scales), *simulated.limits)
+    return columns_of(wanted, sums, of_blocks, None, blocks)

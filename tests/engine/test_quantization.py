@@ -18,7 +18,7 @@ from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 
 from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels import compiled
+from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.quantization import read
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS
@@ -31,10 +31,7 @@ from tests.engine.one_step import Found, one_step, statistics
 from tests.engine.recipes import BLOCKS, INF, NAN, Pair, by_block, factors_of, quantize
 from tests.quantizers import fp8_dtype, quantizer
 
-COMPILED_FROM = compiled.SMALLEST
 OF_ANY_RECIPE = [name for name in QUANTIZED_STATISTICS if name not in BLOCK_STATISTICS]
-
-pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def names_of(recipe: str, form: str) -> list[str]:
@@ -130,20 +127,14 @@ def test_what_a_recipe_would_give(name: str, recipe: str, weight: bool, columnwi
         assert_as_numpy(result, recipe, batches, form, weight=weight, columnwise=columnwise)
 
 
-@pytest.mark.slow
-def test_compiled_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the statistics that all blocks have, which are compiled apart."""
-    monkeypatch.setattr(compiled, "SMALLEST", COMPILED_FROM)
-    monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(compiled, "_PIECE", 17_000)
+def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "PIECE", 1_700)
     form, x = "nvfp4_{}_columnwise", spread(150, 137)
     names = names_of("nvfp4", form)
     result = statistics([Watched("l", "activation", 0, x)], names)
     both = [Pair(matrix(x), quantize("nvfp4", matrix(x), columnwise=True))]
     expected = {form.format(name): value for name, value in from_numpy("nvfp4", both).items()}
     assert result == pytest.approx({name: expected[name] for name in names}, rel=1e-13)
-    assert not compiled._failed
-    assert compiled._kernels
 
 
 def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:

@@ -19,9 +19,6 @@ from tests.quantizers import quantizer
 ROWS, COLUMNS = 160, 288
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
-
-
 def spread(by: float = 4.0) -> torch.Tensor:
     return forms.spread(ROWS, COLUMNS, by=by)
 

@@ -37,9 +37,6 @@ INF, NAN = math.inf, math.nan
 PAGE = Path(__file__).parents[2] / "docs" / "statistics.md"
 
 
-pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
-
-
 def statistics_of(micro_batches: Sequence[torch.Tensor], names: Sequence[Any], *, tensor: str = "gradient") -> Found:
     watched = [Watched("layer", tensor, 3, values) for values in micro_batches]
     return statistics(watched, names, lambda name: tensor_request(name).of(tensor))

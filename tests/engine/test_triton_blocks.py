@@ -49,7 +49,6 @@ from tests.engine.test_triton_kernel import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("nothing_is_compiled"),
     pytest.mark.slow,  # the interpreter is
     pytest.mark.filterwarnings(
         "ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"

@@ -10,12 +10,10 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.engine.kernels import compiled
 from tests.engine.exact import BLOCK_STATISTICS
 
 ROWS, INPUTS, OUTPUTS = 96, 160, 96
@@ -48,7 +46,6 @@ def tensors() -> dict[str, torch.Tensor]:
     return {"activation": x, "weight": normal(1, OUTPUTS, INPUTS), "gradient": normal(2, ROWS, OUTPUTS)}
 
 
-@mock.patch.object(compiled, "SMALLEST", sys.maxsize)  # to compile takes a minute
 def observed(recipe_name: str | None, folder: Path) -> dict[str, Any]:
     """``"<tensor> <statistic>"`` -> value, of one step of a ``Linear``; histograms as bin -> count."""
     import transformer_engine.pytorch as te

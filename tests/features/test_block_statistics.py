@@ -1,12 +1,10 @@
 """Layers under each recipe: statistics of their blocks and under other formats, and the pages' statements."""
 
 import json
-import sys
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
 
-from te_precision_callbacks.engine.kernels import compiled
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, feature
 from tests.engine import recipes
@@ -128,7 +125,6 @@ def test_nvfp4_overflows_by_construction(weight: bool, elements: float, blocks: 
         assert 100 * cut == pytest.approx(1, abs=0.2)
 
 
-@mock.patch.object(compiled, "SMALLEST", sys.maxsize)
 def gradients(folder: Path, recipe: Any, *, disabled: bool = False) -> list[float]:
     """The ``sqnr_db`` of :data:`WOULD_BE` of the gradient of a layer, from N(0, 1)."""
     layer, keeper = te.Linear(64, 128, bias=False), Keeper()

@@ -68,9 +68,7 @@ class Bits:
     def value(self, code: int) -> float:
         magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         sign = -1.0 if magnitude != code else 1.0
-        # torch.compile does not support divmod.
-        exponent = magnitude >> self.mantissa_bits
-        mantissa = magnitude & (2**self.mantissa_bits - 1)
+        exponent, mantissa = divmod(magnitude, 2**self.mantissa_bits)
         if magnitude > self.max_code:
             infinite = self.specials is Specials.IEEE and mantissa == 0
             if infinite:

@@ -34,6 +34,11 @@ def piece_size(values: torch.Tensor) -> int:
     return PIECE_ELSEWHERE
 
 
+def split_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split a matrix into pieces of whole rows."""
+    return torch.split(matrix, max(1, piece_size(matrix) // matrix.shape[1]))
+
+
 def flatten(values: torch.Tensor) -> torch.Tensor:
     """Flatten in any order, so that a dense tensor such as a transpose is not copied."""
     if not values.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(values):
@@ -88,8 +93,6 @@ def _finite_or(otherwise: float, x: torch.Tensor) -> torch.Tensor:
 
 def _count(mask: torch.Tensor) -> torch.Tensor:
     """Count true elements per row: float64, [rows]; exact to 2^24."""
-    if torch.compiler.is_compiling():
-        return mask.sum(1, dtype=torch.float32).to(torch.float64)
     return mask.view(torch.int8).sum(1, dtype=torch.int32).to(torch.float64)
 
 

@@ -8,7 +8,6 @@ the tensor.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
-from te_precision_callbacks.engine.kernels import compiled, eager
+from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     NOTHING,
@@ -145,30 +144,27 @@ def _compare_blocks(
     blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
 ) -> torch.Tensor:
     """COMPARISON_SUMS of blocks and decoded codes: [6, blocks], or [6, 1] over all blocks."""
-    function = _comparison(number_format, by_block)
-    pieces = compiled.pieces(blocks)
+    pieces = eager.split_rows(blocks)
     sizes = [len(piece) for piece in pieces]
-    others = zip(torch.split(elements, sizes), torch.split(factors, sizes), strict=True)
-    return join_comparisons(
-        [compiled.run(function, piece, *other) for piece, other in zip(pieces, others, strict=True)], by_block
-    )
+    compared = []
+    for piece, codes, scales in zip(pieces, torch.split(elements, sizes), torch.split(factors, sizes), strict=True):
+        compared.append(compare_piece(piece, codes * scales, scales, number_format, by_block=by_block))
+    return join_comparisons(compared, by_block=by_block)
 
 
-@functools.cache
-def _comparison(number_format: FloatFormat, by_block: bool) -> Callable[..., torch.Tensor]:
-    def comparison(blocks: torch.Tensor, elements: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        rows = eager.comparison(blocks, elements * factors, limit(factors, number_format))
-        if by_block:
-            return rows
-        return rows.sum(1, keepdim=True)
+def compare_piece(
+    piece: torch.Tensor, quantized: torch.Tensor, factors: torch.Tensor, number_format: FloatFormat, *, by_block: bool
+) -> torch.Tensor:
+    """COMPARISON_SUMS of a piece of blocks: [6, blocks], or [6, 1]; ``factors``: [blocks, 1], from code to value."""
+    # The largest magnitude that does not overflow is inf where the factor is 0, where everything underflows.
+    limit = torch.where(factors == 0, math.inf, factors * (number_format.max * ROUNDING))
+    rows = eager.comparison(piece, quantized, limit)
+    return rows if by_block else rows.sum(1, keepdim=True)
 
-    return comparison
 
-
-def join_comparisons(compared: Sequence[torch.Tensor], by_block: bool) -> torch.Tensor:
-    if by_block:
-        return torch.cat(list(compared), 1)
-    return torch.cat(list(compared), 1).sum(1, keepdim=True)
+def join_comparisons(compared: Sequence[torch.Tensor], *, by_block: bool) -> torch.Tensor:
+    joined = torch.cat(list(compared), 1)
+    return joined if by_block else joined.sum(1, keepdim=True)
 
 
 def columns_of(
@@ -216,11 +212,6 @@ def _limit_sums(scales: Scales, occupied: torch.Tensor) -> torch.Tensor:
     saturated = flushed | (occupied & ~(scales.stored < scales.high))
     number = torch.ones_like(occupied, dtype=torch.float64).sum()
     return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
-
-
-def limit(factors: torch.Tensor, number_format: FloatFormat) -> torch.Tensor:
-    """Largest magnitude that does not overflow; inf where the factor is 0, where everything underflows."""
-    return torch.where(factors == 0, math.inf, factors * (number_format.max * ROUNDING))
 
 
 def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
@@ -279,8 +270,7 @@ def _log2_of_ratio(largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tenso
 
 def _extremes_of(rows: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield both :func:`_extremes` of a matrix."""
-    pieces = [compiled.run(_extremes, piece) for piece in compiled.pieces(rows)]
-    return map(torch.cat, zip(*pieces, strict=True))
+    return map(torch.cat, zip(*map(_extremes, eager.split_rows(rows)), strict=True))
 
 
 def _extremes(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
