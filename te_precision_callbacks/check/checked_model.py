@@ -239,6 +239,12 @@ class _Check:
         if self._regions:
             names = join_names(self._regions)
             unknown.append(f"the recipe inside {names}, whose forward may enter te.autocast itself")
+        is_pretrained = any("PreTrainedModel" in class_names(module) for module in modules_of(self._model))
+        if is_pretrained and not self._layers:
+            unknown.append(
+                "the layers after Accelerate's conversion for FP8. To plan them, let the function return"
+                " te_precision_callbacks.accelerate.convert_to_te(model)"
+            )
         return unknown
 
     def _check_contract(
@@ -257,6 +263,7 @@ class _Check:
         if self._regions:
             undecided += [f"{pattern}: {precision}" for pattern, precision in layers.items()]
             layers = {}
+        undecided += [f"{subject}: {dtype}" for subject, dtype in contract.state.items()]
         contract = contract.model_copy(update={"share": shares, "layers": layers})
         texts = broken_clauses(contract, products.coverage)
         for steps, coverage in spans.items():
@@ -316,7 +323,8 @@ class _Check:
             self._findings += findings_of("unmatched", drafted.missing.texts)
         self._notes += drafted.idle.texts
         self._notes += notes_of(config)
-        self._notes += filter(None, [self._without_layers()])
+        if not self._layers:
+            self._notes.append(no_layers_warning("without precision debugging"))
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))
@@ -333,18 +341,6 @@ class _Check:
             )
             self._findings.append(PlanFinding("refused", text, tuple(names)))
         return plan
-
-    def _without_layers(self) -> str:
-        if self._layers:
-            return ""
-        text = no_layers_warning("without precision debugging")
-        is_pretrained = any("PreTrainedModel" in class_names(module) for module in modules_of(self._model))
-        if is_pretrained:
-            text += (
-                " Accelerate converts Linear layers to Transformer Engine for FP8 training: to plan this, build the"
-                " model with te_precision_callbacks.accelerate.convert_to_te(model)."
-            )
-        return text
 
     def _on_fused_path(self, plan: Plan) -> list[int]:
         try:

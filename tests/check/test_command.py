@@ -372,7 +372,9 @@ def with_an_adapter() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("model", ["llama", "with_an_adapter"])
-def test_without_conversion_a_note_names_the_function(config: str, model: str) -> None:
-    result = check(config, model, code=1)
-    (note,) = (note for note in result["notes"] if "no Transformer Engine layer" in note)
-    assert "te_precision_callbacks.accelerate.convert_to_te(model)" in note
+def test_the_layers_after_a_conversion_are_not_known(config: str, model: str) -> None:
+    result = check(config, model, "--require", "fp8 fprop >= 90%", code=1)
+    assert "te_precision_callbacks.accelerate.convert_to_te(model)" in result["unknown"][0]
+    assert result["undecided"] == ["fp8 fprop >= 90%"]
+    assert [finding["kind"] for finding in result["findings"]] == ["high_precision"]
+    assert any("no Transformer Engine layer" in note for note in result["notes"])

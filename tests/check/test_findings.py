@@ -330,6 +330,7 @@ def test_a_forward_that_may_enter_a_region_is_not_known(tmp_path: Path) -> None:
         session.step()
     assert session.coverage().share("fp8") == 0.5
     plain = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormMLP(32, 64))
+    assert undecided(plain, {"state": {"optimizer_state": "float32"}}) == (["optimizer_state: float32"], "")
     assert undecided(plain, "fp8 >= 90%") == ([], "")
 
 
