@@ -1,4 +1,4 @@
-"""LogGemmError: the error at the output of GEMMs, and its cause: the format, the quantizer or the kernel."""
+"""LogGemmError: the error of GEMMs: of their kernel, and of the format of their operands."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ TABLE: Mapping[Kind, Table] = {
     "wrong-kernel": Table(
         "a layer's GEMM zeroes a tile, swaps two rows, halves its result, or has 1 % wrong elements; with LogGemmError"
         " in the config",
-        ("gemm-kernel", "gemm-gain"),
+        ("wrong-gemm",),
     ),
     "large-weight": Table("a weight is initialized 1000 times too large", ("sibling",), starts=(0, 0)),
     "unmoved-scales": Table(

@@ -286,11 +286,11 @@ CASES: Mapping[str, Case] = {
         {"is_first_microbatch=True": first_microbatch},
     ),
     "wrong-tile": Case(
-        "gemm-kernel", "an FP8 GEMM of a layer zeroes a tile", of("wrong-kernel", 4),
+        "wrong-gemm", "an FP8 GEMM of a layer zeroes a tile", of("wrong-kernel", 4),
         {"the layer in high precision": target_in_high_precision}, gemms=True,
     ),
     "half": Case(
-        "gemm-gain", "an FP8 GEMM of a layer halves its result", of("wrong-kernel", 4, variant=2),
+        "wrong-gemm", "an FP8 GEMM of a layer halves its result", of("wrong-kernel", 4, variant=2),
         {"the layer in high precision": target_in_high_precision}, gemms=True,
     ),
     "nan": Case(

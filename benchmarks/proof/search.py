@@ -199,7 +199,7 @@ def choices(case: Case, folder: Path) -> dict[str, Any]:
         built.train_step()
         session.step()
     run = open_run(folder / "run")
-    rows = [row for row in run.series.to_pylist() if row["statistic"] == "gemm_error"]
+    rows = [row for row in run.series.to_pylist() if row["statistic"] == "gemm_format_error"]
     gemms = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}
     error = {
         f"{row['layer']} {gemms[row['tensor']]}": run.values([row["series"]])["value"].to_pylist()[-1] for row in rows

@@ -25,7 +25,6 @@ from te_precision_callbacks.diagnosis.command import diagnose_command, rules_com
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
-from te_precision_callbacks.replay.command import replay_command
 from te_precision_callbacks.search.command import search_command
 from te_precision_callbacks.views.compare.command import SeveralRuns, compare_command
 from te_precision_callbacks.views.report.command import report_command
@@ -52,7 +51,6 @@ _READERS = {
     "diagnose",
     "dumps",
     "features",
-    "replay",
     "report",
     "rules",
     "show",
@@ -141,7 +139,6 @@ app.command("check")(check_command)
 app.command("map")(map_command)
 app.command("search")(search_command)
 app.command("diagnose")(diagnose_command)
-app.command("replay")(replay_command)
 app.command("compare", cls=SeveralRuns)(compare_command)
 app.command("show")(show_command)
 app.command("report")(report_command)

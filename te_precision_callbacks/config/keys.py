@@ -87,7 +87,7 @@ class GemmSampling(Scheduled):
         "64MiB",
         validate_default=True,
         description="The size of a decoded piece of an operand, in float32; decoding temporarily needs up to four times"
-        " that. A piece has at least 128 rows. A GEMM that does not fit is not measured, with a message.",
+        " that. A piece has at least 128 rows.",
     )
 
 

@@ -277,7 +277,7 @@ class LogGemmErrorItem(GemmSampling, OneGemm):
 
 
 class LogGemmError(GemmSampling, GemmChoice[LogGemmErrorItem], FeatureSchema):
-    """Logs the error at the output of GEMMs in low precision, and its cause: format, quantizer or kernel.
+    """Logs the error of GEMMs in low precision: of their kernel, and of the format of their operands.
 
     Products are not computed a second time: the operands and the result are multiplied with a few random vectors.
     docs/gemm-error.md explains the statistics and their limits. The feature needs a session.
@@ -309,7 +309,7 @@ class DumpTensors(
 ):
     """Writes tensors or whole GEMMs to files, one per rank, step, layer, tensor or GEMM, and micro-batch.
 
-    `gemms` writes whole GEMMs for `te-precision replay`: the codes and scales of both operands, the operands before
+    `gemms` writes whole GEMMs for `dumps.gemm_errors`: the codes and scales of both operands, the operands before
     quantization if available, and the result. `high_precision_tensor` and `quantized_tensor` apply to `tensors`.
 
     Files are written in the background to `tensor_dumps/rank_R/iter_N/` in the log folder. Dumping stops, with one

@@ -7,7 +7,7 @@ steps as an uninterrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.levels import Level, ObservingFeatureSchema, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError, LogGemmErrorItem
-from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
+from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError
+from te_precision_callbacks.statistics.schedule import EVERY_STEP
 
 _MOST_NAMED = 3
 
@@ -70,24 +70,6 @@ def describe_never_due(config: Config, last: int) -> str:
         f"The run ended after step {last}, before these features became active:"
         f" {'; '.join(first_of(dict.fromkeys(never_due), _MOST_NAMED))}. Choose steps up to {last}, or run longer;"
         " steps start at 0."
-    )
-
-
-def gemm_error_schedules(config: Config) -> list[Schedule]:
-    return [
-        target.options.schedule for *_, target in _all_targets(config) if isinstance(target.options, LogGemmErrorItem)
-    ]
-
-
-def why_never_due(schedules: Collection[Schedule], begin: int, last: int) -> str:
-    """Return the reason if a feature was never due from step ``begin`` to ``last``; empty if it was due, or is not
-    configured.
-    """
-    due = [first for schedule in schedules if (first := schedule.at(begin - 1)[1]) is not None]
-    if not schedules or min(due, default=last + 1) <= last:
-        return ""
-    return f"the run started at iteration {begin}; the feature is " + (
-        f"first active at iteration {min(due)}" if due else "not active after that"
     )
 
 

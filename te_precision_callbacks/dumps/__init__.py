@@ -10,6 +10,8 @@ Usage::
         dump = dumps.load(entry.path)
         error = dumps.dequantize(dump) - dump.tensors["high_precision"]
 
+    dumps.gemm_errors("fc1.fprop_gemm.safetensors")  # of a whole GEMM: of its kernel, and of its format
+
 ``docs/dumps.md`` describes the content of a file.
 """
 
@@ -24,15 +26,18 @@ if TYPE_CHECKING:
     from te_precision_callbacks.dumps.dump_files import Entry, load, save
     from te_precision_callbacks.dumps.dump_files import list_dumps as list
     from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
+    from te_precision_callbacks.dumps.gemms import GemmErrors, gemm_errors
     from te_precision_callbacks.dumps.header import Header
 
 __all__ = [
     "Dump",
     "DumpError",
     "Entry",
+    "GemmErrors",
     "Header",
     "NotADumpError",
     "dequantize",
+    "gemm_errors",
     "list",
     "load",
     "save",

@@ -44,7 +44,6 @@ from te_precision_callbacks.dumps.header import (
     Quantized,
     dtype_name,
 )
-from te_precision_callbacks.gemm_error.codes import rules_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +215,7 @@ def create_record(
             if part is None:
                 raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
             memory = part
-        described[side] = _operand(side, operand, memory, high, getattr(data, "_quantizer", None), tensors)
+        described[side] = _operand(side, operand, memory, high, tensors)
     for name, tensor in (("out", out), ("before", before), ("bias", bias)):
         if tensor is not None:
             tensors[name] = _plain(tensor)
@@ -230,12 +229,11 @@ def _operand(
     operand: DumpedOperand,
     memory: Stored | torch.Tensor,
     high: torch.Tensor | None,
-    quantizer: Any,
     tensors: dict[str, torch.Tensor],
 ) -> DumpedOperand:
     if not isinstance(memory, Stored):
         tensors[f"{name}.values"] = _plain(memory)
-        return dataclasses.replace(operand, values=_describe_plain(memory), rounding=None)
+        return dataclasses.replace(operand, values=_describe_plain(memory))
     direction, of_direction = _internals(memory, one_object=False)
     for key, tensor in of_direction.items():
         tensors[f"{name}.{key}"] = tensor
@@ -245,10 +243,7 @@ def _operand(
         scale=f"{name}.{direction.scale}",
         amax=direction.amax and f"{name}.{direction.amax}",
     )
-    rounding = operand.rounding
-    if quantizer is not None:
-        rounding = rules_of(quantizer, columnwise=operand.columnwise)
-    operand = dataclasses.replace(operand, direction=direction, rounding=rounding)
+    operand = dataclasses.replace(operand, direction=direction)
     if high is None:
         return operand
     tensors[f"{name}.{HIGH_PRECISION}"] = _plain(high)

@@ -14,7 +14,6 @@ import torch
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.dumps.errors import NotADumpError
-from te_precision_callbacks.gemm_error.codes import RoundingRules
 
 SCHEMA = 1
 """The version of the header. It grows when a reader of the last version would misread a header."""
@@ -144,7 +143,6 @@ class DumpedOperand:
         columnwise: whether the GEMM sums over the rows of the tensor instead of its last dimension.
         direction: the data that the GEMM read; None for the plain tensor ``NAME.values``.
         high_precision: the tensor before quantization, ``NAME.high_precision``, if the record has it.
-        rounding: the rounding of the quantizer, if known.
     """
 
     tensor: str
@@ -152,7 +150,6 @@ class DumpedOperand:
     direction: Direction | None = None
     values: Plain | None = None
     high_precision: Plain | None = None
-    rounding: RoundingRules | None = None
 
 
 @dataclass(frozen=True)
@@ -165,9 +162,6 @@ class DumpedGemm:
     Attributes:
         gemm: "fprop", "dgrad" or "wgrad".
         result: the resulting tensor: "output", "dgrad" or "wgrad".
-        expert: the index of the expert; None for a GEMM that is not grouped.
-        order: its index among the GEMMs of the iteration, in execution order.
-        layout: "TN", "NN" or "NT", of A and B.
         split_accumulator: as in the call.
         out: the result, before an activation function.
         before: the tensor that the product was added to, if any.
@@ -176,28 +170,18 @@ class DumpedGemm:
 
     gemm: str
     result: str
-    order: int
-    layout: str
     n: int
     m: int
     k: int
     a: DumpedOperand
     b: DumpedOperand
     out: Plain
-    expert: int | None = None
     alpha: float = 1.0
     beta: float = 1.0
     split_accumulator: bool = False
     before: Plain | None = None
     bias: Plain | None = None
-    device: str = "cpu"
     capability: tuple[int, int] | None = None
-
-    @property
-    def name(self) -> str:
-        if self.expert is None:
-            return self.gemm
-        return f"{self.gemm} of expert {self.expert}"
 
     def operands(self) -> dict[str, DumpedOperand]:
         return {"a": self.a, "b": self.b}

@@ -65,8 +65,7 @@ from te_precision_callbacks.engine.quantization import (
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
 from te_precision_callbacks.engine.slots import Asked, DeviceSlots, SegmentKey, Segments, SlotRange
-from te_precision_callbacks.gemm_error.codes import CodeCheck
-from te_precision_callbacks.gemm_error.kernel_check import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
+from te_precision_callbacks.gemm_error import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
@@ -516,8 +515,6 @@ _COLUMNS: Mapping[StatisticSource, tuple[tuple[str, ...], tuple[str, ...]]] = {
     StatisticSource.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
     StatisticSource.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
     StatisticSource.GEMM_FORMAT: (FORMAT_SUMS, ()),
-    StatisticSource.GEMM_CODES_A: (CodeCheck._fields, ()),
-    StatisticSource.GEMM_CODES_B: (CodeCheck._fields, ()),
 }
 """Source of a statistic -> the summed columns, and the maximum columns."""
 

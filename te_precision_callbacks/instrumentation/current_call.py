@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -32,7 +31,6 @@ class Forward:
             backward.
         wanted: (layer index, tensor name) of tensors that listeners need before quantization.
         high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
-        recomputed: keys of tensors recomputed because a fused kernel quantized them.
         read: keys of tensors that a GEMM has read.
         plans: the plans of the module's GEMMs; None if they have none.
         kept: values that listeners keep until the backward has run.
@@ -57,7 +55,6 @@ class Forward:
         "plans",
         "read",
         "recipe",
-        "recomputed",
         "wanted",
         "watched",
     )
@@ -72,7 +69,6 @@ class Forward:
         self.recipe = recipe
         self.wanted: Collection[tuple[int, str]] = ()
         self.high: PlainTensors | None = None
-        self.recomputed: set[tuple[int, str]] = set()
         self.kept: Kept = {}
         self.halves = halves
         self.half = 0
@@ -88,7 +84,7 @@ class Forward:
         first = key not in self.read
         self.read.add(key)
         high = None if self.high is None else self.high.pop(key, None)
-        return GemmOperand(tensor, given, columnwise, high, first, key in self.recomputed)
+        return GemmOperand(tensor, given, columnwise, high, first)
 
     def peek_layer_index(self, gemm: str) -> int:
         half = self.half
@@ -131,18 +127,12 @@ class _ThreadState(threading.local):
 
 
 class Running:
-    """The state of all threads.
-
-    Attributes:
-        gemm_counter: counter of the iteration's GEMMs.
-    """
+    """The state of all threads."""
 
     def __init__(self) -> None:
         self.thread_state = _ThreadState()
-        self.gemm_counter = itertools.count()
 
     def begin_iteration(self) -> None:
-        self.gemm_counter = itertools.count()
         self.thread_state.entered = None  # of a forward that has failed
 
     def forget(self) -> None:

@@ -36,7 +36,7 @@ from te_precision_callbacks.instrumentation.current_call import Running
 from te_precision_callbacks.instrumentation.debug_path import DebugPathDecisions, scales_in_graph
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.fused import FusedObservation
-from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords
+from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords, SelectedGemms
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
 from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.instrumentation.refusals import is_captured
@@ -119,10 +119,10 @@ class ForwardHooks:
         self._watched = self.answers.watched
         self.regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
-        self.gemm_errors = GemmErrors(engine, failures.report)
-        self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report)
-        selected = self.gemm_errors.selected, self._gemm_records.selected
-        self.plans = GemmPlans(audit, self._fused_observation, engine, selected)
+        self._selected_gemms = SelectedGemms()
+        self.gemm_errors = GemmErrors(engine, failures.report, self._selected_gemms)
+        self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report, self._selected_gemms)
+        self.plans = GemmPlans(audit, self._fused_observation, engine, self._selected_gemms)
         self.order = ExecutionOrder()
         self.every_step = EveryStep(Ring(), failures.report)
         running = Running()
@@ -170,7 +170,7 @@ class ForwardHooks:
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
         self.every_step.is_on = self._watches_every_step and bool(self._watched.modules or operations)
         self.gemm_errors.watch(modules)
-        self._gemm_records.watch(modules)
+        self._selected_gemms.watch(modules)
         self.plans.forget()
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         in_graphs = *self._watched.modules, *(id(operation.module) for operation in operations)
@@ -191,7 +191,7 @@ class ForwardHooks:
             self._end_capture()
         self._graphs.restore(self._watched.armed, self.answers.ran)
         self.answers.forget_forwards()
-        self.gemm_errors.begin_iteration()
+        self.gemm_errors.operands.forget()
         other_regions = self.regions.end_step()
         ran = self.products.take_ran()
         self._watched.begin(iteration, ran, all_at_once=other_regions, excluded=self.regions.excludes_more)

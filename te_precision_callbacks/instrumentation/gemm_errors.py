@@ -1,14 +1,13 @@
-"""Listeners of the tap: output errors of GEMMs selected by LogGemmError, and GEMMs recorded for DumpTensors.
+"""Listeners of the tap: errors of GEMMs selected by LogGemmError, and GEMMs recorded for DumpTensors.
 
-The kernel error follows from a GEMM's codes, scales and result. Format and quantizer errors need operands in high
-precision:
+The kernel's error follows from a GEMM's codes, scales and result. The format's error needs operands in high precision:
 
 - Weight and activation exist only in the forward, where they are multiplied with the probes of the backward's GEMMs.
   Only the products are kept.
 - The gradient exists when the backward's GEMMs run.
 
-The fused path has the tensors of ``te/modules.py``, the debug path has all. Without a tensor, format and quantizer
-statistics are missing.
+The fused path has the tensors of ``te/modules.py``, the debug path has all. Without a tensor, the format's error is
+missing.
 
 An operand in high precision is recorded for DumpTensors if it exists when the GEMM runs: both operands of fprop and
 dgrad, and the gradient of wgrad.
@@ -17,11 +16,11 @@ dgrad, and the gradient of wgrad.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,8 +28,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.numerics.layouts import LayoutError, Stored, is_quantized
-from te_precision_callbacks.base.numerics.nvfp4 import rotate
+from te_precision_callbacks.base.numerics.layouts import LayoutError, is_quantized
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, LogGemmErrorItem
@@ -38,21 +36,17 @@ from te_precision_callbacks.dumps.contents import Dump, create_record
 from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.gemm_operands import GemmOperands
-from te_precision_callbacks.gemm_error.codes import check_codes, rules_of
-from te_precision_callbacks.gemm_error.factors import Factor, FactorError, factor_of
-from te_precision_callbacks.gemm_error.kernel_check import (
-    Accumulator,
+from te_precision_callbacks.gemm_error import (
+    Factor,
+    FactorError,
     GemmCall,
-    ProbedOperands,
     Thin,
-    accumulator_of,
+    check_format,
     check_kernel,
+    factor_of,
     kernel_columns,
     probes,
-    product_and_operands,
-    remove_added,
     seed_of,
-    squares_of_difference,
     thin,
 )
 from te_precision_callbacks.layers.forwards import ForwardKind
@@ -67,68 +61,39 @@ _OptionsT = TypeVar("_OptionsT", LogGemmErrorItem, DumpTensorsGemmItem)
 _FORWARD_OPERAND: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight", "wgrad": "activation"}
 """GEMM -> its operand A, which exists in high precision in the forward."""
 
-_FORMAT = "the format: "
-"""Start of reasons why only the format error was not measured."""
 
+class SelectedGemms:
+    """GEMMs that features select, with the options."""
 
-@dataclass(frozen=True)
-class _Kept:
-    """Products of a GEMM's operand A (``right``, [m, k]) with probes.
-
-    Attributes:
-        to_k: ``right^T x``, [k, probes].
-        to_rows: ``right g``, [m, probes].
-        codes: columns of the check of its codes, if available.
-    """
-
-    iteration: int
-    to_k: torch.Tensor
-    to_rows: torch.Tensor
-    codes: torch.Tensor | None
-
-
-class SelectedGemms(Generic[_OptionsT]):
-    """GEMMs that a feature selects, by the class of its options."""
-
-    def __init__(self, kind: type[_OptionsT]) -> None:
-        self._kind: type[_OptionsT] = kind
+    def __init__(self) -> None:
         self._layers: frozenset[str] = frozenset()
-        self._options: dict[str, dict[str, _OptionsT]] = {}
+        self._options: dict[str, Sequence[LogGemmErrorItem | DumpTensorsGemmItem]] = {}
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
         self._layers = frozenset(modules_by_layer(modules))
         self._options.clear()
 
-    def due(self, layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
-        options = self.of_layer(layer).get(gemm)
-        if options is None:
-            return None
-        iteration = kept.get("iteration")
-        if iteration is None:
-            from transformer_engine.debug.pytorch.debug_state import TEDebugState
+    def due(self, kind: type[_OptionsT], layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
+        for options in self.of_layer(layer):
+            if isinstance(options, kind) and options.gemm == gemm:
+                iteration = kept.get("iteration")
+                if iteration is None:
+                    from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-            iteration = int(TEDebugState.get_iteration())
-            kept["iteration"] = iteration
-        if options.schedule.at(iteration)[0]:
-            return (options, iteration)
+                    iteration = kept["iteration"] = int(TEDebugState.get_iteration())
+                if options.schedule.at(iteration)[0]:
+                    return (options, iteration)
         return None
 
-    def of_layer(self, layer: str) -> Mapping[str, _OptionsT]:
-        of_layer = self._options.get(layer)
-        if of_layer is None:
-            of_layer = self._read(layer) if layer in self._layers else {}
-            self._options[layer] = of_layer
-        return of_layer
+    def of_layer(self, layer: str) -> Sequence[LogGemmErrorItem | DumpTensorsGemmItem]:
+        if layer in self._layers and layer not in self._options:
+            import nvdlfw_inspect.api as debug_api
 
-    def _read(self, layer: str) -> dict[str, _OptionsT]:
-        import nvdlfw_inspect.api as debug_api
-
-        selected: dict[str, _OptionsT] = {}
-        for tensor in ROWWISE:
-            for watcher in debug_api.transformer_engine.watchers(layer, tensor):
-                if isinstance(watcher.options, self._kind):
-                    selected[watcher.options.gemm] = watcher.options
-        return selected
+            watchers = (debug_api.transformer_engine.watchers(layer, tensor) for tensor in ROWWISE)
+            options = [watcher.options for watcher in itertools.chain.from_iterable(watchers)]
+            kinds = LogGemmErrorItem, DumpTensorsGemmItem
+            self._options[layer] = [item for item in options if isinstance(item, kinds) and item.gemm]
+        return self._options.get(layer, ())
 
 
 class GemmErrors:
@@ -136,45 +101,30 @@ class GemmErrors:
 
     Attributes:
         operands: operands in high precision, until their GEMM has run.
-        not_measured: (layer, GEMM) -> why the GEMM, or its format error, was not measured in any call.
+        unmeasured: why a GEMM was not measured, if none was.
     """
 
-    def __init__(self, engine: StatisticsEngine, report: Report) -> None:
+    def __init__(self, engine: StatisticsEngine, report: Report, selected: SelectedGemms) -> None:
         self._engine = engine
         self._report = report
         self.operands = engine.gemm_operands = GemmOperands()
-        self.selected = SelectedGemms(LogGemmErrorItem)
-        self._weights: dict[tuple[str, str], _Kept] = {}
-        self.not_measured: dict[tuple[str, str], str] = {}
-        self._measured: set[tuple[str, str, bool]] = set()
-
-    @property
-    def why_none_measured(self) -> str:
-        if self._measured:
-            return ""
-        return next(iter(self.not_measured.values()), "")
+        self._selected = selected
+        self._has_measured = False
+        self.unmeasured = ""
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self.selected.watch(modules)
-        self._weights.clear()
         self.operands.forget()
         self.operands.modules = {layer: id(module) for layer, module in modules_by_layer(modules).items()}
 
-    def begin_iteration(self) -> None:
-        self._weights.clear()
-        self.operands.forget()
-
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> Thin | None:
         """Multiply the accumulated tensor with the probes before a GEMM adds to it."""
-        due = self.selected.due(layer, gemm, kept)
+        due = self._selected.due(LogGemmErrorItem, layer, gemm, kept)
         if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
             return None
         item, iteration = due
         with without_autograd(out.device):
             matrix = factor_of(out, columnwise=False, piece_bytes=item.max_memory)
-            n, m = matrix.shape
-            x, y = self._probes(layer, item, iteration, gemm, out.device, x=m, y=n)
-            return thin(matrix, x, y)
+            return thin(matrix, _probes(layer, item, iteration, gemm, matrix.t))
 
     def __call__(self, event: GemmEvent) -> None:
         if event.kind is not ForwardKind.OBSERVED or is_capturing():
@@ -182,13 +132,13 @@ class GemmErrors:
         try:
             if event.gemm == "fprop":
                 self._prepare(event)
-            due = self.selected.due(event.layer, event.gemm, event.kept)
+            due = self._selected.due(LogGemmErrorItem, event.layer, event.gemm, event.kept)
             if due is not None:
                 self._measure(event, *due)
         except ObservationError:
             raise
         except (FactorError, LayoutError) as error:
-            self.skip(event.layer, event.gemm, str(error))
+            self._skip(event, str(error))
         except Exception as error:
             self._report("measuring the GEMM of", f"{event.layer} {event.gemm}", error)
         finally:
@@ -197,86 +147,44 @@ class GemmErrors:
             elif event.gemm == "wgrad":
                 self.operands.drop(event.layer, "gradient")
 
-    def skip(self, layer: str, gemm: str, reason: str, remedy: str = "") -> None:
-        """Record why a GEMM or some of its statistics is missing; each reason is logged once.
-
-        A ``remedy``, a change of the config, is logged as a warning once.
-        """
-        if (layer, gemm, reason.startswith(_FORMAT)) not in self._measured:
-            self.not_measured.setdefault((layer, gemm), reason)
-        if self._engine.notices.first(f"not measured: {remedy or reason}"):
-            logger.log(
-                logging.WARNING if remedy else logging.INFO,
-                "LogGemmError does not measure %s %s: %s. %sOther layers with this reason are not listed.",
-                layer,
-                gemm,
+    def _skip(self, event: GemmEvent, reason: str) -> None:
+        """Log once why a GEMM or its format error is not measured."""
+        if not self._has_measured:
+            self.unmeasured = reason
+        if self._engine.notices.first(f"not measured: {reason}"):
+            logger.info(
+                "LogGemmError does not measure %s %s: %s. Other layers with this reason are not listed.",
+                event.layer,
+                event.gemm,
                 reason,
-                f"{remedy}. " if remedy else "",
             )
-
-    def _note_measured(self, layer: str, gemm: str, *, of_format: bool = False) -> None:
-        self._measured.add((layer, gemm, of_format))
-        if self.not_measured.get((layer, gemm), "").startswith(_FORMAT) is of_format:
-            self.not_measured.pop((layer, gemm), None)
 
     def _prepare(self, event: GemmEvent) -> None:
         """Multiply the forward's operands with the probes of all GEMMs that have them as operand A."""
-        layer = event.layer
         for gemm, tensor in _FORWARD_OPERAND.items():
-            due = self.selected.due(layer, gemm, event.kept)
-            if due is None:
-                continue
-            item, iteration = due
+            due = self._selected.due(LogGemmErrorItem, event.layer, gemm, event.kept)
             operand = event.a if tensor == "weight" else event.b
-            high = high_precision_of(self.operands, layer, operand)
-            if high is None or not high.numel():
-                cached = self._weights.get((layer, gemm)) if tensor == "weight" else None
-                if cached is not None and cached.iteration == iteration:
-                    event.kept.setdefault("probed", {})[layer, gemm] = cached
-                continue
-            columnwise = gemm != "fprop"
-            with without_autograd(high.device):
-                right = factor_of(high, columnwise=columnwise, piece_bytes=item.max_memory)
-                x, g = self._probes(layer, item, iteration, gemm, right.device, x=right.shape[0], g=right.shape[1])
-                swept = right.sweep(from_rows=x, from_k=g)
-                codes = _check_operand_codes(
-                    operand._replace(columnwise=columnwise), high, seed_of(iteration, layer, gemm, "window")
-                )
-            if swept.to_k is not None and swept.to_rows is not None:
-                kept = _Kept(iteration, swept.to_k, swept.to_rows, codes)
-                event.kept.setdefault("probed", {})[layer, gemm] = kept
-                if tensor == "weight":
-                    self._weights[layer, gemm] = kept
-
-    def _probes(
-        self,
-        layer: str,
-        item: LogGemmErrorItem,
-        iteration: int,
-        gemm: str,
-        device: torch.device,
-        **extents: int,
-    ) -> Iterator[torch.Tensor]:
-        for name, extent in extents.items():
-            yield probes(extent, item.probes, seed_of(iteration, layer, gemm, name), device)
+            high = high_precision_of(self.operands, event.layer, operand)
+            if due is not None and high is not None and high.numel():
+                item, iteration = due
+                with without_autograd(high.device):
+                    right = factor_of(high, columnwise=gemm != "fprop", piece_bytes=item.max_memory)
+                    x = _probes(event.layer, item, iteration, gemm, right)
+                    product = right.t.multiply(x).product
+                event.kept.setdefault("probed", {})[event.layer, gemm] = product
 
     def _factors(self, event: GemmEvent, item: LogGemmErrorItem) -> tuple[Factor, Factor] | None:
-        """Return operands B and A; None for a GEMM that is not measured, with its reason in :attr:`not_measured`."""
+        """Return operands B and A; None for a GEMM that cannot be measured."""
         reason = why_not_seen(event, event.before)
         if reason:
-            self.skip(event.layer, event.gemm, reason)
+            self._skip(event, reason)
             return None
         left = factor_of(event.b.data, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
         right = factor_of(event.a.data, columnwise=event.a.columnwise, piece_bytes=item.max_memory)
-        if not left.is_quantized and not right.is_quantized:
-            self.skip(event.layer, event.gemm, "it runs in high precision")
+        if not is_quantized(event.b.data) and not is_quantized(event.a.data):
+            self._skip(event, "it runs in high precision")
             return None
         if 0 in (*left.shape, right.shape[0]):
-            return None
-        needed = max(left.needs, right.needs, min(left.shape[0], 128) * right.shape[0] * torch.float32.itemsize)
-        if needed > item.max_memory:
-            reason = f"max_memory is {item.max_memory} bytes, and 128 rows need {needed}"
-            self.skip(event.layer, event.gemm, reason, remedy="Raise max_memory")
             return None
         return left, right
 
@@ -286,53 +194,37 @@ class GemmErrors:
             return
         left, right = factors
         (n, k), m = left.shape, right.shape[0]
+        out = result_of(event)
+        tensor = RESULT[event.gemm]
         with without_autograd(left.device):
-            x, y, g = self._probes(event.layer, item, iteration, event.gemm, left.device, x=m, y=n, g=k)
-            alpha = float(event.arguments.get("alpha", 1.0))
-            of_g = ProbedOperands(_rotate_probes(g, left, event.b), _rotate_probes(g, right, event.a))
-            expected, operands = product_and_operands(left, right, x, y, of_g, alpha)
-            matrix = factor_of(result_of(event), columnwise=False, piece_bytes=item.max_memory)
+            matrix = factor_of(out, columnwise=False, piece_bytes=item.max_memory)
             if matrix.shape != (n, m):
-                self.skip(
-                    event.layer, event.gemm, f"its result has the shape {matrix.shape}, but its operands give {(n, m)}"
-                )
+                reason = f"its result has the shape {matrix.shape}, but its operands give {(n, m)}"
+                self._skip(event, reason)
                 return
-            run = thin(matrix, x, y)
-            call = GemmCall(k, result_of(event).dtype, x, y, _accumulator(event, left, right), **added_terms(event))
-            check = check_kernel(run, expected, call)
-            tensor = RESULT[event.gemm]
-            self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM, *kernel_columns(check, own_rank()))
-            self._note_measured(event.layer, event.gemm)
-            kept: _Kept | None = event.kept.get("probed", {}).pop((event.layer, event.gemm), None)
+            x = _probes(event.layer, item, iteration, event.gemm, right)
+            call = call_of(event, event.before)
+            check = check_kernel(thin(matrix, x), left, right, x, call)
+            columns = kernel_columns(check, own_rank())
+            self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM, *columns)
+            self._has_measured = True
+            self.unmeasured = ""
+            product = event.kept.get("probed", {}).pop((event.layer, event.gemm), None)
             high = high_precision_of(self.operands, event.layer, event.b)
-            if high is not None and high.numel() != n * k:
-                self.skip(event.layer, event.gemm, f"{_FORMAT}an operand was gathered after quantization")
-                high = None
-            if high is not None and left.is_quantized:
-                codes = _check_operand_codes(event.b, high, seed_of(iteration, event.layer, event.gemm, "window"))
-                if codes is not None:
-                    self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_CODES_B, codes)
-            if kept is not None and kept.codes is not None:
-                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_CODES_A, kept.codes)
-            if high is None or kept is None or kept.to_k.shape[0] != k or kept.to_rows.shape[0] != m:
+            if high is None or product is None:
                 which = OPERANDS[event.gemm][0] if high is None else _FORWARD_OPERAND[event.gemm]
-                self.skip(event.layer, event.gemm, f"{_FORMAT}{which} does not exist in high precision")
-                return
-            exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
-            swept = exact.sweep(from_k=torch.cat([kept.to_k, g], 1)).to_rows
-            if swept is not None:
-                v_hp, left_g = torch.split(swept, [kept.to_k.shape[1], g.shape[1]], 1)
-                v_hp = v_hp * alpha
-                errors = (
-                    squares_of_difference(remove_added(run, expected, call), v_hp)[0],
-                    *squares_of_difference(expected.right, v_hp),
-                    *squares_of_difference(operands.right, kept.to_rows),
-                    *squares_of_difference(operands.left, left_g),
-                )
-                self._engine.add(
-                    event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, torch.stack(errors) * check.counts
-                )
-                self._note_measured(event.layer, event.gemm, of_format=True)
+                self._skip(event, f"the format: {which} does not exist in high precision")
+            elif high.numel() != n * k or len(product) != k:
+                self._skip(event, "the format: an operand was gathered after quantization")
+            else:
+                exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
+                errors = check_format(check.stored, call.alpha * exact.multiply(product).product)
+                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, errors)
+
+
+def _probes(layer: str, item: LogGemmErrorItem, iteration: int, gemm: str, right: Factor) -> torch.Tensor:
+    """Return the probes of a GEMM, [m, probes]; ``right`` has m rows."""
+    return probes(right.shape[0], item.probes, seed_of(iteration, layer, gemm), right.device)
 
 
 def high_precision_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
@@ -379,75 +271,37 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
     return ""
 
 
-def added_terms(event: GemmEvent) -> dict[str, Any]:
+def call_of(event: GemmEvent, before: Any) -> GemmCall:
+    """Return the parameters of a GEMM; ``before`` is the tensor that it was added to."""
     arguments = event.arguments
     bias = arguments.get("bias")
     bias = bias[event.expert] if isinstance(bias, (list, tuple)) and event.expert is not None else bias
     has_bias = isinstance(bias, torch.Tensor) and bias.numel() and not arguments.get("grad") and event.gemm == "fprop"
     beta = arguments.get("beta")
-    return {
-        "bias": bias if has_bias else None,
-        "before": event.before,
-        "beta": 1.0 if beta is None else float(beta),
-    }
-
-
-def _accumulator(event: GemmEvent, left: Factor, right: Factor) -> Accumulator:
-    device = left.device
-    return accumulator_of(
-        left.memory,
-        right.memory,
-        split_accumulator=bool(event.arguments.get("use_split_accumulator", False)),
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+    out = result_of(event)
+    return GemmCall(
+        dtype=out.dtype,
+        alpha=float(arguments.get("alpha", 1.0)),
+        beta=1.0 if beta is None else float(beta),
+        bias=bias if has_bias else None,
+        before=before,
+        split_accumulator=bool(arguments.get("use_split_accumulator", False)),
+        capability=torch.cuda.get_device_capability(out.device) if out.device.type == "cuda" else None,
     )
 
 
-def _rotate_probes(g: torch.Tensor, factor: Factor, operand: GemmOperand) -> torch.Tensor:
-    """Rotate probes for an operand that was quantized after a Hadamard transform."""
-    if not isinstance(factor.memory, Stored) or not factor.memory.hadamard:
-        return g
-    mask = rules_of(operand.data._quantizer, columnwise=operand.columnwise).sign_mask
-    if mask is None:
-        return g
-    return rotate(g, mask)
-
-
-def _check_operand_codes(operand: GemmOperand, high: torch.Tensor, seed: int) -> torch.Tensor | None:
-    """Return the columns of a check of an operand's codes.
-
-    None without codes of this direction, or if the tensor before quantization was recomputed.
-    """
-    data = operand.data
-    quantizer = getattr(data, "_quantizer", None)
-    if quantizer is None or not is_quantized(data) or operand.recomputed:
-        return None
-    try:
-        part = factor_of(data, columnwise=operand.columnwise).memory
-    except FactorError:
-        return None
-    if not isinstance(part, Stored) or part.matrix_shape[0] * part.matrix_shape[1] != high.numel():
-        return None
-    rules = rules_of(quantizer, columnwise=operand.columnwise)
-    return torch.stack(list(check_codes(part, high, rules, seed, seed >> 20)))
-
-
 class GemmRecords:
-    """Listener of the tap that records GEMMs for a replay: operands, result, and previous sum.
+    """Listener of the tap that records GEMMs: operands, result, and previous sum."""
 
-    Attributes:
-        selected: the GEMMs to record.
-        watch: sets the layers with their options.
-    """
-
-    def __init__(self, operands: GemmOperands, report: Report) -> None:
+    def __init__(self, operands: GemmOperands, report: Report, selected: SelectedGemms) -> None:
         self._operands = operands
         self._report = report
+        self._selected = selected
         self._notices = Notices()
-        self.selected = SelectedGemms(DumpTensorsGemmItem)
-        self.watch = self.selected.watch
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> None:
-        if isinstance(out, torch.Tensor) and not is_capturing() and self.selected.due(layer, gemm, kept) is not None:
+        is_due = self._selected.due(DumpTensorsGemmItem, layer, gemm, kept) is not None
+        if is_due and isinstance(out, torch.Tensor) and not is_capturing():
             kept.setdefault("sums", {})[layer, gemm] = out.detach().clone()
 
     def __call__(self, event: GemmEvent) -> None:
@@ -455,7 +309,7 @@ class GemmRecords:
         if event.kind is not ForwardKind.OBSERVED:
             return
         try:
-            due = self.selected.due(event.layer, event.gemm, event.kept)
+            due = self._selected.due(DumpTensorsGemmItem, event.layer, event.gemm, event.kept)
             if due is not None:
                 self._record(event, before, due[1])
         except ObservationError:
@@ -482,36 +336,31 @@ class GemmRecords:
     def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
         out = result_of(event)
         n, m, k = event.sizes
-        more = added_terms(event)
-        on_gpu = out.device.type == "cuda"
+        call = call_of(event, None)
         gemm = DumpedGemm(
             gemm=event.gemm,
             result=RESULT[event.gemm],
-            order=event.order,
-            layout=event.arguments["layout"],
             n=n,
             m=m,
             k=k,
             a=DumpedOperand(event.a.tensor, event.a.columnwise),
             b=DumpedOperand(event.b.tensor, event.b.columnwise),
             out=Plain((), ""),
-            expert=event.expert,
-            alpha=float(event.arguments.get("alpha", 1.0)),
-            beta=more["beta"],
-            split_accumulator=bool(event.arguments.get("use_split_accumulator", False)),
-            device=torch.cuda.get_device_name(out.device) if on_gpu else out.device.type,
-            capability=torch.cuda.get_device_capability(out.device) if on_gpu else None,
+            alpha=call.alpha,
+            beta=call.beta,
+            split_accumulator=call.split_accumulator,
+            capability=call.capability,
         )
         operands = {
-            "a": (event.a.data, self._high_precision(event, event.a)),
-            "b": (event.b.data, self._high_precision(event, event.b)),
+            "a": (event.a.data, self._high_precision(event, event.a, m)),
+            "b": (event.b.data, self._high_precision(event, event.b, n)),
         }
         return create_record(
             gemm,
             operands,
             out,
             before=before,
-            bias=more["bias"],
+            bias=call.bias,
             layer=event.layer,
             iteration=iteration,
             micro_batch=micro_batch,
@@ -519,13 +368,7 @@ class GemmRecords:
             recipe=event.recipe,
         )
 
-    def _high_precision(self, event: GemmEvent, operand: GemmOperand) -> torch.Tensor | None:
-        """Return an operand in high precision, unless recomputed, or gathered after quantization."""
-        if operand.recomputed:
-            return None
+    def _high_precision(self, event: GemmEvent, operand: GemmOperand, rows: int) -> torch.Tensor | None:
+        """Return an operand in high precision, [rows, k], unless gathered after quantization."""
         high = high_precision_of(self._operands, event.layer, operand)
-        n, m, k = event.sizes
-        rows = m if operand is event.a else n
-        if high is None or high.numel() != rows * k:
-            return None
-        return high
+        return None if high is None or high.numel() != rows * event.sizes[2] else high

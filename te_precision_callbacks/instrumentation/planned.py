@@ -61,7 +61,7 @@ class GemmPlans:
         audit: PrecisionAudit,
         fused: FusedObservation,
         engine: StatisticsEngine,
-        selected: Sequence[SelectedGemms[Any]],
+        selected: SelectedGemms,
     ) -> None:
         self.declined: Counter[str] = Counter()
         self.followed = 0
@@ -76,7 +76,7 @@ class GemmPlans:
 
     def add_module(self, module: Any, layers: Sequence[str]) -> None:
         try:
-            selects = any(any(map(selected.of_layer, layers)) for selected in self._selected)
+            selects = any(map(self._selected.of_layer, layers))
         except Exception:  # a listener fails likewise, and reports it
             return
         self.of_modules[id(module)] = None if selects else {}

@@ -540,7 +540,6 @@ class GemmTap:
             if plans is not None and forward is not None:
                 key = plans.follow(forward, operands, keywords, result)
                 if key is None:
-                    next(self._running.gemm_counter)
                     if forward.watched is not None:
                         watch(forward, operands, keywords, result)
                     return result
@@ -619,7 +618,6 @@ class GemmTap:
                     owner.operand(layer_index, tensor_a, a, columnwise=layout[0] != "T"),
                     owner.operand(layer_index, tensor_b, b, columnwise=layout[1] == "T"),
                     out,
-                    next(self._running.gemm_counter),
                     ForwardKind.SILENT if is_recomputed else owner.kind,
                     owner.recipe,
                     arguments,

@@ -302,7 +302,5 @@ class UnfusedTensors:
             except Exception as error:
                 self._report("recomputing", f"{forward.layers[place[0]]} {place[1]}", error)
                 return result
-        if quantizer is not None:
-            forward.recomputed.add(place)
         forward.high[place] = high
         return result

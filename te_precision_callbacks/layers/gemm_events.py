@@ -33,7 +33,6 @@ class GemmOperand(NamedTuple):
         columnwise: whether the GEMM reads columnwise data.
         high: the tensor before quantization, if it exists and a listener requested it.
         first: whether this is the first GEMM of the forward and its backward that reads the tensor.
-        recomputed: whether ``high`` was recomputed, since a fused kernel wrote it quantized; the codes may differ.
     """
 
     tensor: OperandName
@@ -41,7 +40,6 @@ class GemmOperand(NamedTuple):
     columnwise: bool
     high: torch.Tensor | None = None
     first: bool = True
-    recomputed: bool = False
 
     @property
     def on_debug_path(self) -> bool:
@@ -79,7 +77,6 @@ class GemmEvent:
         a, b: the operands, as the extension names them: it multiplies B by A.
         out: the result, in high precision or quantized, including a sum that it was added to. None if a grouped GEMM
             wrote the results of all experts into one buffer.
-        order: index of the GEMM in the iteration, in execution order.
         recipe: the recipe of the forward, as spelled in names of statistics; empty in high precision.
         arguments: all arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
         gelu_input: the result before GELU, if the GEMM applies it.
@@ -93,7 +90,6 @@ class GemmEvent:
     a: GemmOperand
     b: GemmOperand
     out: Any
-    order: int
     kind: ForwardKind
     recipe: str
     arguments: Mapping[str, Any]

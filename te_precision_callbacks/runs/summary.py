@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from te_precision_callbacks.base.counts import first_of, group_by_key
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.runs.recorded import RecordedRun, Segment
 from te_precision_callbacks.runs.tables import facts_at_end
@@ -73,20 +73,6 @@ def not_counted_notes(run: RecordedRun) -> list[str]:
     if texts:
         return [f"The shares of the multiply-adds leave out: {'; '.join(texts)}."]
     return []
-
-
-def not_measured_notes(run: RecordedRun) -> list[str]:
-    reasons = None
-    if run.segments:
-        reasons = run.segments[-1].facts.get("not_measured")
-    if not isinstance(reasons, dict):
-        return []
-    lines = []
-    for why, names in reasons.items():
-        if isinstance(names, list):
-            names = ", ".join(first_of(map(str, names), _MOST_NAMED, "{} more"))
-            lines.append(f"LogGemmError does not measure {names}: {why}.")
-    return lines
 
 
 _TRAINING_WORDS = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})

@@ -45,7 +45,6 @@ class RunResults:
     unconverted: Mapping[str, str] = field(default_factory=dict)
     expects_low: str = ""
     filters_loss: bool = False
-    not_measured: Mapping[tuple[str, str], str] = field(default_factory=dict)
     audit: PrecisionAudit = field(init=False)
     coverage: CoverageHistory = field(default_factory=CoverageHistory)
     series: SeriesTable = field(default_factory=SeriesTable)

@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.config.steps import gemm_error_schedules, why_never_due
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
@@ -30,7 +28,6 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     margins,
     recipes_of,
 )
-from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import modules_with_gemms
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints import QUANTIZED
@@ -63,7 +60,6 @@ class RunFacts:
 
     def __init__(self, context: RunContext, model: ObservedModel) -> None:
         self._options = context.options
-        self._gemm_error_schedules = gemm_error_schedules(context.options.config)
         self._model = model
         self._results = context.results
         self._integration = context.loop.integration
@@ -89,7 +85,7 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.audit.changes, results.layers, coverage.changes
-        settings = results.scales_loss, results.adds_eps, self._unmeasured, len(results.not_measured)
+        settings = results.scales_loss, results.adds_eps, self._model.hooks.gemm_errors.unmeasured
         return *changes, len(coverage.other_ranks_products), len(results.unconverted), *settings
 
     def take(self) -> FactTables:
@@ -129,15 +125,8 @@ class RunFacts:
             "config_hash": config_hash(self._model.flat_config),
             "recipes": list(recipes),
             "unconverted": dict(self._results.unconverted),
-            "not_measured": self._not_measured(),
             "settings": self._settings(),
         }
-
-    def _not_measured(self) -> dict[str, list[str]]:
-        names: dict[str, list[str]] = defaultdict(list)
-        for (layer, gemm), why in self._results.not_measured.items():
-            names[why].append(f"{layer} {gemm}")
-        return {why: fold_names(of_reason) for why, of_reason in names.items()}
 
     def _settings(self) -> Row:
         layers = self._model.layers
@@ -153,7 +142,7 @@ class RunFacts:
             "ignored": ignored_arguments(recipes_of(computed)),
             "margins": margins(recipes_of(computed)),
             "amaxes": amax_reductions(computed),
-            "unmeasured": self._unmeasured,
+            "unmeasured": self._model.hooks.gemm_errors.unmeasured,
             "loss_is_filtered": self._results.filters_loss,
             "expects_low": self._results.expects_low or self._expects_by_region,
         }
@@ -164,15 +153,6 @@ class RunFacts:
         if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not hooks.order.forward):
             return ""
         return "the script enters te.autocast(enabled=True)"
-
-    @property
-    def _unmeasured(self) -> str:
-        begin = self._results.iterations.first
-        last = self._results.iterations.last
-        why_none_measured = self._model.hooks.gemm_errors.why_none_measured
-        if why_none_measured or begin is None or last is None:
-            return why_none_measured
-        return why_never_due(self._gemm_error_schedules, begin, last)
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()

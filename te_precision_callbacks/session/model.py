@@ -203,7 +203,6 @@ class ObservedModel:
         self.hooks = hooks
         self._engine = engine
         self._results = context.results
-        self._results.not_measured = hooks.gemm_errors.not_measured
         self._notices = context.notices
         self._refused = hooks.answers.refused
         self._unobserved: dict[str, str] = {}

@@ -198,11 +198,6 @@ class InspectSession:
         return self._results.layers
 
     @property
-    def not_measured(self) -> Mapping[tuple[str, str], str]:
-        """GEMMs that LogGemmError does not measure on this rank: (layer, GEMM) -> reason."""
-        return self._results.not_measured
-
-    @property
     def precision(self) -> Precision:
         """The precision of each GEMM so far.
 

@@ -42,8 +42,6 @@ class StatisticSource(Enum):
     EXPONENTS = "the exponents of the tensor"
     GEMM = "the GEMM that makes the tensor"
     GEMM_FORMAT = "the GEMM that makes the tensor, and its operands in high precision"
-    GEMM_CODES_A = "the operand A of the GEMM that makes the tensor"
-    GEMM_CODES_B = "the operand B of the GEMM that makes the tensor"
 
     __hash__ = object.__hash__  # Enum's is a Python function, and members are hashed for each watched tensor
 
@@ -66,12 +64,7 @@ SCALE_SOURCES = frozenset({StatisticSource.SCALES, StatisticSource.SCALE_LIMITS}
 """Sources that are available even if a tensor exists only in quantized form."""
 
 
-GEMM_SOURCES = (
-    StatisticSource.GEMM,
-    StatisticSource.GEMM_FORMAT,
-    StatisticSource.GEMM_CODES_A,
-    StatisticSource.GEMM_CODES_B,
-)
+GEMM_SOURCES = (StatisticSource.GEMM, StatisticSource.GEMM_FORMAT)
 """Sources that LogGemmError measures."""
 
 
@@ -273,158 +266,41 @@ def _of_quantized_tensors() -> Iterable[Statistic]:
     )
 
 
-def _norm_ratio(numerator: str, denominator: str) -> Callable[[Columns], Values]:
-    """Return a function for the root of a ratio of sums of squares: inf for x / 0, 0 for 0 / 0."""
-
-    def value(columns: Columns) -> Values:
-        above = columns[numerator]
-        below = columns[denominator]
-        return np.sqrt(np.where((below == 0) & (above > 0), np.inf, _ratio(above, below)))
-
-    return value
-
-
-def _excess(columns: Columns) -> Values:
-    product = _norm_ratio("format_error_square", "high_square")(columns)
-    operands = _norm_ratio("a_error_square", "a_square")(columns) ** 2
-    operands += _norm_ratio("b_error_square", "b_square")(columns) ** 2
-    return _or_zero(
-        product > 0, np.where(operands == 0, np.inf, product / np.sqrt(np.where(operands == 0, 1, operands)))
+def _of_gemms() -> Iterable[Statistic]:
+    """Yield the statistics of LogGemmError. x are the probes of docs/gemm-error.md."""
+    of_gemm = functools.partial(Statistic, source=StatisticSource.GEMM, unit=_RELATIVE)
+    over_all = "; the largest over micro-batches and ranks"
+    yield of_gemm(
+        "gemm_kernel_error",
+        f"|C x - P x| / |P x|: the result C against the product P of the operands as stored{over_all}",
+        value=lambda c: np.maximum(c["kernel_error"], 0.0),
+    )
+    yield of_gemm(
+        "gemm_kernel_ratio",
+        "max over rows of |C x - P x| relative to the most that rounding explains; above 1, the"
+        f" kernel is wrong{over_all}",
+        value=lambda c: np.maximum(c["kernel_ratio"], 0.0),
+    )
+    yield of_gemm("gemm_gain", "<C x, P x> / |P x|^2", value=_gain, worse=Worse.NEITHER)
+    yield of_gemm(
+        "gemm_wrong_rank",
+        "the rank whose kernel is wrong; -1 if no rank, or more than one",
+        unit="rank",
+        value=lambda c: np.where(c["wrong_rank"] == -c["negated_wrong_rank"], c["wrong_rank"], -1.0),
+        worse=Worse.NEITHER,
+    )
+    yield Statistic(
+        "gemm_format_error",
+        "|P x - H x| / |H x|: P against the product H of the operands before quantization",
+        _RELATIVE,
+        lambda c: np.sqrt(_ratio(c["format_error_square"], c["high_square"])),
+        source=StatisticSource.GEMM_FORMAT,
     )
 
 
 def _gain(columns: Columns) -> Values:
-    expected = columns["expected_square"]
-    dot = columns["gain_dot"]
-    return np.where(expected > 0, _ratio(dot, expected), np.where(columns["kernel_error_square"] > 0, np.inf, 1.0))
-
-
-def _place(last: str, *, first: bool) -> Callable[[Columns], Values]:
-    sign = 1 - 2 * first
-    return lambda c: np.where(np.isfinite(c[last]), sign * c[last], -1.0)
-
-
-def _rank(columns: Columns) -> Values:
-    return (columns["ranked_ratio"].copy().view(np.int64) & RANK_BITS).astype(np.float64)
-
-
-RANK_BITS = (1 << 29) - 1
-"""Mask of the bits of a float64 below float32 precision. In ``ranked_ratio`` they contain the rank, so that the maximum
-over the ranks includes its rank."""
-
-
-SYMBOLS_OF_GEMMS = "; docs/gemm-error.md has the symbols"
-
-
-def _of_gemms() -> Iterable[Statistic]:
-    """Yield the statistics of LogGemmError. C is the result, A and B are the operands in Transformer Engine's terms."""
-    yield from _of_kernels()
-    yield from _of_formats()
-    yield from _of_codes("a", StatisticSource.GEMM_CODES_A)
-    yield from _of_codes("b", StatisticSource.GEMM_CODES_B)
-
-
-def _of_kernels() -> Iterable[Statistic]:
-    of_gemm = functools.partial(Statistic, source=StatisticSource.GEMM)
-    yield of_gemm(
-        "gemm_kernel_error",
-        f"|v_run - v_deq| / |v_deq|: the kernel's result against the product of the decoded operands{SYMBOLS_OF_GEMMS}",
-        _RELATIVE,
-        _norm_ratio("kernel_error_square", "expected_square"),
-    )
-    yield of_gemm("gemm_gain", "<v_run, v_deq> / |v_deq|^2", _RELATIVE, _gain, worse=Worse.NEITHER)
-    yield of_gemm(
-        "gemm_kernel_ratio",
-        "the largest ratio of an error to its tolerance, over the whole product, its rows and its columns; above 1, the"
-        " error exceeds rounding",
-        "tolerances",
-        lambda c: np.maximum(c["kernel_ratio"], 0.0),
-    )
-    yield of_gemm("gemm_kernel_ratio_rank", "the rank of `gemm_kernel_ratio`", "rank", _rank, worse=Worse.NEITHER)
-    for name, what in (("row", "row of C"), ("column", "column of C"), ("rank", "rank")):
-        unit = "rank" if name == "rank" else "index"
-        for end in ("first", "last"):
-            column = f"bad_{name}_last" if end == "last" else f"negated_bad_{name}_first"
-            yield of_gemm(
-                f"gemm_kernel_{name}_{end}",
-                f"the {end} {what} whose error is above its tolerance; otherwise -1",
-                unit,
-                _place(column, first=end == "first"),
-                worse=Worse.NEITHER,
-            )
-    for name in ("rows", "columns"):
-        yield of_gemm(
-            f"gemm_kernel_{name}",
-            f"the number of {name} of C whose error is above its tolerance; the largest number over the GEMMs",
-            _COUNT,
-            lambda c, column=f"bad_{name}": np.maximum(c[column], 0.0),  # type: ignore[misc]
-        )
-    yield of_gemm(
-        "gemm_unchecked%",
-        "100 * (GEMMs that could not be checked: the product is lost in the sum it is added to, or every row has inf or"
-        " nan) / GEMMs",
-        _PERCENT,
-        lambda c: 100 * _ratio(c["unchecked"], c["checked"] + c["unchecked"]),
-        worse=Worse.NEITHER,
-    )
-
-
-def _of_formats() -> Iterable[Statistic]:
-    formats = functools.partial(Statistic, source=StatisticSource.GEMM_FORMAT, unit=_RELATIVE)
-    yield formats(
-        "gemm_error",
-        f"|v_run - v_hp| / |v_hp|: the kernel's result against the product in high precision{SYMBOLS_OF_GEMMS}",
-        value=_norm_ratio("output_error_square", "high_square"),
-    )
-    yield formats(
-        "gemm_format_error",
-        "|v_deq - v_hp| / |v_hp|: the product of the decoded operands against the product in high precision",
-        value=_norm_ratio("format_error_square", "high_square"),
-    )
-    for name in "ab":
-        yield formats(
-            f"gemm_format_error_{name}",
-            f"the relative Frobenius error of the operand {name.upper()}, estimated by probes",
-            value=_norm_ratio(f"{name}_error_square", f"{name}_square"),
-        )
-    yield formats(
-        "gemm_excess",
-        "`gemm_format_error` / sqrt(`gemm_format_error_a`^2 + `gemm_format_error_b`^2): cancellation in the product,"
-        " which no statistic of an operand shows",
-        value=_excess,
-    )
-
-
-def _of_codes(name: str, source: StatisticSource) -> Iterable[Statistic]:
-    codes = functools.partial(Statistic, source=source)
-    yield codes(
-        f"gemm_wrong_codes_{name}%",
-        "100 * (codes that are not the nearest value; with stochastic rounding: not a neighbor) / codes, in a window",
-        _PERCENT,
-        _share("wrong", total="codes"),
-    )
-    yield codes(
-        f"gemm_wrong_scales_{name}%",
-        "100 * (scales that do not follow from the amax of their block or tensor) / scales, in a window",
-        _PERCENT,
-        _share("wrong_scales", total="scales"),
-    )
-    yield codes(
-        f"gemm_rounding_bias_{name}",
-        "mean of (|y| - |x|) / (distance between the neighbors of x), over stochastically rounded elements",
-        "distance of two numbers",
-        lambda c: _ratio(c["rounding_bias"], c["rounded"]),
-        worse=Worse.NEITHER,
-        signed=True,
-    )
-    yield codes(
-        f"gemm_zeros_excess_{name}%",
-        "100 * (zero codes - expected zero codes) / stochastically rounded elements",
-        _PERCENT,
-        lambda c: 100 * _ratio(c["rounded_to_0"] - c["expected_0"], c["rounded"]),
-        worse=Worse.NEITHER,
-        signed=True,
-    )
+    expected = columns["stored_square"]
+    return np.where(expected > 0, _ratio(columns["gain_dot"], expected), 1.0)
 
 
 def _of_blocks() -> Iterable[Statistic]:

@@ -1059,58 +1059,40 @@ def test_a_sibling_that_comes_again_worse_is_one_finding() -> None:
 
 HEALTHY_GEMM = {
     "gemm_kernel_ratio": 0.4,
-    "gemm_gain": 1.0,
     "gemm_kernel_error": 0.002,
-    **{f"gemm_kernel_{what}_{end}": -1.0 for what in ("row", "column", "rank") for end in ("first", "last")},
-    "gemm_kernel_rows": 0.0,
-    "gemm_kernel_columns": 0.0,
-    "gemm_excess": 1.0,
-    "gemm_wrong_codes_a%": 0.0,
-    "gemm_wrong_scales_b%": 0.0,
-    "gemm_rounding_bias_b": 0.01,
+    "gemm_gain": 1.0,
+    "gemm_wrong_rank": -1.0,
+    "gemm_format_error": 0.04,
 }
-TILE = {
-    "gemm_kernel_ratio": 9.0,
-    "gemm_kernel_error": 0.03,
-    "gemm_kernel_rows": 128.0,
-    "gemm_kernel_columns": 64.0,
-    "gemm_kernel_row_first": 256.0,
-    "gemm_kernel_row_last": 383.0,
-    "gemm_kernel_column_first": 0.0,
-    "gemm_kernel_column_last": 63.0,
-    "gemm_kernel_rank_first": 3.0,
-    "gemm_kernel_rank_last": 5.0,
-}
+TILE = {"gemm_kernel_ratio": 9.0, "gemm_kernel_error": 0.03, "gemm_gain": 0.999}
+HALF = {"gemm_kernel_ratio": 40.0, "gemm_kernel_error": 0.5, "gemm_gain": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("changed", "rule", "seen"),
+    ("changed", "seen", "remedy"),
     [
         ({}, "", ""),
-        (TILE, "gemm-kernel", "128 rows from 256 to 383, 64 columns from 0 to 63"),
-        ({**TILE, "gemm_gain": 0.5}, "gemm-gain", "GEMM dgrad gives 0.5 times"),
-        ({**TILE, "gemm_kernel_rank_last": 3.0}, "gemm-one-rank", "only on rank 3"),
-        ({"gemm_wrong_codes_a%": 40.0}, "gemm-quantizer", "operand A of the GEMM dgrad: 40 % of the codes"),
-        ({"gemm_wrong_scales_b%": 100.0}, "gemm-quantizer", "100 % of the scales"),
-        ({"gemm_rounding_bias_b": -0.4}, "gemm-quantizer", "a bias of -0.4"),
-        ({"gemm_excess": 30.0}, "gemm-excess", "30 times the error of its operands"),
+        (TILE, "the GEMM dgrad is 3 % off the product of its operands", "Report the kernel"),
+        (HALF, "the GEMM dgrad gives 0.5 times the product of its operands", "layout of its scales"),
+        ({**HALF, "gemm_gain": 0.9}, "is 50 % off the product", "Report the kernel"),  # half of the rows are 0
+        ({**TILE, "gemm_wrong_rank": 3.0}, "explains, only on rank 3", "dcgmi"),
+        ({**HALF, "gemm_wrong_rank": 3.0}, "gives 0.5 times the product of its operands, only on rank 3", "dcgmi"),
     ],
 )
-def test_who_makes_the_error_of_a_gemm(changed: dict[str, float], rule: str, seen: str) -> None:
+def test_a_wrong_gemm(changed: dict[str, float], seen: str, remedy: str) -> None:
     def step(numbers: Mapping[str, float]) -> Numbers:
         return {("h.3.fc1", "dgrad", name): value for name, value in {**HEALTHY_GEMM, **numbers}.items()}
 
     known = facts(settings=Settings(ranks=8))
     verdict = checked([step({}), step(changed), step(changed)], known)
-    results = [finding for finding in verdict.findings if finding.rule.startswith("gemm-")]
-    assert [item.rule for item in results] == ([rule] if rule else [])
-    if rule:
-        assert seen in results[0].seen
-        assert (results[0].layers, results[0].since) == (("h.3.fc1",), 10)
-        assert results[0].severity == ("note" if rule == "gemm-excess" else "error")
-    else:
-        assert {"gemm-kernel", "gemm-gain", "gemm-one-rank", "gemm-quantizer", "gemm-excess"} <= set(verdict.checked)
-    assert not [item for item in checked([ordinary()], known).checked if item.startswith("gemm-")]
+    results = [finding for finding in verdict.findings if finding.rule == "wrong-gemm"]
+    assert len(results) == bool(changed)
+    for finding in results:
+        assert seen in finding.seen
+        assert remedy in finding.remedy
+        assert (finding.layers, finding.since, finding.severity) == (("h.3.fc1",), 10, "error")
+    assert "wrong-gemm" in {*verdict.checked, *(finding.rule for finding in results)}
+    assert "wrong-gemm" not in checked([ordinary()], known).checked
 
 
 def test_the_number_of_a_finding_comes_with_its_step_and_layer() -> None:

@@ -38,8 +38,6 @@ RUN_BY = {
     ("docs/comparing.md", "bash", "te-precision compare --a"): "tests/compare/test_seeds.py",
     ("docs/coverage.md", "python", ""): "tests/docs/test_task_pages.py",
     ("docs/coverage.md", "yaml", ""): "tests/docs/test_task_pages.py",
-    ("docs/gemm-error.md", "bash", "te-precision replay"): "tests/replay/test_replay.py",
-    ("docs/gemm-error.md", "yaml", "record_"): "tests/replay/test_replay.py",
     ("docs/custom-features.md", "python", "from nvdlfw_inspect"): "tests/features/test_custom.py",
     ("docs/custom-features.md", "python", "InspectSession"): "tests/features/test_custom.py",
     ("docs/custom-features.md", "python", "def inspect"): "tests/features/test_custom.py",

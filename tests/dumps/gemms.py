@@ -32,7 +32,6 @@ def train(
     observe: str = "auto",
     accumulates: bool = False,
     measures: bool = False,
-    uneven: bool = False,
     broken: float | None = None,
     **options: Any,
 ) -> list[Path]:
@@ -44,10 +43,6 @@ def train(
     stand_for(capability)
     torch.manual_seed(1)
     net: Any = te.Linear(INPUTS, OUTPUTS, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=accumulates)
-    if uneven:
-        with torch.no_grad():
-            net.weight *= 4.0 ** (torch.arange(OUTPUTS) // 128).reshape(-1, 1)
-            net.weight *= 4.0 ** (torch.arange(INPUTS) // 128)
     if accumulates:
         net.weight.main_grad = torch.randn(OUTPUTS, INPUTS)
     config = {"record": feature("DumpTensors", ["all"], **{"gemms": GEMMS, **options})}

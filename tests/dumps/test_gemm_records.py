@@ -7,15 +7,17 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_precision_callbacks.dumps import load
+from te_precision_callbacks.dumps import DumpError, gemm_errors, load, save
 from te_precision_callbacks.dumps.contents import operand_of
 from te_precision_callbacks.dumps.dump_files import write
 from te_precision_callbacks.dumps.errors import NotADumpError
-from te_precision_callbacks.gemm_error.factors import factor_of
-from te_precision_callbacks.replay import replay_folder
+from te_precision_callbacks.gemm_error import factor_of
+from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
 from tests.dumps.gemms import GEMMS, INPUTS, OUTPUTS, RECIPES, ROWS, train
+from tests.kernel_faults import KERNEL, kernel
+from tests.test_gemm_error import whole
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -27,14 +29,12 @@ def test_the_operands_give_the_result(tmp_path: Path, name: str, observe: str) -
     files = train(tmp_path, name, observe=observe, accumulates=observe == "auto")
     assert [file.name for file in files] == [f"0.{gemm}_gemm.safetensors" for gemm in GEMMS]
     sizes = {"fprop": (ROWS, OUTPUTS, INPUTS), "dgrad": (ROWS, INPUTS, OUTPUTS), "wgrad": (OUTPUTS, INPUTS, ROWS)}
-    orders = []
     for file, gemm in zip(files, GEMMS, strict=True):
         dump = load(file)
         what = dump.header.gemm
-        orders.append(what.order)
         assert (what.gemm, what.n, what.m, what.k) == (gemm, *sizes[gemm])
         left, right = (
-            factor_of(operand_of(dump, side), columnwise=operand.columnwise).matrix()
+            whole(factor_of(operand_of(dump, side), columnwise=operand.columnwise))
             for side, operand in (("b", what.b), ("a", what.a))
         )
         product = left @ right.t()
@@ -49,7 +49,6 @@ def test_the_operands_give_the_result(tmp_path: Path, name: str, observe: str) -
         assert what.a.direction is not None
         assert what.b.high_precision is not None
         assert (what.a.high_precision is not None) == (gemm != "wgrad")
-    assert orders == sorted(orders)
 
 
 def test_what_is_no_record(tmp_path: Path) -> None:
@@ -62,9 +61,52 @@ def test_what_is_no_record(tmp_path: Path) -> None:
     assert torch.equal(load(file).tensors["out"], dump.tensors["out"])
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_errors_of_a_dumped_gemm(tmp_path: Path, name: str) -> None:
+    """As LogGemmError has measured them in training, and against whole products in float64."""
+    files = train(tmp_path, name, measures=True, accumulates=True)
+    run = open_run(tmp_path)
+    for file in files:
+        gemm = load(file).header.gemm
+        errors = gemm_errors(file)
+        rows = [row for row in run.series.to_pylist() if row["tensor"] == gemm.result]
+        live = {row["statistic"]: run.values([row["series"]])["value"].to_pylist()[-1] for row in rows}
+        assert errors.kernel_ratio < 0.5
+        assert errors.kernel_error == pytest.approx(live["gemm_kernel_error"], rel=0.2, abs=1e-6)
+        assert errors.gain == pytest.approx(1, abs=1e-3)
+        assert (errors.format_error is None) == (gemm.gemm == "wgrad")
+        if errors.format_error is not None:
+            assert errors.format_error == pytest.approx(live["gemm_format_error"], rel=0.2)
+
+
+@pytest.mark.parametrize("fault", KERNEL)
+def test_a_dumped_gemm_of_a_wrong_kernel(tmp_path: Path, fault: str) -> None:
+    with kernel(KERNEL[fault]):
+        files = train(tmp_path, "mxfp8")
+    for file in files:
+        errors = gemm_errors(file)
+        assert errors.kernel_ratio > 1
+        if fault.startswith("scale off"):
+            assert errors.gain == pytest.approx(2.0 ** -int(fault[-1]), abs=1e-3)
+        assert errors.format_error is None or errors.format_error < 0.06, "of the format, whatever the kernel does"
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_inf_and_nan_in_a_dumped_gemm(tmp_path: Path, broken: float) -> None:
+    for name in ("current", "mxfp8", "nvfp4"):
+        for file in train(tmp_path / name, name, broken=broken):
+            assert gemm_errors(file).kernel_ratio < 1, name
+
+
+def test_a_dump_of_a_tensor_has_no_gemm(tmp_path: Path) -> None:
+    save(torch.ones(2, 2), tmp_path / "x.safetensors")
+    with pytest.raises(DumpError, match="a single tensor, not a whole GEMM"):
+        gemm_errors(tmp_path / "x.safetensors")
+
+
 @pytest.mark.parametrize("kind", ["GroupedLinear", "LayerNormMLP"])
 def test_modules_with_several_gemms(tmp_path: Path, kind: str) -> None:
-    """Each expert and each half has its own records, and their numbers follow the order of execution."""
+    """Each expert and each half has its own records."""
     torch.manual_seed(0)
     size = {"params_dtype": torch.bfloat16}
     net: torch.nn.Module
@@ -78,13 +120,13 @@ def test_modules_with_several_gemms(tmp_path: Path, kind: str) -> None:
             out = net(torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True), *more)
         out.float().square().sum().backward()
         session.step()
-    result = replay_folder(tmp_path)
-    assert result.first_bad is None
-    what = [(record.header.layer.rpartition(".")[2], record.gemm.gemm) for record in result.records.values()]
-    if kind == "GroupedLinear":
-        assert what == [("gemm_0", "fprop"), ("gemm_1", "fprop"), ("gemm_0", "wgrad"), ("gemm_1", "wgrad")]
-    else:
-        assert what == [("fc1", "fprop"), ("fc2", "fprop"), ("fc2", "wgrad"), ("fc1", "wgrad")]
+    files = sorted(tmp_path.rglob("*_gemm*.safetensors"))
+    assert all(gemm_errors(file).kernel_ratio < 1 for file in files)
+    headers = [load(file).header for file in files]
+    names = {(header.layer.rpartition(".")[2], header.gemm.gemm) for header in headers}
+    layers = ("gemm_0", "gemm_1") if kind == "GroupedLinear" else ("fc1", "fc2")
+    assert names == {(layer, gemm) for layer in layers for gemm in ("fprop", "wgrad")}
+    assert len(files) == 4
 
 
 def test_a_gemm_that_is_not_seen_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -118,7 +118,6 @@ def test_events_are_what_the_entries_are_handed(recipe: Any) -> None:
         f"grouped_linear.gemm_{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in range(3)
     ]
     assert [event.expert for event in got] == [0, 1, 2] * 3
-    assert [event.order for event in got] == list(range(9))
     handed = [parts for _, *operands in calls for parts in zip(*operands, strict=True)]
     for parts, tensors in zip(seen, handed, strict=True):
         for part, tensor in zip(parts, tensors, strict=True):

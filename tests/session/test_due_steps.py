@@ -10,7 +10,6 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.dumps import load
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
@@ -61,27 +60,6 @@ def test_nothing_is_said_of_what_it_reaches(
 ) -> None:
     run(tmp_path, "LogTensorStats", {**LOOKS, **options}, records="off", **session)
     assert "became active" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "session", "why"),
-    [
-        (
-            {"start_step": 9, "freq": 5},
-            {},
-            "the run started at iteration 0; the feature is first active at iteration 10",
-        ),
-        ({"end_step": 1}, {"start_step": 50}, "the run started at iteration 50; the feature is not active after that"),
-    ],
-)
-def test_the_rules_of_gemms_that_were_never_due_are_not_checked(
-    tmp_path: Path, options: dict[str, Any], session: dict[str, Any], why: str
-) -> None:
-    running = run(tmp_path, "LogGemmError", {**CHANGES, **options}, **session)
-    results = {item.rule: item.why for item in running.findings.not_checked if item.rule.startswith("gemm-")}
-    assert len(results) == 5
-    assert set(results.values()) == {f"LogGemmError has measured nothing: {why}"}
-    assert diagnose(tmp_path) == running.findings
 
 
 DUMPED: dict[str, Any] = {"tensors": ["gradient"], "high_precision_tensor": True, "freq": 4}

@@ -170,16 +170,6 @@ def random_hadamard_transform(matrix: torch.Tensor, sign_mask: int) -> torch.Ten
     return matrix.contiguous()
 
 
-def rotate(vectors: torch.Tensor, sign_mask: int) -> torch.Tensor:
-    """Rotate vectors, [a multiple of 16, vectors], so that the Hadamard transform cancels out in a product.
-
-    With the orthogonal matrix M of :func:`random_hadamard_transform`, ``transformed @ rotate(v) = matrix @ M @ M^T @ v
-    = matrix @ v``, without transforming the matrix.
-    """
-    groups = vectors.reshape(-1, SIZE, vectors.shape[-1])
-    return torch.matmul(_matrix(sign_mask, vectors.device).to(vectors.dtype).t(), groups).view(vectors.shape)
-
-
 @functools.cache
 def _matrix(sign_mask: int, device: torch.device) -> torch.Tensor:
     rows = []

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
     between_steps,
-    gemms,
     gradients,
     jumps,
+    kernels,
     lost_elements,
     outcome,
     parameters,
@@ -24,7 +24,7 @@ from te_precision_callbacks.diagnosis.rules import (
 RULES: Sequence[Rule] = (
     *lost_elements.RULES,
     *scales.RULES,
-    *gemms.RULES,
+    *kernels.RULES,
     *updates.RULES,
     *parameters.RULES,
     *siblings.RULES,

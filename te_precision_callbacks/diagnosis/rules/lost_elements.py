@@ -239,7 +239,7 @@ def _first_nonfinite(
     return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
 
 
-class _LowPrecisionCheck(RuleCheck):
+class LowPrecisionCheck(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         if facts.layers_that_ran and not self.steps:
             self.applies = facts.has_low
@@ -269,7 +269,7 @@ class FromZero:
         return from_zero
 
 
-class Overflow(_LowPrecisionCheck):
+class Overflow(LowPrecisionCheck):
     needed = OVERFLOW_STEPS
 
     def __init__(self) -> None:
@@ -296,7 +296,7 @@ class Overflow(_LowPrecisionCheck):
             )
 
 
-class Underflow(_LowPrecisionCheck):
+class Underflow(LowPrecisionCheck):
     """Elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
 
     needed = UNDERFLOW_STEPS

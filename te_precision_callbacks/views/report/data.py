@@ -22,7 +22,6 @@ from te_precision_callbacks.runs.summary import (
     last_steps,
     loss_first,
     no_step_note,
-    not_measured_notes,
     outcome_notes,
     why_nothing_to_show,
 )
@@ -75,7 +74,6 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
         "notes": [
             *no_step_note(run),
             *run.notes,
-            *not_measured_notes(run),
             *left_out,
         ],
         "layers": _layers(run, subjects),

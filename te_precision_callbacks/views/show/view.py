@@ -24,7 +24,6 @@ from te_precision_callbacks.runs.summary import (
     loss_first,
     no_step_note,
     not_counted_notes,
-    not_measured_notes,
     outcome_notes,
     precision_shares,
 )
@@ -169,7 +168,6 @@ def read_view(
             *no_step_note(run),
             *run.notes,
             *not_counted_notes(run),
-            *not_measured_notes(run),
             *_only_first_steps(groups, chosen),
         ),
     )

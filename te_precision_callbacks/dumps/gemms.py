@@ -1,0 +1,90 @@
+"""The errors of a dumped GEMM, as LogGemmError measures them in training."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from te_precision_callbacks.base.numerics.layouts import Stored
+from te_precision_callbacks.dumps.contents import Dump, operand_of
+from te_precision_callbacks.dumps.dump_files import load
+from te_precision_callbacks.dumps.errors import DumpError
+from te_precision_callbacks.dumps.header import HIGH_PRECISION
+from te_precision_callbacks.gemm_error import (
+    Factor,
+    GemmCall,
+    check_format,
+    check_kernel,
+    factor_of,
+    probes,
+    seed_of,
+    thin,
+)
+
+PROBES = 64
+
+
+class GemmErrors(NamedTuple):
+    """The statistics of LogGemmError of one GEMM: docs/gemm-error.md.
+
+    Attributes:
+        kernel_error: |C - P| / |P|: the result C against the product P of the operands as stored.
+        kernel_ratio: the largest error of a row relative to what rounding explains; above 1, the kernel is wrong.
+        gain: <C, P> / |P|^2.
+        format_error: |P - H| / |H|: P against the product H of the operands before quantization; None unless both are
+            in the dump.
+    """
+
+    kernel_error: float
+    kernel_ratio: float
+    gain: float
+    format_error: float | None
+
+
+@torch.no_grad()
+def gemm_errors(path: str | os.PathLike[str]) -> GemmErrors:
+    """Return the errors of a GEMM that DumpTensors has written, without Transformer Engine or a GPU.
+
+    Rows with inf or nan are left out.
+
+    Raises:
+        DumpError: the file is not a dump of a GEMM, or is damaged.
+    """
+    dump = load(path)
+    gemm = dump.header.gemm
+    if gemm is None:
+        raise DumpError(f"{path}: has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
+    tensors = dump.tensors
+    x = probes(gemm.m, PROBES, seed_of("dump"), torch.device("cpu")).double()
+    out, before = (tensors[name].reshape(gemm.n, gemm.m) if name in tensors else None for name in ("out", "before"))
+    call = GemmCall(
+        dtype=tensors["out"].dtype,
+        alpha=gemm.alpha,
+        beta=gemm.beta,
+        bias=tensors.get("bias"),
+        before=None if before is None else thin(factor_of(before, columnwise=False), x),
+        split_accumulator=gemm.split_accumulator,
+        capability=gemm.capability,
+    )
+    left, right = (factor_of(operand_of(dump, side), columnwise=gemm.operands()[side].columnwise) for side in "ba")
+    check = check_kernel(thin(factor_of(out, columnwise=False), x), left, right, x, call)
+    gain = check.gain_dot / check.stored_square if check.stored_square else check.stored_square + 1
+    high_left, high_right = (_high(dump, side) for side in "ba")
+    format_error = None
+    if high_left is not None and high_right is not None:
+        high = gemm.alpha * high_left.multiply(high_right.t.multiply(x).product).product
+        error, square = check_format(check.stored, high).tolist()
+        format_error = (error / square) ** 0.5 if square else 0.0
+    return GemmErrors(float(check.error), float(check.ratio), float(gain), format_error)
+
+
+def _high(dump: Dump, side: str) -> Factor | None:
+    """Return an operand before quantization, if the dump has it."""
+    operand = operand_of(dump, side)
+    high = dump.tensors.get(f"{side}.{HIGH_PRECISION}") if isinstance(operand, Stored) else operand
+    gemm = dump.header.gemm
+    if high is None or gemm is None:
+        return None
+    return factor_of(high, columnwise=gemm.operands()[side].columnwise)
