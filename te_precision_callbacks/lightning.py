@@ -136,7 +136,6 @@ class PrecisionDebugCallback(Callback):
         self._session.start(
             log_dir=Path(trainer.log_dir or trainer.default_root_dir),
             sinks=[LightningLoggerSink(receiver, select) for receiver in trainer.loggers if trainer.is_global_zero],
-            stop_at_sigterm=False,  # the trainer catches SIGTERM and calls on_exception
             integration="lightning",
             eval_mode_counts=False,  # the trainer announces evaluations
         )

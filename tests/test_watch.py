@@ -2,11 +2,9 @@
 
 import copy
 import gc
-import json
 import logging
 import subprocess
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config import ConfigError
@@ -26,8 +24,8 @@ from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.runs.reading import open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.startup import watch_environment
-from te_precision_callbacks.watch import ScriptWatch, name_of_stage, read_options
-from tests.forked import executable
+from te_precision_callbacks.watch import ScriptWatch, read_options
+from tests.forked import executable, launched
 from tests.reference.processes import run
 
 STEPS = 6
@@ -36,7 +34,7 @@ BACKWARDS = 8
 
 @pytest.fixture(autouse=True)
 def few_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te_precision_callbacks.watch.BACKWARDS", BACKWARDS)
+    monkeypatch.setattr("te_precision_callbacks.watch.LAST_BACKWARDS", BACKWARDS)
 
 
 class Model(torch.nn.Module):
@@ -83,11 +81,17 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 @contextmanager
 def watched(folder: Path, **options: Any) -> Iterator[ScriptWatch]:
     watch = ScriptWatch({"log_dir": str(folder), "report": False, **options})
+    hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    before = [dict(of_optimizers) for of_optimizers in hooks]
     watch.begin()
     try:
         yield watch
     finally:
-        watch.stop()
+        watch.finish()
+        watch.end()
+        for of_optimizers, others in zip(hooks, before, strict=True):
+            of_optimizers.clear()
+            of_optimizers.update(others)
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -164,7 +168,7 @@ def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
     assert sorted(open_run(tmp_path).ordered_layers) == ["first", "last", "model1.first", "model1.last"]
 
 
-def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
+def test_the_loss_before_a_grad_scaler(tmp_path: Path) -> None:
     model, losses = Model(), []
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     with watched(tmp_path) as watch:
@@ -172,8 +176,6 @@ def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
             loss = loss_of(model, step)
             losses.append(loss.item())
             scaler.scale(loss).backward()
-            if step == 2:
-                model.first.weight.grad.fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -181,121 +183,94 @@ def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
     assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-6)
 
 
-def test_a_backward_of_the_engine_itself(tmp_path: Path) -> None:
-    """Megatron's pipeline schedules free the memory of each output, then call the engine without torch.autograd."""
-    model, expected = Model(), []
-    optimizer = sgd(model)
-    with watched(tmp_path) as watch:
-        for step in range(STEPS):
-            loss = loss_of(model, step)
-            expected.append(loss.item())
-            if step % 2:
-                watch._before_freeing(loss)
-            if step != 2:
-                loss.data = torch.full((1,), 99.0)
-            run_engine(loss, torch.tensor(1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert watch.session.iteration == STEPS
-    series = open_run(tmp_path).metrics["loss"]
-    assert dict(zip(series.iterations, series.values, strict=True)) == pytest.approx(
-        {step: expected[step] for step in (1, 2, 3, 5)}, rel=1e-6
-    )
-
-
-def run_engine(output: torch.Tensor, gradient: torch.Tensor) -> None:
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        tensors=(output,),
-        grad_tensors=(gradient,),
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
-@pytest.mark.parametrize("kind", ["megatron", "torch"])
-def test_the_stages_of_a_pipeline_attach_before_its_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    model, attached = Model(), []
-
-    def train_step(step: int) -> None:
-        attached.append(watch.session is not None)  # a rank would wait here for the stage before
-        loss_of(model, step).backward()
-
-    if kind == "megatron":
-        schedules = types.ModuleType("schedules")
-        schedules.forward_backward_pipelining = lambda *, model, step, forward_only=False: train_step(step)
-        monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
-    else:
-        monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, step: train_step(step))
-        schedule: Any = object.__new__(type("Schedule", (PipelineScheduleSingle,), {"_step_microbatches": None}))
-        schedule._stage = types.SimpleNamespace(submod=model, stage_index=0)
-    with watched(tmp_path) as watch:
-        optimizer = sgd(model)
-        if kind == "megatron":
-            schedules.forward_backward_pipelining(model=[model], step=0, forward_only=True)
-        for step in range(STEPS):
-            if kind == "megatron":
-                schedules.forward_backward_pipelining(model=[model], step=step)
-            else:
-                schedule.step(step)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert attached[-STEPS:] == [True] * STEPS
-
-
-def test_the_inference_of_shapes_in_a_pipeline_is_not_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.distributed.pipelining runs the stages once on uninitialized memory, here of nan."""
-    empty = torch.empty_strided
-    monkeypatch.setattr(torch, "empty_strided", lambda *size, **keywords: empty(*size, **keywords).fill_(torch.nan))
+def test_stages_of_a_pipeline_of_torch_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers of several stages may have equal names, whose statistics would be merged."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        models = [Model() for _ in range(2)]
-        stages = [PipelineStage(model, index, 2, torch.device("cpu")) for index, model in enumerate(models)]
-        schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=torch.nn.functional.mse_loss)
-        known = []
-        with watched(tmp_path):
-            optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.01)
+        stage = PipelineStage(Model(), 0, 1, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+        with watched(tmp_path / "logs") as watch:
+            optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.01)
             for step in range(2):
-                losses: list[torch.Tensor] = []
-                schedule.step(batch(step), target=batch(step), losses=losses)
-                known.append(torch.stack(losses).mean().item())
+                schedule.step(batch(step), target=batch(step))
                 optimizer.step()
-                optimizer.zero_grad()
-        assert losses_of(tmp_path) == pytest.approx(known)
-        assert set(open_run(tmp_path).ordered_layers) == {"first", "last", "stage1.first", "stage1.last"}
-        assert not [finding for finding in diagnose(open_run(tmp_path)).findings if finding.rule == "nonfinite"]
+            assert watch.session is None
+        assert [record.message.partition(":")[0] for record in caplog.records] == ["--watch stops"]
+        assert not (tmp_path / "logs").exists()
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("first", "name"), [(0, "stage1"), (4, ""), (None, "stage1")])
-def test_the_name_of_a_stage(first: int | None, name: str) -> None:
-    """Layers that are numbered in the whole model need no prefix."""
-    blocks = {str(first): torch.nn.Sequential(torch.nn.Linear(2, 2))} if first is not None else {"x": Model()}
-    submod = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict(blocks), "norm": torch.nn.Identity()})
-    assert name_of_stage(types.SimpleNamespace(submod=submod, stage_index=1)) == name
-    assert not name_of_stage(types.SimpleNamespace(submod=submod, stage_index=0))
+RANKS = """
+import sys
+from collections import OrderedDict
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+from te_precision_callbacks.watch import ScriptWatch
+folder, kind = sys.argv[1:]
+ScriptWatch({"log_dir": folder, "report": False}).begin()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Sequential(OrderedDict({f"layer{rank if kind == 'pipeline' else 0}": te.Linear(16, 16)}))
+if kind == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    received = torch.ones(16, 16, requires_grad=True)
+    if kind == "pipeline" and rank:
+        dist.recv(received.detach(), 0)
+    with te.autocast(recipe=Float8CurrentScaling()):  # delayed scaling would reduce amax over all ranks
+        output = model(received)
+    if kind == "pipeline" and not rank:
+        dist.send(output.detach(), 1)
+        gradient = torch.empty(16, 16)
+        dist.recv(gradient, 1)
+        output.backward(gradient)
+    else:
+        output.pow(2).mean().backward()
+        if kind == "pipeline":
+            dist.send(received.grad, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "steps", "layers"), [("pipeline", [1, 2], ["layer0", "layer1"]), ("ddp", [0, 1, 2], ["layer0"])]
+)
+def test_ranks_attach_where_none_waits_for_another(
+    tmp_path: Path, kind: str, steps: list[int], layers: list[str]
+) -> None:
+    """In a pipeline, a stage's first forward waits for the one before, which must not wait for it in turn."""
+    script = tmp_path / "train.py"
+    script.write_text(RANKS)
+    for ended in launched(script, [str(tmp_path / "logs"), kind]):
+        assert ended.returncode == 0, ended.stderr
+    run = open_run(tmp_path / "logs")
+    assert run.segments[-1].status == "ended"
+    assert sorted(run.ordered_layers) == layers
+    values = run.values(run.select(tensor="activation", statistic="max"))
+    assert sorted(set(values["iteration"].to_pylist())) == steps
 
 
 def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -> None:
     model = Model()
     optimizer = sgd(model)
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    backward = torch.autograd.backward
     with watched(tmp_path):
         for step in range(STEPS):
             with te.autocast():
                 output = model(batch(step))
             penalty = output.pow(2).mean()
             torch.autograd.grad(penalty, output, retain_graph=True)
-            output.data = torch.full((1,), 99.0)
-            run_engine(output, torch.ones(32, 16))
+            torch.autograd.backward([output], [torch.ones(32, 16)])
             optimizer.step()
     assert "loss" not in open_run(tmp_path).metrics
-    assert torch.autograd.Variable._execution_engine is engine  # type: ignore[attr-defined]
+    assert torch.autograd.backward is backward
 
 
 def test_a_schedule_that_rises_again_in_a_function(tmp_path: Path) -> None:
@@ -390,9 +365,9 @@ def test_an_optimizer_that_does_not_step_any_more(
 @pytest.mark.parametrize(
     ("backwards", "has_optimizer", "words"),
     [
-        (0, False, "ended without a backward pass"),
+        (0, False, "After 0 backward passes no model with parameters"),
         (2, False, "After 2 backward passes no model with parameters"),
-        (2 * BACKWARDS, False, f"After {BACKWARDS} backward passes no model with parameters"),
+        (3 * BACKWARDS, False, f"After {3 * BACKWARDS - 1} backward passes no model with parameters"),
         (2 * BACKWARDS, True, f"After {2 * BACKWARDS} backward passes no optimizer of the model stepped"),
         (3 * BACKWARDS, True, f"After {3 * BACKWARDS - 1} backward passes no optimizer of the model stepped"),
     ],
@@ -405,7 +380,7 @@ def test_a_warning_without_a_training(
     has_optimizer: bool,
     words: str,
 ) -> None:
-    monkeypatch.setattr("te_precision_callbacks.watch.MOST_IN_A_STEP", 3 * BACKWARDS - 1)
+    monkeypatch.setattr("te_precision_callbacks.watch.MOST_BACKWARDS", 3 * BACKWARDS - 1)
     model = Model()
     optimizers = [sgd(model)] * has_optimizer
     with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
@@ -440,10 +415,8 @@ def test_many_backwards_in_the_first_step_are_no_warning(
     assert not caplog.messages
 
 
-def test_a_later_training_in_evaluation_mode_is_checked_by_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+def test_a_later_training_in_evaluation_mode_is_checked_by_itself(tmp_path: Path) -> None:
+    with watched(tmp_path):
         model = Model()
         train(model, sgd(model))
         del model
@@ -453,27 +426,9 @@ def test_a_later_training_in_evaluation_mode_is_checked_by_itself(
             loss_of(later, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-    (text,) = caplog.messages
-    assert text.startswith(f"After {BACKWARDS} backward passes no model")
-    assert "call model.train() before the training" in text
-    assert diagnose(tmp_path).state == "no problems found"
-
-
-@pytest.mark.parametrize(("steps", "has_optimizer"), [(3, False), (2 * BACKWARDS, True)])
-def test_updates_by_hand_are_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, has_optimizer: bool
-) -> None:
-    model = Model()
-    unused = [sgd(model)] * has_optimizer
-    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
-        for step in range(steps):
-            loss_of(model, step).backward()
-            for parameter in model.parameters():
-                parameter.data.add_(parameter.grad, alpha=-0.01)
-                parameter.grad = None
-    (text,) = caplog.messages
-    assert "the parameters of Model have changed: the script updates them itself" in text
-    assert len(unused) == has_optimizer, "it is kept"
+    first, second = sorted((tmp_path / "precision_records").iterdir())
+    assert diagnose(first).state == "no problems found"
+    assert [finding.rule for finding in diagnose(second).wrong] == ["evaluation-mode"]
 
 
 def test_a_failure_of_the_watch_does_not_reach_the_training(
@@ -520,8 +475,8 @@ for step in range(6):
 print(loss.item().hex(), sys.argv[1:], flush=True)
 if sys.argv[1] == "raises":
     raise ValueError("at the end")
-if sys.argv[1] == "leaves":
-    os._exit(0)
+if sys.argv[1] == "exits with 1":
+    raise SystemExit(1)
 if sys.argv[1] == "leaves with 3":
     os._exit(3)
 if sys.argv[1] == "exits with 2":
@@ -545,33 +500,47 @@ def test_watched_processes_end_as_unwatched_ones(tmp_path: Path) -> None:
     plain = call(tmp_path, [*RUN, "train.py", "ends"])
     assert plain.returncode == 0, plain.stderr
     assert not (tmp_path / "precision_debug").exists()
-    ways: dict[str, tuple[list[str], dict[str, str]]] = {
-        "ends": ([*RUN, "--watch", "--log-dir", "ends"], {}),
-        "raises": ([*WATCH, "--set", "log_dir=raises"], {}),
-        "leaves with 3": ([*WATCH, "--log-dir", "leaves with 3"], {}),
-        "leaves": (RUN, {"TE_PRECISION_WATCH": json.dumps({"log_dir": "leaves"})}),
+    ways: dict[str, tuple[list[str], int, str]] = {
+        "ends": ([*RUN, "--watch", "--log-dir", "ends"], 0, "ended"),
+        "raises": ([*WATCH, "--set", "log_dir=raises"], 1, "failed"),
+        "exits with 1": ([*RUN, "--watch", "--log-dir", "exits with 1"], 1, "failed"),
+        "exits with 2": ([*WATCH, "--log-dir", "exits with 2"], 2, "failed"),
+        "leaves with 3": ([*WATCH, "--log-dir", "leaves with 3"], 3, "stopped without an end"),
     }
-    for name, (command, variables) in ways.items():
-        result = call(tmp_path, [*command, "train.py", name], **variables)
-        status = {"raises": 1, "leaves with 3": 3}.get(name, 0)
+    for name, (command, status, outcome) in ways.items():
+        result = call(tmp_path, [*command, "train.py", name])
         assert result.returncode == status, result.stderr
-        assert (f"stopped: SystemExit: {status}" in result.stderr) == (status > 1)
+        assert (f"stopped: SystemExit: {status}" in result.stderr) == name.startswith("exits")
         assert result.stdout == plain.stdout.replace("ends", name)
-        assert "te-precision: " in result.stderr
         (segment,) = open_run(tmp_path / name).segments
-        assert segment.status == ("failed" if status else "ended")
+        assert segment.status == outcome
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_an_exit_status_in_a_python_of_its_own(tmp_path: Path) -> None:
-    """The server of forked processes handles the exception, which changes it."""
+@pytest.mark.parametrize(
+    ("runner", "stopped", "state"),
+    [
+        (["-m", "te_precision_callbacks.startup"], "SystemExit: 2", "problems found"),
+        ([], "the end of the process (exit status not known)", "not enough checked"),
+    ],
+)
+def test_an_exit_status_in_a_python_of_its_own(tmp_path: Path, runner: list[str], stopped: str, state: str) -> None:
+    """Without the runner, as in a script that torchrun starts, Python shows it to no hook."""
     variables = inherited.environment(pretend_cuda=True, capability=(9, 0), always=False)
     variables |= watch_environment({"log_dir": "logs"})
-    result = call(tmp_path, ["train.py", "exits with 2"], sys.executable, **variables)
+    result = call(tmp_path, [*runner, "train.py", "exits with 2"], sys.executable, **variables)
     assert result.returncode == 2
-    assert "te-precision: stopped: SystemExit: 2" in result.stderr
-    assert open_run(tmp_path / "logs").segments[0].status == "failed"
+    assert f"te-precision: stopped: {stopped}" in result.stderr
+    assert diagnose(tmp_path / "logs").state == state
+
+
+@pytest.mark.processes
+def test_the_variable_alone_watches_nothing(tmp_path: Path) -> None:
+    result = call(tmp_path, [*RUN, "train.py", "ends"], TE_PRECISION_WATCH="1")
+    assert result.returncode == 0, result.stderr
+    assert "te-precision run --watch" in result.stderr
+    assert not (tmp_path / "precision_debug").exists()
 
 
 @pytest.mark.processes

@@ -90,6 +90,27 @@ class FeatureError(PrecisionDebugError, RuntimeError):
         return self.feature, self.call, self.failure
 
 
+def exit_status(error: SystemExit) -> int:
+    """Return the exit status of a process that the exception ends, from 0 to 255."""
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    return int(error.code is not None)  # Python prints any other object, and ends with 1
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Return whether an exception that ends a process is a failure: not an exit with status 0."""
+    return error is not None and not (isinstance(error, SystemExit) and not exit_status(error))
+
+
+def error_text(error: BaseException) -> str:
+    """Return class and message of an error; of a SystemExit, its exit status if that is not 0, and its text."""
+    text = str(error).strip()
+    if isinstance(error, SystemExit):
+        message = f": {text}" if isinstance(error.code, str) else ""
+        text = f"{exit_status(error)}{message}" if exit_status(error) else ""
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
 def install_line(extra: str) -> str:
     """Return the command that installs an extra; no package index has this package yet."""
     return f"pip install -e '.[{extra}]' in a checkout of te-precision-callbacks"

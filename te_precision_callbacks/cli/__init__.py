@@ -118,8 +118,9 @@ def run(
         script_command,
     )
 
+    runner = ("-m", "te_precision_callbacks.startup") if watch else ()
     try:
-        command = module_command(script) if module else script_command(script)
+        command = module_command(script, runner) if module else script_command(script, runner)
     except CommandError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from None
     if not watch and (config, log_dir, settings) != (None, None, None):

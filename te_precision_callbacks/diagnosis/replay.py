@@ -104,11 +104,9 @@ class _Record:
         self.ends += [(0, Event("earlier_start", text, step)) for step, text in failed_starts(run)]
         last = run.segments[-1] if run.segments else None
         if last is not None and (last.without_end or last.lost or last.status == "stopped without an end"):
-            step = int(run.steps["iteration"][-1].as_py()) if len(run.steps) else 0
-            text = (
-                f"{last.who_stopped} stopped after step {step} without recording an end, and the data of"
-                " its last steps are missing"
-            )
+            recorded = (run.steps["iteration"], run.scalars["iteration"])
+            step = max((column[-1].as_py() for column in recorded if len(column)), default=0)
+            text = f"{last.who_stopped} stopped after step {step} without recording an end"
             if last.lost:
                 text = f"the records end after step {step}, since they could not be written: {last.lost}"
             self.ends.append((0, Event("stopped", text, step, data={"is_lost": bool(last.lost)})))

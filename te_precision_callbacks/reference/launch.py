@@ -80,29 +80,29 @@ def plan_launch(backend: Backend) -> Launch:
     return Launch(description, inherited.environment(pretend_cuda=not has_gpu, capability=capability, always=always))
 
 
-def script_command(script: str) -> list[str]:
+def script_command(script: str, runner: Sequence[str] = ()) -> list[str]:
     """Return the command that runs a script, or a program such as ``torchrun``, ``accelerate`` or ``python``.
 
     A program is looked up on the PATH, then among the scripts of this environment. If it is written in Python, it runs
-    in this interpreter.
+    in this interpreter, by the arguments ``runner``.
 
     Raises:
         CommandError: neither a script nor a program of this name exists.
     """
     if Path(script).is_file():
-        return [*_python(), script]
+        return [*_python(), *runner, script]
     program = shutil.which(script) or shutil.which(script, path=sysconfig.get_path("scripts"))
     if program is not None:
         if _is_python(Path(program)):
-            return [*_python(), program]
+            return [*_python(), *runner, program]
         return [program]
     what = "there is no file" if Path(script).name != script else "there is no file and no program on the PATH named"
     hint = f". To run the module, put -m before it: te-precision run -m {script}" if _is_module(script) else ""
     raise CommandError(f"{what} {script!r}{hint}")
 
 
-def module_command(name: str) -> list[str]:
-    return [*_python(), "-m", name]
+def module_command(name: str, runner: Sequence[str] = ()) -> list[str]:
+    return [*_python(), *runner, "-m", name]
 
 
 def _python() -> list[str]:

@@ -52,6 +52,7 @@ from te_precision_callbacks.runs.run_files import (
     RUN_FILE,
     DataFile,
     data_files,
+    ended_by_sigterm,
     gaps,
     gaps_of_numbers,
     is_gone,
@@ -272,6 +273,7 @@ class _Reader:
             events += self._tables(rank, "events", EVENTS)
         for number, table in (*steps, *scalars):
             self._note_span(number, table["iteration"].to_numpy())
+        events += [self._sigterms(*of_rank) for of_rank in folders]
         for number in self.folders:
             later = (first for other, (first, _) in self.spans.items() if other > number)
             self.ends[number] = min(later, default=MOST_ITERATION)
@@ -333,12 +335,16 @@ class _Reader:
         if status in ("ended", "failed") and is_gone(path, facts):  # until then, other ranks may still write
             others = ranks_of(folder)
             others.pop(0, None)
-            without_end = tuple(rank for rank, place in others.items() if _has_open_file(place))
+            without_end = tuple(
+                rank for rank, place in others.items() if _has_open_file(place) and ended_by_sigterm(place) is None
+            )
         if without_end and status == "ended":
             status = "stopped without an end"
         elif status not in ("ended", "failed"):
             status = "running"
-            if is_gone(path, facts):
+            if ended_by_sigterm(folder / rank_name(0)) is not None:
+                status = "failed"
+            elif is_gone(path, facts):
                 status = "stopped without an end"
         return Segment(
             number=number,
@@ -365,6 +371,23 @@ class _Reader:
                     f" {list_numbers(gone)}.",
                     "unread",
                 )
+
+    def _sigterms(self, segment: int, folder: Path) -> pa.Table:
+        """Return the end of a segment by SIGTERM, after which the process recorded no event, as an event."""
+        rows = []
+        seconds = ended_by_sigterm(folder)
+        if seconds is not None:
+            row = {
+                "segment": segment,
+                "iteration": self.spans.get(segment, (0, 0))[1],
+                "rank": int(folder.name.partition("-")[2]),
+                "kind": "segment_ended",
+                "severity": "error",
+                "wall_time": round(seconds * 1e6),
+                "text": "SIGTERM",
+            }
+            rows.append(row)
+        return pa.Table.from_pylist(rows, schema=EVENTS)
 
     # ------------------------------------------------------------------ tables
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.run_files import Place, segment_name, time_text
+from te_precision_callbacks.runs.run_files import Place, segment_name, time_text, trace_sigterm, untrace_sigterm
 from te_precision_callbacks.runs.size_limit import SizeLimit
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
@@ -75,6 +75,7 @@ class Recording:
             close_bytes=self._close_bytes,
             small_bytes=self._limit // 8,
         )
+        trace_sigterm(writer.own)
         self._numbers = _SeriesNumbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size}
@@ -140,6 +141,7 @@ class Recording:
 
     def _go_back(self, iteration: int) -> None:
         """Start another segment, since the training loop has returned to an earlier iteration."""
+        untrace_sigterm(self.writer.own)
         self.writer.close()
         self.writer = self._open(self.writer.segment + 1, iteration, time.time())
         self._size_limit.follow(self.writer)
@@ -194,6 +196,7 @@ class Recording:
             self.writer.close()
         else:
             self.writer.close("failed")
+        untrace_sigterm(self.writer.own)
 
     def _warn(self, kind: str, text: str) -> None:
         logger.warning("%s Training continues. The records are in %s.", text, self._folder)

@@ -4,6 +4,7 @@
                                          seg-000/layers.parquet, gemms.parquet, ...
                                          seg-000/rank-00000/values-0001.parquet, values-0002.arrow, ...
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
+                                         seg-000/rank-00000/sigterm.txt
 
 A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A
 downsampled file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import io
 import json
 import os
 import re
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -262,6 +265,40 @@ def _pid_namespace() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+SIGTERM_FILE = "sigterm.txt"
+"""The stack of the main thread at the SIGTERM that ended the process; empty, or missing, otherwise."""
+
+
+def trace_sigterm(folder: Path) -> None:
+    """Let SIGTERM write the main thread's stack to a file before it ends the process, unless the script handles it.
+
+    The signal is handled in C, so it also ends a process that is blocked in a call, where no Python code can run.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        file = open(folder / SIGTERM_FILE, "wb")  # noqa: SIM115  # faulthandler keeps it
+        faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
+
+
+def untrace_sigterm(folder: Path | None = None) -> None:
+    """Undo :func:`trace_sigterm`; without ``folder``, in a forked process, whose SIGTERM is not of the run."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        faulthandler.unregister(signal.SIGTERM)
+    if folder is not None:
+        (folder / SIGTERM_FILE).unlink(missing_ok=True)
+
+
+os.register_at_fork(after_in_child=untrace_sigterm)
+
+
+def ended_by_sigterm(folder: Path) -> float | None:
+    """Return when SIGTERM ended the process of a rank, in seconds since the epoch; None if it did not."""
+    with contextlib.suppress(OSError):
+        facts = (folder / SIGTERM_FILE).stat()
+        if facts.st_size:
+            return facts.st_mtime
+    return None
 
 
 def has_ended(run_file: Path) -> bool:

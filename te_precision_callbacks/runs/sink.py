@@ -2,7 +2,7 @@
 
 <log_dir>/precision_records/<run_id>/seg-000/...
 
-Records are on disk after at most ``FLUSH_SECONDS`` (``sinks/writer_thread.py``), unless the disk is slow.
+Records are in files at the end of each step, unless the disk is slow (``WriterThread.catch_up``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import pyarrow as pa
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, local_mask
-from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, make_segment, new_run_id
+from te_precision_callbacks.runs.run_files import (
+    DEFAULT_LIMIT,
+    FOLDER,
+    Place,
+    make_segment,
+    new_run_id,
+    untrace_sigterm,
+)
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import Wait, WriterThread
 
@@ -71,7 +78,7 @@ class RecordSink(EventSink):
         self._limit = limit
         self._run: RunInfo | None = None
         self._info: RunInfo
-        self._thread: WriterThread[_Job] = WriterThread("records", self, MAX_QUEUED)
+        self.thread: WriterThread[_Job] = WriterThread("records", self, MAX_QUEUED)
         self._recording: Recording | None = None
         self._before: list[Event | Scalars | FactTables] = []
         self.has_content = False
@@ -115,7 +122,7 @@ class RecordSink(EventSink):
                 "segment_started", f"The session starts at debug iteration {run.start_iteration}.", run.start_iteration
             )
         )
-        self._thread.flush_soon()  # a process that is killed soon leaves a run, and not an earlier one as the last
+        self.thread.flush_soon()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: FactTables) -> None:
         self._put(facts)
@@ -131,7 +138,7 @@ class RecordSink(EventSink):
         self._last_records = records
         self._last_step = now
         job = StepJob(records, time.time(), seconds)
-        if self._run is not None and not self._thread.put(job, len(records)) and self._notices.first("slow"):
+        if self._run is not None and not self.thread.put(job, len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so values of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))
 
@@ -143,21 +150,21 @@ class RecordSink(EventSink):
             self._put(scalars)
 
     def flush_soon(self) -> Wait:
-        return self._thread.flush_soon()
+        return self.thread.flush_soon()
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; after an interruption, a second call continues to wait."""
         self._put(_End(error, self.last, self.step))
         self._run = None
-        self._thread.finish()
+        self.thread.finish()
         self._raise_failure()
 
     def _put(self, job: _Job) -> None:
         if self._run is not None:
-            self._thread.put(job)
+            self.thread.put(job)
 
     def _raise_failure(self) -> None:
-        failure = self._thread.take_failure()
+        failure = self.thread.take_failure()
         if failure is not None:
             self._run = None
             why = str(failure) or type(failure).__name__
@@ -218,9 +225,10 @@ class RecordSink(EventSink):
 
     def leave(self) -> None:
         if self._recording is not None:
-            if self._thread.failure is not None:
-                self._recording.writer.put_lost(self._thread.failure)
+            if self.thread.failure is not None:
+                self._recording.writer.put_lost(self.thread.failure)
             self._recording.writer.leave()
+            untrace_sigterm(self._recording.writer.own)
 
     def _concerns(self, job: _Job) -> bool:
         if self.writes_reduced:

@@ -196,9 +196,9 @@ def ended_by(error: str) -> str:
 _FROM_OUTSIDE = {
     "KeyboardInterrupt": "Ctrl-C",
     "SystemExit": "sys.exit()",
-    "Terminated": "SIGTERM",
+    "SIGTERM": "SIGTERM",
     "SIGTERMException": "SIGTERM",  # Lightning's
-    "ProcessEnded": "the end of the process",
+    "ProcessEnded": "the end of the process (exit status not known)",
 }
 
 

@@ -175,6 +175,11 @@ class RunFiles:
             if self.records is not None and agreed:
                 self.records.place = agreed[0]
 
+    def catch_up(self) -> None:
+        for file in (self.log, self.records):
+            if file is not None and file.thread is not None:
+                file.thread.catch_up()
+
     def flush_soon(self) -> list[Wait]:
         return [file.flush_soon() for file in (self.log, self.records) if file is not None]
 

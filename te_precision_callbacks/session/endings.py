@@ -1,12 +1,9 @@
-"""The end of a run: its closing report, and stopping before the process ends, by exit or by a signal.
-
-Python runs signal handlers in the main thread, between two instructions. While the main thread is blocked in a call,
-:class:`BlockedMainThread` handles SIGTERM.
-"""
+"""The end of a run: its closing report, and stopping before the process ends."""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,9 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from te_precision_callbacks.base.blocked import BlockedMainThread
-from te_precision_callbacks.base.errors import SessionError
-from te_precision_callbacks.base.exits import ExitWatch, error_text, is_failure
+from te_precision_callbacks.base.errors import SessionError, error_text, is_failure
 from te_precision_callbacks.base.terminal import shell_command, visible
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
@@ -36,92 +31,28 @@ logger = logging.getLogger(__name__)
 _Handler = Callable[[int, FrameType | None], Any]
 
 
-class Terminated(SessionError):
-    """SIGTERM ends the process, as it ends the processes of all ranks; nothing has failed."""
-
-
 class ProcessEnded(SessionError):
-    """The process ended without an exception before the session was stopped."""
+    """The process ended before the session was stopped, with an unknown exit status."""
 
 
-class ProcessEnds:
-    """Stops a session before its process ends, by exit, uncaught exception or SIGTERM.
+def stop_at_exit(stop: Callable[[BaseException | None], None]) -> Finalize:
+    """Call ``stop`` with the exception that ends the process, or None, at its end; return an object with ``cancel``."""
 
-    Args:
-        stop: called with the exception that ends the process, or None.
-        at_sigterm: whether to handle SIGTERM, if no other handler is set; only possible in the main thread.
-        must_be_stopped: whether an end of the process without an exception is a :class:`ProcessEnded`.
-
-    Attributes:
-        is_terminated: whether SIGTERM is ending the process.
-    """
-
-    def __init__(
-        self, stop: Callable[[BaseException | None], None], *, at_sigterm: bool, must_be_stopped: bool
-    ) -> None:
-        self.is_terminated = False
-        self._stop = stop
-        self._must_be_stopped = must_be_stopped
-        self._process = os.getpid()
-        self._exits = ExitWatch()
-        self._exits.begin()
-        self._blocked = BlockedMainThread(self._terminate, self._is_handled)
-        # Runs also at the end of a spawned process, which calls no atexit function.
-        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=100)
-        if at_sigterm and _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self.handle_sigterm)
-            self._blocked.begin()
-
-    def cancel(self) -> None:
-        """Undo all but the handler of SIGTERM, which :class:`Uninterrupted` removes."""
-        self._at_exit.cancel()
-        self._exits.end()
-        self._blocked.end()
-
-    def _stop_at_exit(self) -> None:
-        error = uncaught_exception(self._exits)
-        if error is None and self._must_be_stopped:
-            error = ProcessEnded("The process ended before the session was stopped.")
+    def end() -> None:
+        error = end_of_process()
         try:
-            self._stop_before_the_end(error)
+            stop(error)
+        except Exception as failure:  # must not hide the error that ends the process
+            logger.error(
+                "The session could not be stopped at the end of the process. Its files stay readable up to this point.",
+                exc_info=failure,
+            )
         finally:
             if isinstance(error, KeyboardInterrupt):
                 _end_by_sigint()
 
-    def handle_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Stop the session; the process still ends by the signal, with its exit status."""
-        is_own = os.getpid() == self._process  # a forked process ends at once
-        if is_own and self.is_terminated:
-            return  # a second SIGTERM
-        try:
-            if is_own:
-                self._blocked.handler_runs.set()
-                self._terminate()
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def _is_handled(self) -> bool:
-        handler = signal.getsignal(signal.SIGTERM)
-        deferring = getattr(handler, "__self__", None)
-        if isinstance(deferring, Uninterrupted):
-            handler = deferring.deferred(signal.SIGTERM)
-        return handler == self.handle_sigterm
-
-    def _terminate(self) -> None:
-        self.is_terminated = True
-        self._stop_before_the_end(Terminated("SIGTERM ended the process while the session was running."))
-
-    def _stop_before_the_end(self, error: BaseException | None) -> None:
-        """Stop the session; log a failure, which must not hide the error that ends the process."""
-        try:
-            self._stop(error)
-        except Exception as failure:
-            logger.error(
-                "The session could not be stopped after %s. Its files stay readable up to this point.",
-                type(error).__name__,
-                exc_info=failure,
-            )
+    # A child of multiprocessing calls it too, although it calls no atexit functions.
+    return Finalize(None, end, exitpriority=100)
 
 
 class OnRequest:
@@ -155,17 +86,18 @@ class OnRequest:
             self._call()
 
 
-def uncaught_exception(exits: ExitWatch) -> BaseException | None:
-    """Return the uncaught exception that ends the process.
+def end_of_process() -> BaseException | None:
+    """Return the failure that ends the process, at its exit; None if the exit status is 0.
 
-    None for an exit with status 0, and at an interactive prompt, where the process continues after an exception.
+    Python keeps an uncaught exception in ``sys.last_value``. An uncaught SystemExit is known only in a child of
+    multiprocessing, which ends while it handles the exception, and in a script that ``startup/__main__.py`` runs.
+    Otherwise, and at an interactive prompt, which continues after exceptions, the result is a :class:`ProcessEnded`.
     """
-    if bool(sys.flags.interactive) or hasattr(sys, "ps1"):
-        return None
-    error = getattr(sys, "last_value", None) or exits.error or sys.exc_info()[1]  # the last in a child process
-    if is_failure(error):
-        return error
-    return None
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    is_known = hasattr(sys, "last_value") or multiprocessing.parent_process() is not None
+    if not is_known or sys.flags.interactive or hasattr(sys, "ps1"):
+        return ProcessEnded("The process ended before the session was stopped, and its exit status is not known.")
+    return error if is_failure(error) else None
 
 
 def _end_by_sigint() -> None:
@@ -179,16 +111,12 @@ def _end_by_sigint() -> None:
 
 
 class Uninterrupted:
-    """Context manager that defers Ctrl-C and SIGTERM to its end; a second Ctrl-C interrupts it.
+    """Context manager that defers Ctrl-C, and a script's handler of SIGTERM, to its end; a second Ctrl-C interrupts it.
 
     Does nothing outside the main thread.
-
-    Args:
-        ends: its handler of SIGTERM is removed at the end of the block.
     """
 
-    def __init__(self, ends: ProcessEnds | None = None) -> None:
-        self._ends = ends
+    def __init__(self) -> None:
         self._handlers: dict[int, _Handler] = {}
         self._came: set[int] = set()
 
@@ -204,13 +132,7 @@ class Uninterrupted:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore(signal.SIGTERM)
-        handler = None if self._ends is None else self._ends.handle_sigterm
-        if handler is not None and _is_main_thread() and signal.getsignal(signal.SIGTERM) == handler:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # unless other code has set a handler since
         self._restore(signal.SIGINT)  # last: Ctrl-C may come again at once
-
-    def deferred(self, number: int) -> _Handler | None:
-        return self._handlers.get(number)
 
     def _restore(self, number: int) -> None:
         if handler := self._handlers.get(number):

@@ -9,14 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.base.errors import ObservationError, RaisedInTraining, SessionError
-from te_precision_callbacks.base.exits import is_failure
+from te_precision_callbacks.base.errors import ObservationError, RaisedInTraining, SessionError, is_failure
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.ranks import own_rank, world_size
@@ -50,7 +50,7 @@ from te_precision_callbacks.session.checks import (
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import LoopFacts, RunContext, RunResults
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
-from te_precision_callbacks.session.endings import ClosingReport, OnRequest, ProcessEnds, Terminated, Uninterrupted
+from te_precision_callbacks.session.endings import ClosingReport, OnRequest, Uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import ResumeAudit, ScaleRestoreCheck, versions
@@ -78,7 +78,7 @@ class Run:
     ) -> None:
         self.live = False
         self._process = os.getpid()
-        self._ends: ProcessEnds | None = None
+        self._at_exit: Finalize | None = None
         self._overflowed: BaseException | None = None
         self.last_logging_step: int | None = None
         context = _context_of(options, loop, results)
@@ -123,9 +123,9 @@ class Run:
 
     # ------------------------------------------------------------------ start and attach
 
-    def start(self, ends: ProcessEnds) -> None:
+    def start(self, at_exit: Finalize) -> None:
         self.live = True
-        self._ends = ends
+        self._at_exit = at_exit
         self.context.inspector.start(self.observation, self._scalars)
         self.hooks.install()
         begin = self.context.options.start_step or 0
@@ -187,7 +187,11 @@ class Run:
             self._on_request.begin()
             self._on_request.is_in_step = True
             with Uninterrupted(), without_collections():
-                return self._end_step(logging_step)
+                try:
+                    return self._end_step(logging_step)
+                finally:
+                    self._files.catch_up()
+                    self.context.inspector.events.thread.catch_up()
         except RaisedInTraining:
             raise
         except Exception as error:  # a bug of this package must neither end the training nor block the other ranks
@@ -386,7 +390,7 @@ class Run:
 
     def _send_pending(self, *, at_last: bool = False) -> None:
         self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
-        self._send_scalars(self._trainer_scalars.take(at_once=at_last) if self._may_read_device else ())
+        self._send_scalars(self._trainer_scalars.take(at_once=at_last))
         self._send()
 
     def _send_scalars(self, scalars_of_steps: Iterable[Scalars]) -> None:
@@ -443,7 +447,7 @@ class Run:
         explain_checkpoint(ended_by, layers.modules)
         attached = self.model.attached
         leads_all = own_rank() == 0
-        with Uninterrupted(self._ends), without_collections(), ExitStack() as stack:
+        with Uninterrupted(), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.audit.abandon()
             if not attached and ended_by is None:
@@ -459,7 +463,7 @@ class Run:
                 ("sending", "the end", attached, lambda: self._send_end(error)),
                 ("checking", "what the run has not reached", attached, lambda: self._warn_never_due(ended_by)),
                 ("closing", "the sinks", True, lambda: self._close_sinks(error)),
-                ("checking", "the whole run", leads_all and not self._is_terminated, self._closing.check_whole_run),
+                ("checking", "the whole run", leads_all, self._closing.check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
                 ("logging", "the command of the report", leads_all, self._files.log_command),
                 ("printing", "the verdict", attached and leads_all, lambda: self._closing.print_verdict(ended_by)),
@@ -484,37 +488,20 @@ class Run:
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
-        if self._may_read_device:
-            self._every_step.end_step(self.context.iteration, waits=True)
+        self._every_step.end_step(self.context.iteration, waits=True)
         self.model.warn_of_refused()
         self._loop_checks.end(error)
-        ends_all = isinstance(error, (Terminated, KeyboardInterrupt))
-        if not self._files.writes_all and (ends_all or not is_failure(error)):
+        if not self._files.writes_all and (isinstance(error, KeyboardInterrupt) or not is_failure(error)):
             self._sinks.skipped = self._files.sinks
         iteration = self.context.iteration
         last = self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration) if last is None else last + 1
-        if self._may_read_device:
-            self._deliver_local(EndingStep(iteration, logging_step, is_remainder=True))
-        elif self._scalars.entries or self.observation.engine.has_news:
-            logger.warning(
-                "The statistics of iteration %d are lost: they are still on the GPU, and a signal ends the process.",
-                iteration,
-            )
-
-    @property
-    def _is_terminated(self) -> bool:
-        return self._ends is not None and self._ends.is_terminated
-
-    @property
-    def _may_read_device(self) -> bool:
-        """Return False if a signal ends the process: the GPU may wait for another rank forever."""
-        return not (self._is_terminated and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        self._deliver_local(EndingStep(iteration, logging_step, is_remainder=True))
 
     def _check_parameters(self) -> None:
         last = self.context.results.iterations.last
-        if last is not None and not self._is_terminated:
+        if last is not None:
             self._parameters.end(last)
             self._send()
 
@@ -525,7 +512,7 @@ class Run:
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
             self._note_unended()
-        if self._contract.keeper is None or self._is_terminated or (error is not None and not attached):
+        if self._contract.keeper is None or (error is not None and not attached):
             return
         why_not = "the model did not run a training forward and backward during the session"
         if not attached:
@@ -557,7 +544,6 @@ class Run:
                 self._send_nonfinite(error)
                 name = type(error).__name__
                 why = f"the run was ended by {ended_by(name) or name}"
-            # SIGTERM comes also after the crash of another rank, so each rank records its own.
             ends_all = error is None or isinstance(error, KeyboardInterrupt)
             kept = LEFT_FOR_PROBLEMS if error is None else 0
             self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, kept=kept)
@@ -574,7 +560,7 @@ class Run:
 
     def _warn_never_due(self, error: BaseException | None) -> None:
         last = self.context.results.iterations.last
-        if own_rank() or error is not None or self._is_terminated or last is None:
+        if own_rank() or error is not None or last is None:
             return
         if text := describe_never_due(self.context.options.config, last):
             logger.warning("%s", text)
@@ -586,7 +572,7 @@ class Run:
 
     def _close_dumps(self, error: BaseException | None) -> None:
         try:
-            if self._may_read_device and self.overflow.detector is not None:
+            if self.overflow.detector is not None:
                 self.overflow.detector.close(error)
         finally:
             self.observation.recorder.close()
@@ -596,8 +582,8 @@ class Run:
             then.callback(self._classify.end)
             then.callback(self.context.inspector.stop)
             then.callback(self.hooks.remove)
-            if self._ends is not None:
-                then.callback(self._ends.cancel)
+            if self._at_exit is not None:
+                then.callback(self._at_exit.cancel)
             then.callback(self._on_request.end)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)

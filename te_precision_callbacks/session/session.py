@@ -25,7 +25,7 @@ from te_precision_callbacks.options import SessionKeywords, SessionOptions, step
 from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.runs.fingerprints import ResumeReport
 from te_precision_callbacks.session.context import LoopFacts, RunResults
-from te_precision_callbacks.session.endings import ProcessEnds
+from te_precision_callbacks.session.endings import stop_at_exit
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss
@@ -262,7 +262,6 @@ class InspectSession:
         *,
         log_dir: Path | None = None,
         sinks: Iterable[Sink] = (),
-        stop_at_sigterm: bool = True,
         counts_from: int = 0,
         integration: str = "session",
         eval_mode_counts: bool = True,
@@ -273,7 +272,6 @@ class InspectSession:
         Args:
             log_dir: the folder for logs, unless the options have one.
             sinks: receivers of records, called before the sinks of the options.
-            stop_at_sigterm: stop before SIGTERM ends the process, if the script has set no handler for SIGTERM.
             counts_from: the logging step of iteration 0, unless :meth:`step` is called with a logging step.
             integration: the integration that starts the session, for the records.
             eval_mode_counts: whether modules in eval mode count as evaluation.
@@ -306,7 +304,7 @@ class InspectSession:
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
         try:
-            run.start(ProcessEnds(self.stop, at_sigterm=stop_at_sigterm, must_be_stopped=not gives_way))
+            run.start(stop_at_exit(self.stop))
             if self._model is not None:
                 self.attach(self._model)
         except BaseException as error:
@@ -331,8 +329,8 @@ class InspectSession:
     def step(self, logging_step: int | None = None) -> StepRecords | None:
         """End a debug iteration: reduce its statistics, and send them to the sinks.
 
-        Call this after the optimizer's step, on all ranks. Ctrl-C and SIGTERM are handled after the step; a second
-        Ctrl-C interrupts it, for example while it waits for other ranks. A no-op in a forked process.
+        Call this after the optimizer's step, on all ranks. Ctrl-C is handled after the step; a second one
+        interrupts it, for example while it waits for other ranks. A no-op in a forked process.
 
         Args:
             logging_step: the logging step of the records. None: the debug iteration plus ``counts_from``.

@@ -52,7 +52,7 @@ def format_value(value: float) -> str:
 class StatisticsLog:
     """Sink that writes the statistics log of a rank, in a thread.
 
-    The file is created at the first write. A step is in it after at most ``FLUSH_SECONDS`` (``writer_thread.py``), and
+    The file is created at the first write. A step is in it at the end of the step (``WriterThread.catch_up``), and
     all steps are when ``close`` returns, unless the disk is too slow, which is logged.
 
     Args:
@@ -70,7 +70,7 @@ class StatisticsLog:
         self._named: SeriesTable | None = None
         self._named_as: Mapping[str, str] = {}
         self._names: list[str] = []
-        self._thread: WriterThread[LogJob] | None = None
+        self.thread: WriterThread[LogJob] | None = None
         self._local_mark = ""
         self._last: StepRecords | None = None
 
@@ -79,21 +79,21 @@ class StatisticsLog:
         advice = "The records continue. To keep more, set statistics_log='rank0, 4GiB' or 'rank0, unlimited'."
         self._local_mark = _LOCAL_MARK.format(rank=run.rank)
         file = LogFile(path, self._limit, advice)
-        self._thread = WriterThread("statistics log", file, MAX_QUEUED)
-        file.note_progress = self._thread.note_progress
+        self.thread = WriterThread("statistics log", file, MAX_QUEUED)
+        file.note_progress = self.thread.note_progress
 
     def write(self, records: StepRecords) -> None:
         """Queue the values of a step; dropped while more than :data:`MAX_QUEUED` values are queued."""
         self._raise_failure()
         count = sum(records.own) if self.own_only else len(records)
-        if self._thread is not None and count:
+        if self.thread is not None and count:
             job = functools.partial(self._lines, records, time_now(), self._names_in(records.table))
-            self._thread.put(job, count)
+            self.thread.put(job, count)
 
     def flush_soon(self) -> Wait:
-        if self._thread is None:
+        if self.thread is None:
             return lambda _: True
-        return self._thread.flush_soon()
+        return self.thread.flush_soon()
 
     def _names_in(self, table: SeriesTable) -> Sequence[str]:
         if self._named is not table or self._named_as != self._given_names:
@@ -105,15 +105,15 @@ class StatisticsLog:
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written, or the disk no longer responds; an interrupted call can be repeated."""
-        if self._thread is not None:
-            self._thread.finish()
+        if self.thread is not None:
+            self.thread.finish()
         self._raise_failure()
-        self._thread = None
+        self.thread = None
 
     def _raise_failure(self) -> None:
-        failure = None if self._thread is None else self._thread.take_failure()
+        failure = None if self.thread is None else self.thread.take_failure()
         if failure is not None:
-            self._thread = None
+            self.thread = None
             raise failure
 
     def _lines(self, records: StepRecords, at: str, names: Sequence[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.base.exits import error_text
+from te_precision_callbacks.base.errors import error_text
 from te_precision_callbacks.statistics.series import Family, Series, SeriesTable
 
 

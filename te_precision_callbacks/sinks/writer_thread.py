@@ -1,6 +1,7 @@
 """A background thread that writes the jobs of the training thread, every few seconds.
 
-The training thread touches no file, and waits for the disk only in ``wait`` and ``finish``, which have timeouts.
+The training thread touches no file, and waits for the disk only in ``catch_up``, ``wait`` and ``finish``, which have
+timeouts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Generic, Protocol, TypeVar
 
 FLUSH_SECONDS = 2.0
 """Interval between writes in seconds."""
+
+LONGEST_CATCH_UP = 1.0
+"""Timeout in seconds of a step that waits until its records are written."""
 
 LONGEST_STILL = 10.0
 """Timeout in seconds: ``finish`` stops waiting for the disk after this time without progress."""
@@ -68,6 +72,7 @@ class WriterThread(Generic[JobT]):
         self._jobs: deque[tuple[JobT, int]] = deque()
         self._flush_requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # reentrant, for signal handlers
         self._is_to_finish = False
+        self._is_late = False
         self._thread: threading.Thread | None = None
         self._is_reported = False
         self._is_flushed = True  # set only by this thread
@@ -134,6 +139,16 @@ class WriterThread(Generic[JobT]):
             return written.is_set() or self.failure is None
 
         return wait
+
+    def catch_up(self) -> None:
+        """Wait until the queued jobs are in files, which outlive a process that is killed.
+
+        After a timeout, because the disk is slow, only after the queue was empty again.
+        """
+        if not self._jobs:
+            self._is_late = False
+        elif not self._is_late:
+            self._is_late = not self.flush_soon()(time.monotonic() + LONGEST_CATCH_UP)
 
     def wait(self, is_done: Callable[[], bool], still: float = math.inf) -> bool:
         """Wait until a condition holds or the thread ends; return False after ``still`` seconds without progress."""

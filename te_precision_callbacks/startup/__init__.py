@@ -11,7 +11,6 @@ these, with a warning, unless the parent requested the backend in all children.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -35,11 +34,11 @@ from te_precision_callbacks.reference.inherited import (
 logger = logging.getLogger(__name__)
 
 WATCH_VARIABLE = "TE_PRECISION_WATCH"
-"""``1``, or the options of a session as JSON: :mod:`te_precision_callbacks.watch` then watches the script."""
+"""The options of a session as JSON: :mod:`te_precision_callbacks.watch` then watches the script."""
 
 
 def watch_environment(options: Mapping[str, Any]) -> dict[str, str]:
-    return {WATCH_VARIABLE: json.dumps(options) if options else "1", "PYTHONPATH": startup_path()}
+    return {WATCH_VARIABLE: json.dumps(options), "PYTHONPATH": startup_path()}
 
 
 def child_arguments(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | None:
@@ -65,17 +64,9 @@ def child_arguments(settings: Inherited, *, has_gpu: bool) -> dict[str, Any] | N
 def install_when_needed() -> None:
     """Arrange that the import of torch or Transformer Engine installs the backend, and watches the script, if the
     environment requires it.
-
-    Called at the start of each Python process, possibly twice: by ``sitecustomize.py`` in this folder, and by the file
-    ``te_precision_watch.pth`` of an installed package.
     """
-    is_asked = os.environ.get(ENVIRONMENT_VARIABLE) or _watch_setting()
-    if is_asked and not any(isinstance(finder, _Trigger) for finder in sys.meta_path):
+    if os.environ.get(ENVIRONMENT_VARIABLE) or os.environ.get(WATCH_VARIABLE):
         sys.meta_path.insert(0, _Trigger())
-        if _watch_setting():
-            from te_precision_callbacks.base.exits import raise_exit
-
-            sys.exit = raise_exit  # before the script imports it by name
 
 
 class _Trigger(MetaPathFinder, PendingInstallation):
@@ -106,31 +97,13 @@ class _Trigger(MetaPathFinder, PendingInstallation):
             arguments = child_arguments(settings, has_gpu=torch.cuda.is_available())
             if arguments is not None:
                 install(**arguments)
-        if _watch_setting():
-            _watch()
+        options = os.environ.get(WATCH_VARIABLE, "")
+        if options.startswith("{"):
+            from te_precision_callbacks.watch import ScriptWatch
 
-
-def _watch_setting() -> str:
-    text = os.environ.get(WATCH_VARIABLE, "")
-    if text == "0":
-        return ""
-    return text
-
-
-def _watch() -> None:
-    from te_precision_callbacks.watch import ScriptWatch
-
-    text = _watch_setting()
-    options: Any = {}
-    if text != "1":
-        with contextlib.suppress(ValueError):
-            options = json.loads(text)
-        if not isinstance(options, dict) or not options:
-            logger.error(
-                "%s=%r: nothing is watched. Set it to 1, or to the options of a session as JSON.", WATCH_VARIABLE, text
-            )
-            return
-    ScriptWatch(options).begin()
+            ScriptWatch(json.loads(options)).begin()
+        elif options:
+            logger.error("%s=%s watches nothing: use te-precision run --watch.", WATCH_VARIABLE, options)
 
 
 class _InstallingLoader(Loader):

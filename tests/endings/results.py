@@ -28,10 +28,13 @@ _HEADING = """<!-- Written by python -m tests.endings.results; the test compares
 
 def row(way: Way, folder: Path) -> str:
     """Return the row of a way in the table."""
+    command = [str(SCRIPT), way.mode, str(folder), way.code]
     if way.ranks > 1:
-        ended = launched(SCRIPT, [way.mode, str(folder), way.code], world=way.ranks)
+        ended = launched(SCRIPT, command[1:], world=way.ranks)
+    elif way.mode in ("watch", "watched plain"):
+        ended = [Running(Path("-m"), ["te_precision_callbacks.startup", *command]).end()]
     else:
-        ended = [Running(SCRIPT, [way.mode, str(folder), way.code]).end()]
+        ended = [Running(SCRIPT, command[1:]).end()]
     if way.resumed:
         ended.append(Running(SCRIPT, ["resume", str(folder), ""]).end())
     printed = ended[-1 if way.resumed else 0].stderr.splitlines()

@@ -1,7 +1,8 @@
 """A healthy training of 12 steps, and then code that ends it: script.py MODE FOLDER CODE.
 
-``session``: started, not stopped. ``with``: in a block. ``watch``: no session. ``plain`` and ``watched plain``: CODE
-does all. ``resume``: a run from the state in the folder, in a block.
+``session``: started, not stopped. ``with``: in a block. ``watch``: no session, started by ``startup/__main__.py``.
+``watched child``: without that, as by torchrun. ``plain`` and ``watched plain``: CODE does all. ``resume``: a run from
+the state in the folder, in a block.
 """
 
 import ctypes  # noqa: F401  # for CODE
@@ -20,7 +21,6 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks import InspectSession
-from te_precision_callbacks.base import blocked  # noqa: F401
 from te_precision_callbacks.session.session import running_session
 from te_precision_callbacks.watch import ScriptWatch
 
@@ -77,7 +77,7 @@ def f(status: object) -> None:
     raise SystemExit(status)
 
 
-if mode in ("watch", "watched plain"):
+if mode.startswith("watch"):
     ScriptWatch({"log_dir": folder}).begin()
 if mode in ("plain", "watched plain"):
     exec(code)
@@ -88,7 +88,7 @@ elif mode == "resume":
         train(model, optimizer, session)
 else:
     model, optimizer = build()
-    if mode == "watch":
+    if mode in ("watch", "watched child"):
         train(model, optimizer)
         exec(code)
     else:

@@ -5,16 +5,13 @@
 LISTENER is the descriptor of a socket. It ends when the process with the id OWNER has ended.
 """
 
-import _thread
 import atexit
 import contextlib
 import fcntl
-import functools
 import gc
 import importlib
 import json
 import multiprocessing
-import operator
 import os
 import runpy
 import selectors
@@ -172,23 +169,11 @@ def installed_on_import_of_torch() -> None:
         inherited.install_if_pending()
 
 
-def read_without_frames(error: SystemExit) -> Any:
-    """Read ``code`` as Python does at the end: with no Python frame on the stack, here on another thread's."""
-    codes: list[Any] = []
-    is_read = _thread.allocate_lock()
-    is_read.acquire()
-    read = functools.partial(codes.extend, map(operator.attrgetter("code"), [error]))
-    calls = map(operator.methodcaller("__call__"), [read, is_read.release])
-    _thread.start_new_thread(list, (calls,))
-    is_read.acquire()
-    return codes[0]
-
-
 def end(error: BaseException | None) -> NoReturn:
     """As Python ends a process, with the exception that nobody has caught."""
     code: Any = 0
     if isinstance(error, SystemExit):
-        code = read_without_frames(error)
+        code = error.code
         if not (code is None or isinstance(code, int)):
             print(code, file=sys.stderr)
             code = 1

@@ -128,7 +128,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
         options = {"require": {"share": {"fp32": 1}, "by_step": 2, "on_broken": "warn"}, "records": "off", **keywords}
         self.session = InspectSession(statistics(), log_dir=folder, statistics_log="off", **options)
-        self.session.start(stop_at_sigterm=False)
+        self.session.start()
         self.right, self.slowest, self.steps = True, 0.0, 0
 
     def attach(self, injection: Injection | None = None) -> str:

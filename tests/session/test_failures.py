@@ -271,7 +271,6 @@ BEFORE = {
     "SessionError": "a call in the wrong order, before anything of it runs",
     "FeatureLoadError": "in start()",
     "TransformerEngineUnavailableError": "in start()",
-    "Terminated": "given to stop(), never raised",
     "FingerprintError": "in load_state_dict()",
     "DataParallelError": "of the Trainer, before the training",
     "MissingExtraError": "at an import",

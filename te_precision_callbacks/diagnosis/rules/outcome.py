@@ -10,8 +10,6 @@ from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
 
-_BEFORE_ITS_END = ("Ctrl-C", "SIGTERM")
-
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
 
 
@@ -32,8 +30,8 @@ class FailedRun(RuleCheck):
         if event.kind != "segment_ended" or event.severity != "error":
             return
         cause = ended_by(first_line)
-        if cause in _BEFORE_ITS_END:
-            self.why_not = f"{cause} ended the run after step {event.iteration}"
+        if cause and cause != "sys.exit()":
+            self.why_not = f"the run was ended by {cause} after step {event.iteration}"
             self.checked = False
         elif not cause and not first_line.startswith(_EXPLAINED):
             step = event.data.get("step", event.iteration)
@@ -84,8 +82,8 @@ RULES = (
         collect="a run recorded by a session",
         condition=(
             "the last process of the run ended with an exception, or with an exit status other than 0. Not checked"
-            " after Ctrl-C or SIGTERM, since the run did not reach its end. A failure of an earlier start of a resumed"
-            " run is a note"
+            " after Ctrl-C or SIGTERM, since the run did not reach its end, or if the session was not stopped and the"
+            " exit status is not known. A failure of an earlier start of a resumed run is a note"
         ),
         silent=(
             "sys.exit() with status 0; exceptions that te-precision-callbacks raises because of another finding;"
