@@ -161,7 +161,7 @@ def search_planted(case: Case, folder: Path) -> dict[str, Any]:
         built.train_step()
     options: Any = {"low_share": 0.85, "steps": SHORT, "seeds": SEEDS, "progress": False}
     result = search(built.model, closure_of(built), built.batches, optimizer=built.optimizer, **options)
-    first = {entry.level: entry.group.name for entry in reversed(result.measured)}
+    first = {entry.level: entry.name for entry in reversed(result.measured)}
     low, choice = (getattr(result.confirmation, arm).difference for arm in ("low", "choice"))
     return {
         "layer": first["layer"] == planted,
@@ -177,8 +177,8 @@ def choices(case: Case, folder: Path) -> dict[str, Any]:
     from te_precision_callbacks import InspectSession
     from te_precision_callbacks.runs import open_run
     from te_precision_callbacks.search import search, searching
-    from te_precision_callbacks.search.solving import Costs
-    from te_precision_callbacks.search.units import Choice, LayerGroup, Units, split_by_gemm
+    from te_precision_callbacks.search.solving import Costs, split_by_gemm
+    from te_precision_callbacks.search.units import Choice, LayerGroup, Units
     from te_precision_callbacks.speed import device_named
 
     class Larger(Units):
@@ -227,7 +227,7 @@ def choices(case: Case, folder: Path) -> dict[str, Any]:
     }
     high = {arm: units.high(choice) for arm, choice in chosen.items()}
     milliseconds = {arm: costs.extra_ms(choice) for arm, choice in chosen.items()}
-    everything = dict.fromkeys(units.all, ())
+    everything = dict.fromkeys(units.layers, ())
     units.restore()
     vars(searching)["Units"] = Larger
     built.optimizer.zero_grad()

@@ -20,53 +20,6 @@ _LOGPROBS = "Use your RL trainer's metrics of the log-probabilities of trainer a
 FORMER_NAMES: Mapping[str, str] = {
     "dump": "To dump tensors, resume before the finding, with DumpTensors in the config.",
     "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
-    "high precision": "DisableQuantizationLayer in the config runs layers in high precision.",
-    "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
-    "max_bytes": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
-    "max_files": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
-    "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
-    "profile": "Use torch.profiler or Nsight Systems.",
-    "protect checkpoint": "Use 'stop', which ends the run before it replaces good checkpoints.",
-    "report": "Run te-precision report RUN after the training.",
-    "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
-    "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
-    "te-precision check --convert": (
-        "Return te_precision_callbacks.accelerate.convert_to_te(model) from the function of --model."
-    ),
-    "te_precision_callbacks.check.BatchError": "A plan takes tokens=, not a batch.",
-    "te_precision_callbacks.check.ConversionError": (
-        "Convert the model with te_precision_callbacks.accelerate.convert_to_te before the check."
-    ),
-    "te-precision check --calibrate": "Measure with torch.profiler or Nsight Systems.",
-    "te-precision check --device": "Pass the device to --speed, such as --speed h200.",
-    "te-precision check --memory": "Measure with torch.cuda.max_memory_allocated().",
-    "te-precision check --table": "Measure with torch.profiler or Nsight Systems.",
-    "te-precision report --device": "Use te-precision check CONFIG --model MODEL --tokens N --speed DEVICE.",
-    "te-precision speed": (
-        "Use te-precision check CONFIG --model MODEL --tokens N --speed DEVICE; for traces, torch.profiler, Nsight"
-        " Systems, HolisticTraceAnalysis or TraceLens."
-    ),
-    "te_precision_callbacks.runs.traces_of": "Use torch.profiler or Nsight Systems.",
-    "te_precision_callbacks.speed.memory": "Measure with torch.cuda.max_memory_allocated().",
-    "te_precision_callbacks.speed.step_of_run": (
-        "Pass the coverage of a session to te_precision_callbacks.speed.estimate_step."
-    ),
-    "te_precision_callbacks.speed.trace": "Read traces with HolisticTraceAnalysis or TraceLens.",
-    "te-precision dumps diff": _DIFFERENCE,
-    "te-precision logprobs": _LOGPROBS,
-    "te-precision report --logprobs": _LOGPROBS,
-    "te_precision_callbacks.dumps.Difference": _DIFFERENCE,
-    "te_precision_callbacks.dumps.DifferentShapesError": _DIFFERENCE,
-    "te_precision_callbacks.dumps.DumpComparison": _DIFFERENCE,
-    "te_precision_callbacks.dumps.NothingToCompareError": _DIFFERENCE,
-    "te_precision_callbacks.dumps.compare": _DIFFERENCE,
-    "te_precision_callbacks.lightning.HealthyCheckpoint": (
-        "Use ModelCheckpoint with save_top_k, and on_finding='stop', so that good checkpoints stay."
-    ),
-    "te_precision_callbacks.maps.LogProbs": _LOGPROBS,
-    "te_precision_callbacks.maps.LogProbsError": _LOGPROBS,
-    "te_precision_callbacks.maps.read_logprobs": _LOGPROBS,
-    "when": f"{_DUMPED_STEPS} It writes every tensor in these steps.",
     "gemm-excess": "Compare gemm_format_error of the GEMM with sqnr_db of its operands.",
     "gemm-gain": "Use wrong-gemm.",
     "gemm-kernel": "Use wrong-gemm.",
@@ -94,8 +47,63 @@ FORMER_NAMES: Mapping[str, str] = {
     "gemm_wrong_scales_b%": "Use mse and sqnr_db of LogFp8TensorStats, which the rule wrong-codes reads.",
     "gemm_zeros_excess_a%": "Use mse and sqnr_db of LogFp8TensorStats, which the rule wrong-codes reads.",
     "gemm_zeros_excess_b%": "Use mse and sqnr_db of LogFp8TensorStats, which the rule wrong-codes reads.",
+    "high precision": "DisableQuantizationLayer in the config runs layers in high precision.",
+    "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
+    "max_bytes": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
+    "max_files": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
+    "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
+    "profile": "Use torch.profiler or Nsight Systems.",
+    "protect checkpoint": "Use 'stop', which ends the run before it replaces good checkpoints.",
+    "report": "Run te-precision report RUN after the training.",
+    "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
+    "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
+    "te-precision check --calibrate": "Measure with torch.profiler or Nsight Systems.",
+    "te-precision check --convert": (
+        "Return te_precision_callbacks.accelerate.convert_to_te(model) from the function of --model."
+    ),
+    "te-precision check --device": "Pass the device to --speed, such as --speed h200.",
+    "te-precision check --memory": "Measure with torch.cuda.max_memory_allocated().",
+    "te-precision check --table": "Measure with torch.profiler or Nsight Systems.",
+    "te-precision dumps diff": _DIFFERENCE,
+    "te-precision logprobs": _LOGPROBS,
     "te-precision replay": "Use te_precision_callbacks.dumps.gemm_errors(path) for each dumped GEMM.",
+    "te-precision report --device": "Use te-precision check CONFIG --model MODEL --tokens N --speed DEVICE.",
+    "te-precision report --logprobs": _LOGPROBS,
+    "te-precision speed": (
+        "Use te-precision check CONFIG --model MODEL --tokens N --speed DEVICE; for traces, torch.profiler, Nsight"
+        " Systems, HolisticTraceAnalysis or TraceLens."
+    ),
+    "te_precision_callbacks.check.BatchError": "A plan takes tokens=, not a batch.",
+    "te_precision_callbacks.check.ConversionError": (
+        "Convert the model with te_precision_callbacks.accelerate.convert_to_te before the check."
+    ),
+    "te_precision_callbacks.dumps.Difference": _DIFFERENCE,
+    "te_precision_callbacks.dumps.DifferentShapesError": _DIFFERENCE,
+    "te_precision_callbacks.dumps.DumpComparison": _DIFFERENCE,
+    "te_precision_callbacks.dumps.NothingToCompareError": _DIFFERENCE,
+    "te_precision_callbacks.dumps.compare": _DIFFERENCE,
+    "te_precision_callbacks.lightning.HealthyCheckpoint": (
+        "Use ModelCheckpoint with save_top_k, and on_finding='stop', so that good checkpoints stay."
+    ),
+    "te_precision_callbacks.maps.LogProbs": _LOGPROBS,
+    "te_precision_callbacks.maps.LogProbsError": _LOGPROBS,
+    "te_precision_callbacks.maps.read_logprobs": _LOGPROBS,
     "te_precision_callbacks.replay": "Use te_precision_callbacks.dumps.gemm_errors(path) for each dumped GEMM.",
+    "te_precision_callbacks.runs.traces_of": "Use torch.profiler or Nsight Systems.",
+    "te_precision_callbacks.search.MeasuredPrior": "Compare with other rules by trainings of your own.",
+    "te_precision_callbacks.search.SearchBudget": "Give low_share=, extra_ms= or cosine= to search().",
+    "te_precision_callbacks.search.lightning": (
+        "Call te_precision_callbacks.search.SearchAtStep from a callback, as docs/search.md shows."
+    ),
+    "te_precision_callbacks.search.transformers": (
+        "Call te_precision_callbacks.search.SearchAtStep from training_step, as docs/search.md shows."
+    ),
+    "te_precision_callbacks.speed.memory": "Measure with torch.cuda.max_memory_allocated().",
+    "te_precision_callbacks.speed.step_of_run": (
+        "Pass the coverage of a session to te_precision_callbacks.speed.estimate_step."
+    ),
+    "te_precision_callbacks.speed.trace": "Read traces with HolisticTraceAnalysis or TraceLens.",
+    "when": f"{_DUMPED_STEPS} It writes every tensor in these steps.",
 }
 """A name -> the sentence that says what to use instead."""
 

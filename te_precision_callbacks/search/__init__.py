@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.search.measuring import GradientEffect
-    from te_precision_callbacks.search.searching import Confirmation, SearchResult, search
-    from te_precision_callbacks.search.solving import MeasuredPrior, Point, SearchBudget
-    from te_precision_callbacks.search.sweep import MeasuredGroup
+    from te_precision_callbacks.search.results import (
+        Confirmation,
+        GradientEffect,
+        MeasuredGroup,
+        Point,
+        SearchOptions,
+        SearchResult,
+    )
+    from te_precision_callbacks.search.searching import SearchAtStep, search
     from te_precision_callbacks.search.units import BudgetError, SearchError
 
 __all__ = [
@@ -26,10 +31,10 @@ __all__ = [
     "Confirmation",
     "GradientEffect",
     "MeasuredGroup",
-    "MeasuredPrior",
     "Point",
-    "SearchBudget",
+    "SearchAtStep",
     "SearchError",
+    "SearchOptions",
     "SearchResult",
     "search",
 ]

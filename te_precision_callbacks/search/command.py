@@ -11,17 +11,23 @@ use, and if no choice meets the budget. ``--json`` prints one JSON object.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from te_precision_callbacks.base import terminal
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.errors import rename_keywords
 from te_precision_callbacks.base.terminal import Json
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check.command import install_backend
 
-_OPTIONS = ("low_share", "extra_ms", "cosine", "device", "together", "sweep_batches", "seeds", "steps", "tolerance")
+if TYPE_CHECKING:
+    from te_precision_callbacks.search.results import GradientEffect, SearchResult
+
+_MOST_ROWS = 12
 
 
 def search_command(
@@ -68,39 +74,80 @@ def search_command(
         float | None, typer.Option(metavar="SECONDS", help="Start no measurement after this time.")
     ] = None,
     folder: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the results are written, to resume from.")
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the results are written.")
     ] = Path("search"),
     as_json: Json = False,
 ) -> None:
     """Choose the layers and GEMMs to keep in high precision within a budget, and confirm the choice with seeds."""
     install_backend(None)
     from te_precision_callbacks.check.factory import build_setup
-    from te_precision_callbacks.search.printing import show
     from te_precision_callbacks.search.searching import search
-    from te_precision_callbacks.views.compare.paired import TOLERANCE
 
-    try:
-        with rename_keywords({name: f"--{name.replace('_', '-')}" for name in _OPTIONS}):
-            result = search(
-                **build_setup(setup),
-                low_share=low_share,
-                extra_ms=extra_ms,
-                cosine=cosine,
-                device=device,
-                together=together or (),
-                sweep_batches=sweep_batches,
-                seeds=seeds,
-                steps=steps,
-                tolerance=TOLERANCE if tolerance is None else tolerance,
-                max_time=max_time,
-                folder=folder,
-            )
-    except KeyboardInterrupt:
-        typer.echo(f"te-precision: interrupted. The same command goes on with what is measured in {folder}.", err=True)
-        raise
+    options: dict[str, Any] = {
+        "low_share": low_share,
+        "extra_ms": extra_ms,
+        "cosine": cosine,
+        "device": device,
+        "together": together,
+        "sweep_batches": sweep_batches,
+        "seeds": seeds,
+        "steps": steps,
+        "tolerance": tolerance,
+        "max_time": max_time,
+        "folder": folder,
+    }
+    with rename_keywords({name: f"--{name.replace('_', '-')}" for name in options}):
+        result = search(**build_setup(setup), **{name: value for name, value in options.items() if value is not None})
     if as_json:
-        terminal.show_json(result.as_json())
+        terminal.show_json(result)
     else:
-        show(result, folder)
+        _show(result, folder)
     if result.confirmation is None or result.confirmation.choice.decision != "within":
         raise typer.Exit(1)
+
+
+def _show(result: SearchResult, folder: Path) -> None:
+    from te_precision_callbacks.coverage.coverage import percent
+    from te_precision_callbacks.layers.folding import fold_names
+
+    terminal.show_text(f"Recipe {result.recipe}; {result.passes} forwards with backward.")
+    terminal.show("\n[bold]Effect of low precision, alone in a layer[/bold]")
+    measured = [
+        (group.level, group.name, f"{group.effect.error:.3g}", f"{group.effect.cosine:.6f}", f"{group.effect.loss:.6g}")
+        for group in result.measured
+    ]
+    _show_rows(("level", "where", "gradient error", "cosine", "loss"), measured)
+    terminal.show("\n[bold]Cost against quality[/bold]")
+    points = []
+    for point in result.frontier:
+        extra = "" if point.extra_ms is None else f"{point.extra_ms:.3g}"
+        points.append((point.kept or "nothing", f"{percent(point.low_share)} %", extra, f"{point.expected_error:.3g}"))
+    _show_rows(("also in high precision", "low share", "ms over all-low", "expected error"), points)
+    terminal.show("\n[bold]Choice[/bold]")
+    for gemms, names in group_by_key((gemms, name) for name, gemms in result.high.items()).items():
+        of_gemms = "" if gemms == GEMMS else f" ({', '.join(gemms)})"
+        terminal.show_text(f"In high precision{of_gemms}: {', '.join(fold_names(names, most=8))}.", hanging=2)
+    if not result.high:
+        terminal.show_text("Everything in low precision.")
+    extra = "" if result.extra_ms is None else f", {result.extra_ms:.3g} ms over all-low"
+    terminal.show_text(f"All-low: {_effect(result.all_low)}.")
+    terminal.show_text(f"Choice: {_effect(result.effect)}; {percent(result.low_share)} % low{extra}.")
+    if result.confirmation is not None:
+        terminal.show(f"\n[bold]Confirmation, {many(result.confirmation.steps, 'step')}[/bold]")
+        for line in result.describe():
+            terminal.show_text(line, hanging=2)
+    terminal.show_notes(result.notes)
+    terminal.show_text(f"Written: {', '.join(sorted(map(str, folder.glob('*'))))}.")
+
+
+def _effect(effect: GradientEffect) -> str:
+    return f"gradient error {effect.error:.3g}, cosine {effect.cosine:.6f}"
+
+
+def _show_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = terminal.table(*heads)
+    for cells in rows[:_MOST_ROWS]:
+        table.add_row(*map(terminal.cell, cells))
+    terminal.show(table)
+    if rows[_MOST_ROWS:]:
+        terminal.show_text(f"and {len(rows) - _MOST_ROWS} more, which --json has.")

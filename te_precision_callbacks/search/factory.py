@@ -37,6 +37,8 @@ class QuantizerFactory:
         self.high = high
 
     def __call__(self, role: Any) -> Any:
+        from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+
         if role is None or role.tensor_type not in _OPERANDS:
             return self._quantizer("input")  # a boundary, whose quantizer has no effect
         if role.name not in self.high:
@@ -45,23 +47,15 @@ class QuantizerFactory:
                 f"{role.name!r} is not a layer of the searched model, which has {known}, ... Call assign_names(model)"
                 " before the first forward, with the model that was searched."
             )
-        in_high = [gemm in self.high[role.name] for gemm in _OPERANDS[role.tensor_type]]
-        return self._mixed(role.tensor_type, *in_high)
-
-    def _mixed(self, tensor: str, rowwise: bool, columnwise: bool) -> Any:
-        from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
-
-        rows = self._direction(tensor, rowwise)
+        rowwise, columnwise = (gemm in self.high[role.name] for gemm in _OPERANDS[role.tensor_type])
+        rows = high_quantizer() if rowwise else self._quantizer(role.tensor_type)
         if rowwise == columnwise:
             return rows
-        columns = self._direction(tensor, columnwise)
+        columns = high_quantizer() if columnwise else self._quantizer(role.tensor_type)
         made = HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns)
         if self.low.float8_current_scaling() and rowwise:
             columns.set_usage(rowwise=True)  # its kernel writes columnwise data only together with rowwise data
         return made
-
-    def _direction(self, tensor: str, is_high: bool) -> Any:
-        return high_quantizer() if is_high else self._quantizer(tensor)
 
     def _quantizer(self, tensor: str) -> Any:
         from transformer_engine.pytorch.quantization import DelayedScalingRequest, RecipeState

@@ -1,56 +1,113 @@
-"""Measures losses and gradients of a closure with chosen GEMMs in high precision."""
+"""Measures losses and gradients of a closure with chosen GEMMs in high precision, from one state of the training."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import is_initialized, world_size
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.check.factory import format_failure
 from te_precision_callbacks.search.factory import custom_recipe
-from te_precision_callbacks.search.state import TrainingState
+from te_precision_callbacks.search.results import GradientEffect
 from te_precision_callbacks.search.units import Choice, SearchError, Units
+from te_precision_callbacks.te.state import Fp8State
 
 Closure = Callable[[Any], torch.Tensor]
 
 Make = Callable[[Any], Any]
 """Makes a recipe from the recipe in low precision."""
 
-LOST = 1e9
+_LOST = 1e9
 """The error of a gradient with inf or nan."""
 
 _UNRELATED = 2.0
 """The error of an unrelated gradient of the same norm. A larger one, of one parameter, would hide all other errors."""
 
 
-class GradientEffect(NamedTuple):
-    """A measurement against high precision, over the batches of the sweep.
+class TrainingState:
+    """The state of a model, its random generators, and an optimizer.
 
-    Gradients are compared parameter by parameter, whatever their scale, as an optimizer such as Adam sees them. Means
-    are weighted by the number of elements.
+    Copies are in the memory of the host.
 
-    Attributes:
-        loss: the mean loss.
-        error: mean of |g - h|^2 / |h|^2, of the gradient g and the gradient h in high precision; at most 2 of each
-            parameter.
-        cosine: mean cosine of both gradients.
-        norm: mean of |g| / |h|.
-        update: mean cosine of both changes of the parameters in a step of the optimizer; None without an optimizer, and
-            if it changes nothing in high precision.
+    Args:
+        optimizer: if given, its parameters and its state may change until :meth:`restore`.
     """
 
-    loss: float
-    error: float
-    cosine: float
-    norm: float
-    update: float | None = None
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.optimizer = optimizer
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        self._optimizer_state: dict[Any, Any] = {}
+        self._groups: list[dict[str, Any]] = []
+        everything = list(model.parameters())
+        tensors = list(model.buffers())
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                everything += group["params"]
+                self._groups.append({name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+            self._optimizer_state = {key: dict(entry) for key, entry in optimizer.state.items()}
+            tensors += everything
+            tensors += [leaf for leaf in tree_leaves(self._optimizer_state) if isinstance(leaf, torch.Tensor)]
+        self._gradients = {parameter: parameter.grad for parameter in everything}
+        tensors += [gradient for gradient in self._gradients.values() if gradient is not None]
+        self._tensors = {tensor: tensor.detach().to("cpu", copy=True) for tensor in tensors}
+        self._generators: dict[Callable[[Any], object], Any] = {
+            random.setstate: random.getstate(),
+            np.random.set_state: np.random.get_state(),
+            torch.set_rng_state: torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            self._generators[torch.cuda.set_rng_state_all] = torch.cuda.get_rng_state_all()
+        self._fp8 = Fp8State(model)
+
+    def begin(self) -> None:
+        """Go back to the state, without gradients, and with a copy of the FP8 state to change."""
+        self._put_back()
+        for parameter in self._gradients:
+            parameter.grad = None
+        self._fp8.lend_copy()
+
+    def step(self) -> None:
+        """Step the optimizer, and forget the gradients."""
+        assert self.optimizer is not None  # noqa: S101
+        try:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise SearchError(format_failure("The step of optimizer= failed", error)) from error
+
+    def restore(self) -> None:
+        """Go back to the state, bit for bit, with the same tensors."""
+        self._put_back()
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        self._fp8.restore()
+
+    def _put_back(self) -> None:
+        for buffers, before in self._buffers:
+            buffers.update(before)
+        with torch.no_grad():
+            for tensor, value in self._tensors.items():
+                tensor.copy_(value)
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update({key: dict(entry) for key, entry in self._optimizer_state.items()})
+            for group, options in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group.update(copy.deepcopy(options))
+        for put_back, state in self._generators.items():
+            put_back(state)
 
 
 class Regions:
@@ -105,93 +162,87 @@ class EffectMeasurement:
     """Runs the closure on the batches of the sweep, each time from the same state.
 
     Attributes:
+        regions: replaces the recipe of the closure.
         passes: forwards with backward so far.
         high: the effect of high precision, against which others are measured.
-        high_norm: the norm of its gradient.
     """
 
     def __init__(self, state: TrainingState, units: Units, closure: Closure, batches: Sequence[Any]) -> None:
+        self.regions = Regions()
         self.passes = 0
-        self.high = GradientEffect(math.nan, 0.0, 1.0, 1.0)
-        self.high_norm = 0.0
+        self.high = GradientEffect(math.nan, 0.0, 1.0)
         self._state = state
         self._units = units
-        self.regions = Regions()
         self._closure = closure
         self._batches = batches
         self._high: list[torch.Tensor | None] = []
 
     def measure_high(self) -> None:
-        loss, results = self._run(None)
+        loss, gradients = self._run(None)
         if not math.isfinite(loss):
             raise SearchError(f"The loss is {loss} in high precision, so no effect of low precision can be seen.")
         # DistributedDataParallel may write later gradients into the same memory.
-        for result in results:
-            self._high.append(None if result is None else result.clone())
+        self._high = [None if gradient is None else gradient.clone() for gradient in gradients]
         self.high = self._compare(loss, self._high)
-        if self.high_norm == 0:
+        if math.isnan(self.high.error):
             raise SearchError("The loss has no gradient in high precision, so no effect of low precision can be seen.")
 
-    def measure(self, choice: Choice | None, make: Make | None = None, operand: str = "") -> GradientEffect:
-        """Measure a choice of GEMMs in high precision, of the others one operand or both; None for all in high."""
-        return self._compare(*self._run(make or self._make(choice, operand)))
+    def measure(self, make: Make | None) -> GradientEffect:
+        """Measure a recipe, made from the model's recipe; None for high precision, without any quantizer."""
+        return self._compare(*self._run(make))
 
-    def _make(self, choice: Choice | None, operand: str = "") -> Make | None:
-        if choice is None:
-            return None
+    def recipe(self, choice: Choice) -> Make:
+        """Return a recipe with a choice of GEMMs in high precision."""
         high = self._units.high(choice)
-        if not operand:
-            return lambda low: custom_recipe(low, high)
-        from te_precision_callbacks.search.operands import operand_recipe
+        return lambda low: custom_recipe(low, high)
 
-        return lambda low: operand_recipe(low, high, operand)
-
-    def final_loss(self, batches: Sequence[Any], choice: Choice | None, seed: int) -> float:
+    def final_loss(self, batches: Sequence[Any], make: Make | None, seed: int) -> float:
         """Train from the state with a seed; returns the mean loss of the last quarter of the steps."""
-        optimizer = self._state.optimizer
-        assert optimizer is not None  # noqa: S101
         self._state.begin()
         torch.manual_seed(seed)
         np.random.seed(seed)
         losses = []
-        with self.regions.switched(self._make(choice)):
+        with self.regions.switched(make):
             for batch in batches:
-                optimizer.zero_grad(set_to_none=True)
                 losses.append(self._loss_with_backward(batch))
                 self._state.step()
         last = losses[-max(1, len(losses) // 4) :]
-        (mean,) = mean_over_ranks(torch.tensor([sum(last) / len(last)], dtype=torch.float64))
-        return float(mean)
+        return float(mean_over_ranks(sum(last) / len(last)))
 
     def _run(self, make: Make | None) -> tuple[float, list[torch.Tensor | None]]:
-        """Return the mean loss, and the gradients of the parameters, followed by their updates with an optimizer."""
+        """Return the mean loss, and the gradients of the parameters."""
         self._state.begin()
         with self.regions.switched(make):
             losses = [self._loss_with_backward(batch) for batch in self._batches]
         self.passes += len(losses)
-        gradients = [parameter.grad for parameter in self._state.parameters]
-        updates = self._state.updates()
-        for parameter in self._state.parameters:
-            parameter.grad = None
-        return sum(losses) / len(losses), [*gradients, *updates]
+        return sum(losses) / len(losses), [parameter.grad for parameter in self._state.parameters]
 
     def _loss_with_backward(self, batch: Any) -> float:
-        loss = run_closure(self._closure, batch, self._state.parameters)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
+        try:
+            loss = self._closure(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
+        except (torch.OutOfMemoryError, PrecisionDebugError):
+            raise
+        except Exception as error:
+            failure = format_failure("The closure, or the backward of its loss, failed", error)
+            raise SearchError(
+                f"{failure} Return the loss of the batch, a tensor with one element; the search runs the backward and,"
+                " to confirm, steps optimizer=."
+            ) from error
 
-    def _compare(self, loss: float, results: Sequence[torch.Tensor | None]) -> GradientEffect:
-        rows = [_sums(ours, high) for ours, high in zip(results, self._high, strict=True)]
-        rows.insert(0, torch.full_like(rows[0], loss))
-        shared = torch.tensor(mean_over_ranks(torch.stack(rows)), dtype=torch.float64)
-        loss = float(shared[0, 0])
-        count = len(self._state.parameters) + 1
-        gradients = shared[1:count]
-        self.high_norm = float(gradients[:, 3].sum().sqrt())
-        update = _means(shared[count:].nan_to_num())[1] if bool(shared[count:, 3].any()) else None
-        if not bool(gradients.isfinite().all()) or not math.isfinite(loss):
-            return GradientEffect(loss, LOST, 0.0, LOST, update)
-        return GradientEffect(loss, *_means(gradients), update)
+    def _compare(self, loss: float, gradients: Sequence[torch.Tensor | None]) -> GradientEffect:
+        rows = [_sums(ours, high) for ours, high in zip(gradients, self._high, strict=True)]
+        shared = mean_over_ranks(torch.stack([*rows, torch.full_like(rows[0], loss)]))
+        loss = float(shared[-1, 0])
+        if not bool(shared.isfinite().all()):
+            return GradientEffect(loss, _LOST, 0.0)
+        # Parameters without a gradient in high precision do not count.
+        difference, product, ours_square, high_square, weight = shared[:-1][shared[:-1, 3] > 0].T
+        error = (difference / high_square).clamp(max=_UNRELATED)
+        cosine = (product / (ours_square * high_square).sqrt()).nan_to_num(0.0)
+        means = ((weight * values).sum() / weight.sum() for values in (error, cosine))
+        return GradientEffect(loss, *map(float, means))
 
 
 def _sums(ours: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
@@ -200,30 +251,8 @@ def _sums(ours: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros(5, dtype=torch.float64)
     h = _local(high)
     g = torch.zeros_like(h) if ours is None else _local(ours)
-    parts = [part.sum(dtype=torch.float64) for part in ((g - h).square(), g * h, g.square(), h.square())]
-    return torch.stack([*parts, torch.full_like(parts[0], h.numel())]).cpu()
-
-
-def _means(sums: torch.Tensor) -> tuple[float, float, float]:
-    """Return the means over parameters of the relative squared error, the cosine, and the norm's ratio."""
-    difference, product, ours_square, high_square, weight = sums.T
-    has_values = high_square > 0
-    weight = weight * has_values
-    size = high_square.where(has_values, torch.ones(()))
-    cosine = (product / (ours_square * size).sqrt()).nan_to_num(0.0)
-    error = (difference / size).clamp(max=_UNRELATED)
-    error, cosine, norm = (
-        (weight * values).sum() / weight.sum() for values in (error, cosine, (ours_square / size).sqrt())
-    )
-    return float(error), float(cosine), float(norm)
-
-
-def _gradient_versions(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, int] | None]:
-    versions: list[tuple[int, int] | None] = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        versions.append(None if gradient is None else (id(gradient), gradient._version))
-    return versions
+    parts = ((g - h).square(), g * h, g.square(), h.square(), torch.ones_like(h))
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts]).cpu()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,37 +260,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if to_local is None else to_local()).float()
 
 
-def mean_over_ranks(values: torch.Tensor) -> Any:
-    """Return equal values on all ranks, so that all take the same decisions."""
-    if is_initialized():
-        on_cpu = "gloo" in torch.distributed.get_backend()
-        shared = values if on_cpu else values.cuda()
-        torch.distributed.all_reduce(shared)
-        values = shared.cpu() / world_size()
-    return values.tolist()
-
-
-def run_closure(closure: Closure, batch: Any, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Call the closure; raises a SearchError if it fails, steps the optimizer, runs the backward, or gives no loss."""
-    before = [parameter._version for parameter in parameters]
-    gradients = _gradient_versions(parameters)
-    try:
-        loss = closure(batch)
-    except (torch.OutOfMemoryError, PrecisionDebugError):
-        raise
-    except Exception as error:
-        raise SearchError(format_failure("The closure failed", error)) from error
-    changed = [p for p, version in zip(parameters, before, strict=True) if p._version != version]
-    if changed:
-        raise SearchError(
-            f"The closure changed {len(changed)} of {len(parameters)} parameters: it must not step the optimizer."
-            " Return the loss of the batch; the search runs the backward and, to confirm, steps optimizer=."
-        )
-    if gradients != _gradient_versions(parameters):
-        raise SearchError("The closure ran the backward. Return the loss of the batch; the search runs the backward.")
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise SearchError(
-            "The closure must return the loss of a batch, a tensor with one element that needs a gradient. The search"
-            " runs the backward."
-        )
-    return loss
+def mean_over_ranks(values: Any) -> torch.Tensor:
+    """Return values in float64, on the CPU; equal on all ranks, so that all take the same decisions."""
+    shared = torch.as_tensor(values, dtype=torch.float64)
+    if not is_initialized():
+        return shared
+    if "gloo" not in torch.distributed.get_backend():
+        shared = shared.cuda()
+    torch.distributed.all_reduce(shared)
+    return shared.cpu() / world_size()

@@ -1,165 +1,148 @@
-"""Chooses the GEMMs to keep in high precision within a budget: greedily, by effect and cost."""
+"""Which groups of GEMMs to measure, and which of them to keep in high precision within a budget.
+
+:func:`sweep` measures groups in low precision, with all others in high precision: blocks, then the layers of blocks
+with large effects, then the GEMMs of such layers. A group is split if it has more than a tenth of the sum of the
+effects on its level, so at most ten groups of a level are. This bounds the passes, for each batch: 4 + blocks + layers
+of 10 blocks + 30. :func:`choose` is greedy, by effect and cost.
+"""
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.search.measuring import GradientEffect
-from te_precision_callbacks.search.sweep import MeasuredGroup
-from te_precision_callbacks.search.units import BudgetError, Choice, merged
+from te_precision_callbacks.search.results import GradientEffect, MeasuredGroup, Point, SearchOptions
+from te_precision_callbacks.search.units import BudgetError, Choice, LayerGroup, Switch
 from te_precision_callbacks.speed.devices import Device
 from te_precision_callbacks.speed.expected import time_products
+
+_LARGE = 0.1
+"""Share of the effects of a level above which a group is split."""
 
 _ENOUGH = 0.01
 """Share of all effects that may stay in low precision although the budget allows more."""
 
 
+def sweep(
+    atoms: Iterable[LayerGroup],
+    measure: Callable[[str, Sequence[LayerGroup]], list[GradientEffect] | None],
+    *,
+    by_gemm: bool,
+) -> tuple[list[MeasuredGroup], dict[LayerGroup, GradientEffect]]:
+    """Measure groups, level by level; a level that cannot be completed in time is left out.
+
+    Args:
+        measure: returns the effects of the groups of a level, each in low precision alone; None if the time is up.
+        by_gemm: whether layers with large effects are split.
+
+    Returns:
+        All measurements, and the smallest measured groups with their effects: together, they have each GEMM once.
+    """
+    blocks = group_by_key((_block_of(atom), atom) for atom in atoms)
+    groups = [LayerGroup(name, Choice().union(*(part.switches for part in parts))) for name, parts in blocks.items()]
+    measured: list[MeasuredGroup] = []
+    leaves: dict[LayerGroup, GradientEffect] = {}
+    large: list[LayerGroup] = []
+    for level in ("block", "layer", "gemm"):
+        effects = measure(level, groups)
+        if effects is None:
+            break
+        for group in large:
+            del leaves[group]
+        of_level = dict(zip(groups, effects, strict=True))
+        leaves |= of_level
+        measured += [MeasuredGroup(group.name, level, effect) for group, effect in of_level.items()]
+        total = sum(effect.error for effect in effects)
+        large = [group for group, effect in of_level.items() if effect.error > _LARGE * total]
+        if level == "block":
+            groups = [part for block in large for part in blocks[block.name]]
+        elif level == "layer" and by_gemm:
+            groups = [gemm for layer in large for gemm in split_by_gemm(layer)]
+        else:
+            break
+    return measured, leaves
+
+
+def _block_of(group: LayerGroup) -> str:
+    """Return the part of its layers' names up to the first number, such as ``layers.3``; else the group's name."""
+    blocks = set()
+    for name, _ in group.switches:
+        match = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
+        blocks.add(group.name if match is None else match[0])
+    return blocks.pop() if len(blocks) == 1 else group.name
+
+
+def split_by_gemm(layer: LayerGroup) -> list[LayerGroup]:
+    switches = group_by_key((switch[1], switch) for switch in layer.switches)
+    return [LayerGroup(f"{layer.name} {gemm}", frozenset(switches[gemm])) for gemm in GEMMS]
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs of choices over all-low.
 
-    Args:
+    Attributes:
+        products: of the searched layers, one for each GEMM.
         recipe: the name of the recipe in low precision, as of ``te-precision check``.
         device: the device of the planned times.
     """
 
-    def __init__(self, products: Sequence[Product], recipe: str, device: Device | None) -> None:
-        self._layers: dict[str, list[Product]] = defaultdict(list)
-        self._macs: dict[tuple[str, str], int] = {}
-        for product in products:
-            self._layers[product.layer].append(product)
-            self._macs[product.layer, product.gemm] = product.macs
-        self._recipe = recipe
-        self._device = device
-        self._all_low: dict[str, float] = {}
-        if device is not None:
-            self._all_low = {layer: self._layer_ms(layer, frozenset()) for layer in self._layers}
+    products: Sequence[Product]
+    recipe: str
+    device: Device | None
 
     def low_share(self, choice: Choice) -> float:
         """Return the share of multiply-adds of the searched layers in low precision."""
-        total = sum(self._macs.values())
-        return 1 - sum(self._macs.get(switch, 0) for switch in choice) / total
+        total = sum(product.macs for product in self.products)
+        return 1 - sum(product.macs for product in self.products if (product.layer, product.gemm) in choice) / total
 
     def extra_ms(self, choice: Choice) -> float | None:
         """Return planned milliseconds of a step over all-low; None without a device."""
-        if self._device is None:
+        if self.device is None:
             return None
-        layers = {layer for layer, _ in choice} & set(self._layers)
-        return sum(self._layer_ms(layer, choice) - self._all_low[layer] for layer in layers)
+        layers = {layer for layer, _ in choice}
+        products = [product for product in self.products if product.layer in layers]
+        return self._milliseconds(products, choice) - self._milliseconds(products, ())
 
-    def of(self, choice: Choice) -> float:
-        """Return milliseconds over all-low; without a device, the share of multiply-adds in high precision."""
+    def _milliseconds(self, products: Iterable[Product], choice: Collection[Switch]) -> float:
+        assert self.device is not None  # noqa: S101
+        recipes = [("" if (product.layer, product.gemm) in choice else self.recipe) for product in products]
+        return sum(time.low_ms for time in time_products(zip(products, recipes, strict=True), self.device))
+
+    def describe(self, choice: Choice) -> str:
         extra = self.extra_ms(choice)
-        if extra is None:
-            return 1 - self.low_share(choice)
-        return extra
-
-    def _layer_ms(self, layer: str, choice: Choice) -> float:
-        assert self._device is not None  # noqa: S101
-        recipes = []
-        for product in self._layers[layer]:
-            is_high = (layer, product.gemm) in choice
-            recipes.append((product, "" if is_high else self._recipe))
-        return sum(time.low_ms for time in time_products(recipes, self._device))
+        text = f"{100 * self.low_share(choice):.1f} % of multiply-adds in low precision"
+        return text if extra is None else f"{text} and {extra:.3g} ms over all-low"
 
 
-@dataclass(frozen=True)
-class SearchBudget:
-    """Limits of a choice.
-
-    Attributes:
-        low_share: the least share of the searched layers' multiply-adds in low precision.
-        extra_ms: the most planned milliseconds of a step over all-low.
-        cosine: the least cosine of the gradient to the gradient in high precision.
-    """
-
-    low_share: float | None = None
-    extra_ms: float | None = None
-    cosine: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("low_share", "cosine"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise OptionError(f"{name}={value} must be between 0 and 1.")
-        if self.extra_ms is not None and not self.extra_ms >= 0:
-            raise OptionError(f"extra_ms={self.extra_ms} must be 0 or more milliseconds.")
-        if (self.low_share, self.extra_ms, self.cosine) == (None, None, None):
-            raise OptionError("A search needs a budget: low_share=0.85, extra_ms=3 with a device, or cosine=0.999.")
-
-    def allows(self, choice: Choice, costs: Costs) -> bool:
-        extra = costs.extra_ms(choice)
-        if self.low_share is not None and costs.low_share(choice) < self.low_share:
-            return False
-        return self.extra_ms is None or extra is None or extra <= self.extra_ms
-
-
-class Prior(NamedTuple):
-    """A published rule: the share of the layers, counted from the last, to keep in high precision."""
-
-    text: str
-    source: str
-    share: float
-
-
-PRIORS = {"nvfp4": Prior("the last 15 % of the layers", "https://arxiv.org/abs/2509.25149", 0.15)}
-"""Recipe -> where a search starts. It decides nothing."""
-
-
-@dataclass(frozen=True)
-class MeasuredPrior:
-    """The rule's cost and effect, beside the result."""
-
-    text: str
-    source: str
-    low_share: float
-    extra_ms: float | None
-    effect: GradientEffect
-
-
-@dataclass(frozen=True)
-class Point:
-    """A point of the frontier: the first groups of the greedy order are in high precision.
-
-    Attributes:
-        kept: the group that was added last; empty for all-low.
-        expected_error: the error of all-low, times the share of the effects of the groups in low precision.
-    """
-
-    kept: str
-    choice: Choice
-    low_share: float
-    extra_ms: float | None
-    expected_error: float
-
-
-def frontier(measured: Sequence[MeasuredGroup], all_low: GradientEffect, costs: Costs) -> list[Point]:
+def frontier(leaves: Mapping[LayerGroup, GradientEffect], all_low: GradientEffect, costs: Costs) -> dict[Choice, Point]:
     """Return the points of the greedy order, which has the largest effect for the least cost first."""
-    leaves = [entry for entry in measured if entry.level == "gemm" or not (entry.is_split or entry.level == "operand")]
 
-    def value(entry: MeasuredGroup) -> tuple[bool, float]:
-        cost = costs.of(entry.group.switches)
-        return cost <= 0, entry.effect.error / max(cost, 1e-12)
+    def value(group: LayerGroup) -> tuple[bool, float]:
+        extra = costs.extra_ms(group.switches)
+        cost = 1 - costs.low_share(group.switches) if extra is None else extra
+        return cost <= 0, leaves[group].error / max(cost, 1e-12)
 
     order = sorted(leaves, key=value, reverse=True)
-    errors = [entry.effect.error for entry in order]
+    errors = [leaves[group].error for group in order]
     total = sum(errors) or 1.0
-    points = []
-    for count in range(len(order) + 1):
-        choice = merged("", (entry.group for entry in order[:count])).switches
-        left = all_low.error * sum(errors[count:]) / total
-        kept = order[count - 1].group.name if count else ""
-        points.append(Point(kept, choice, costs.low_share(choice), costs.extra_ms(choice), left))
+    choice: Choice = frozenset()
+    points = {}
+    for number, group in enumerate([LayerGroup("", choice), *order]):
+        choice |= group.switches
+        left = all_low.error * sum(errors[number:]) / total
+        points[choice] = Point(group.name, costs.low_share(choice), costs.extra_ms(choice), left)
     return points
 
 
 def choose(
-    points: Sequence[Point], budget: SearchBudget, costs: Costs, effect: Callable[[Choice], GradientEffect]
+    points: Mapping[Choice, Point], options: SearchOptions, costs: Costs, effect: Callable[[Choice], GradientEffect]
 ) -> Choice:
     """Return the cheapest choice for a cosine, or the best choice within the other limits.
 
@@ -169,42 +152,37 @@ def choose(
     Raises:
         BudgetError: no choice of the greedy order holds the cosine within the other limits.
     """
-    if budget.cosine is None:
-        return _fill(points, budget, costs)
-    low = 0
-    high = len(points) - 1  # holds: everything in high precision
-    while low < high:
-        middle = (low + high) // 2
-        if effect(points[middle].choice).cosine >= budget.cosine:
-            high = middle
-        else:
-            low = middle + 1
-    chosen = points[high]
-    if budget.allows(chosen.choice, costs):
-        return chosen.choice
-    best = _fill(points, budget, costs)
+    cosine = options.cosine
+    if cosine is None:
+        return _fill(points, options, costs)
+    choices = list(points)
+    # The last choice, everything in high precision, holds any cosine.
+    place = bisect.bisect_left(choices, x=True, hi=len(choices) - 1, key=lambda made: effect(made).cosine >= cosine)
+    if _allows(options, choices[place], costs):
+        return choices[place]
+    best = _fill(points, options, costs)
     raise BudgetError(
-        f"The budget cannot be met: cosine={budget.cosine} needs {_cost(chosen.choice, costs)}. Within the other"
-        f" limits, the best cosine found is {effect(best).cosine:.6f}, with {_cost(best, costs)}."
+        f"The budget cannot be met: cosine={cosine} needs {costs.describe(choices[place])}. Within the other"
+        f" limits, the best cosine found is {effect(best).cosine:.6f}, with {costs.describe(best)}."
     )
 
 
-def _fill(points: Sequence[Point], budget: SearchBudget, costs: Costs) -> Choice:
+def _fill(points: Mapping[Choice, Point], options: SearchOptions, costs: Costs) -> Choice:
     """Add groups in the greedy order as long as the budget allows them and effects are left; skip what does not fit."""
     choice: Choice = frozenset()
-    enough = _ENOUGH * points[0].expected_error
-    left = points[0].expected_error
-    for before, point in itertools.pairwise(points):
+    left = points[choice].expected_error
+    enough = _ENOUGH * left
+    for (before, point), (after, larger) in itertools.pairwise(points.items()):
         if left <= enough:
             break
-        larger = choice | (point.choice - before.choice)
-        if budget.allows(larger, costs):
-            choice = larger
-            left -= before.expected_error - point.expected_error
+        if _allows(options, choice | (after - before), costs):
+            choice |= after - before
+            left -= point.expected_error - larger.expected_error
     return choice
 
 
-def _cost(choice: Choice, costs: Costs) -> str:
+def _allows(options: SearchOptions, choice: Choice, costs: Costs) -> bool:
     extra = costs.extra_ms(choice)
-    text = f"{100 * costs.low_share(choice):.1f} % of multiply-adds in low precision"
-    return text if extra is None else f"{text} and {extra:.3g} ms over all-low"
+    if options.low_share is not None and costs.low_share(choice) < options.low_share:
+        return False
+    return options.extra_ms is None or extra is None or extra <= options.extra_ms

@@ -1,4 +1,7 @@
-"""Layers with GEMMs to switch in a search, their names in recipes and configs, and groups of layers."""
+"""Units with GEMMs to switch in a search, and their names in recipes and configs.
+
+A unit is a layer of the model; the groups of a grouped module are one unit.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,13 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, GemmName
+from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import gemms_left_out
@@ -38,34 +40,19 @@ Choice = frozenset[Switch]
 """The GEMMs in high precision."""
 
 
-class Unit(NamedTuple):
-    """A layer of the model; the groups of a grouped module are one unit.
-
-    Attributes:
-        name: the name in the roles of quantizers.
-        layers: the names of its layers in configs.
-        module: the path of its module.
-    """
-
-    name: str
-    layers: tuple[str, ...]
-    module: str
-
-
 class LayerGroup(NamedTuple):
-    """GEMMs that are switched together, or one of their operands."""
+    """GEMMs that are switched together."""
 
     name: str
     switches: Choice
-    operand: str = ""
 
 
 class Units:
     """The units of a model. The modules have other names until :meth:`restore`.
 
     Attributes:
-        all: name -> unit.
-        modules: path -> module.
+        layers: name of a unit, in the roles of quantizers, -> the names of its layers in configs.
+        module_of: name of a unit -> the path of its module.
         switches: all GEMMs of all units.
 
     Raises:
@@ -75,35 +62,31 @@ class Units:
     def __init__(self, model: Model) -> None:
         if not isinstance(model, torch.nn.Module):
             raise SearchError("A search needs a single model, a torch.nn.Module.")
-        operations: list[str] = []
-        for operation in named_operations(model):
-            operations += operation.names
+        operations = [name for operation in named_operations(model) for name in operation.names]
         if operations:
             raise SearchError(f"A search cannot switch operations of te.ops: {', '.join(operations[:3])}.")
-        modules = named_te_modules(model)
-        if not modules:
+        named_modules = named_te_modules(model)
+        if not named_modules:
             raise SearchError("The model has no layers of Transformer Engine, so there is nothing to search.")
-        self.modules: dict[str, torch.nn.Module] = {}
-        for entry in modules:
+        for entry in named_modules:
             _require_plain(entry.module, entry.name)
-            self.modules[entry.name] = entry.module
         self._names = [(module, module.name) for module in model.modules() if "name" in vars(module)]
         assign_names(model)
-        self.all: dict[str, Unit] = {}
+        self.layers: dict[str, tuple[str, ...]] = {}
+        self.module_of: dict[str, str] = {}
         self._parts: dict[Any, list[str]] = {}
-        for entry in modules:
+        for entry in named_modules:
             module: Any = entry.module
             row = te_modules.of(module)
-            parts: dict[str, tuple[str, ...]] = {}
             if row.groups:
-                parts[module.name] = entry.names
+                parts = {module.name: entry.names}
             else:
-                for part, layer in zip(row.layers(module), entry.names, strict=True):
-                    parts[module.name + part] = (layer,)
-            for name, layers in parts.items():
-                self.all[name] = Unit(name, layers, entry.name)
+                names = [module.name + part for part in row.layers(module)]
+                parts = {name: (layer,) for name, layer in zip(names, entry.names, strict=True)}
+            self.layers |= parts
+            self.module_of |= dict.fromkeys(parts, entry.name)
             self._parts[module] = list(parts)
-        self.switches: Choice = frozenset(itertools.product(self.all, GEMMS))
+        self.switches = frozenset(itertools.product(self.layers, GEMMS))
 
     def restore(self) -> None:
         for module, name in self._names:
@@ -111,11 +94,7 @@ class Units:
 
     def high(self, choice: Choice) -> dict[str, tuple[str, ...]]:
         """Return unit -> its GEMMs in high precision, for :class:`~.factory.QuantizerFactory`."""
-        high: dict[str, tuple[str, ...]] = dict.fromkeys(self.all, ())
-        for name, gemm in itertools.product(self.all, GEMMS):
-            if (name, gemm) in choice:
-                high[name] += (gemm,)
-        return high
+        return {name: tuple(gemm for gemm in GEMMS if (name, gemm) in choice) for name in self.layers}
 
     def atoms(self, together: Sequence[str], *, whole_modules: bool) -> list[LayerGroup]:
         """Return the smallest groups of whole layers.
@@ -129,23 +108,21 @@ class Units:
         """
         members: dict[object, list[str]] = defaultdict(list)
         unmatched = set(together)
-        for name, unit in self.all.items():
-            key: object = unit.module if whole_modules else name
+        for name, path in self.module_of.items():
+            key: object = path if whole_modules else name
             for pattern in together:
-                match = re.fullmatch(pattern, name)
-                if match:
+                if match := re.fullmatch(pattern, name):
                     unmatched.discard(pattern)
                     key = pattern, match.groups()
             members[key].append(name)
         if unmatched:
             raise SearchError(
-                f"together={sorted(unmatched)[0]!r} matches no layer. Layers: {', '.join(list(self.all)[:4])}, ..."
+                f"together={sorted(unmatched)[0]!r} matches no layer. Layers: {', '.join(list(self.layers)[:4])}, ..."
             )
-        groups = []
-        for key, names in members.items():
-            label = key if isinstance(key, str) else " + ".join(names)
-            groups.append(LayerGroup(label, frozenset(itertools.product(names, GEMMS))))
-        return groups
+        return [
+            LayerGroup(key if isinstance(key, str) else " + ".join(names), frozenset(itertools.product(names, GEMMS)))
+            for key, names in members.items()
+        ]
 
     def products(self, run: Callable[[], object]) -> list[Product]:
         """Return the products of each unit and GEMM in a call, in high precision."""
@@ -175,9 +152,8 @@ class Units:
         for name, sizes in calls.items():
             macs = sum(map(math.prod, sizes))
             for gemm, (n, m, k) in gemm_sizes(*max(sizes)).items():
-                if (name, gemm) in left_out:
-                    continue
-                products.append(Product(name, "te", gemm, gemm != "fprop", n, m, k, 1, len(sizes), macs, {}))
+                if (name, gemm) not in left_out:
+                    products.append(Product(name, "te", gemm, gemm != "fprop", n, m, k, 1, len(sizes), macs, {}))
         return products
 
 
@@ -191,33 +167,3 @@ def _require_plain(module: Any, name: str) -> None:
         problem = "weights in low precision (te.quantized_model_init), so there is no high precision to compare with"
     if problem:
         raise SearchError(f"A search cannot switch {name!r}: it has {problem}.")
-
-
-def block_of(group: LayerGroup) -> str:
-    """Return the part of its layers' names up to the first number, such as ``layers.3``; else the group's name."""
-    blocks = set()
-    for name, _ in group.switches:
-        match = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
-        if match is None:
-            return group.name
-        blocks.add(match[0])
-    return blocks.pop() if len(blocks) == 1 else group.name
-
-
-def split_by_block(atoms: Iterable[LayerGroup]) -> dict[str, list[LayerGroup]]:
-    return group_by_key((block_of(atom), atom) for atom in atoms)
-
-
-def merged(name: str, groups: Iterable[LayerGroup]) -> LayerGroup:
-    return LayerGroup(name, Choice().union(*(group.switches for group in groups)))
-
-
-def split_by_gemm(atom: LayerGroup) -> list[LayerGroup]:
-    switches = group_by_key((switch[1], switch) for switch in atom.switches)
-    return [LayerGroup(f"{atom.name} {gemm}", frozenset(switches[gemm])) for gemm in GEMMS]
-
-
-def split_by_operand(group: LayerGroup) -> list[LayerGroup]:
-    """Return the operands of groups with one GEMM."""
-    (gemm,) = {gemm for _, gemm in group.switches}
-    return [LayerGroup(f"{group.name} {operand}", group.switches, operand) for operand in OPERANDS[gemm]]

@@ -11,32 +11,29 @@ import inspect
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.patches import keep_high
-from te_precision_callbacks.base.vocabulary import GEMMS, class_names, name_of_recipe
+from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check.checked_model import check_model
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.maps.matching import Module
-from te_precision_callbacks.maps.precision_map import is_quantized
-from te_precision_callbacks.maps.sources import open_map
-from te_precision_callbacks.maps.tool_files import Surroundings
 from te_precision_callbacks.search import factory
-from te_precision_callbacks.search.units import Choice, SearchError, Unit, Units
+from te_precision_callbacks.search.results import SearchResult
+from te_precision_callbacks.search.units import Choice, SearchError, Units
 from te_precision_callbacks.views.report.page import PageTemplate, write_bytes
 
 _logger = logging.getLogger(__name__)
 
-CONFIG = "config.yaml"
 RECIPE = "precision_recipe.py"
-MEGATRON = "megatron.yaml"
 PAGE = "search.html"
 
 _HEAD = '''"""Precision by layer and GEMM, written by te-precision search. Needs Transformer Engine 2.20 only.
@@ -48,32 +45,39 @@ _HEAD = '''"""Precision by layer and GEMM, written by te-precision search. Needs
 '''
 
 
+def write_files(
+    folder: Path, choice: Choice, units: Units, model: torch.nn.Module, low: Any
+) -> tuple[Callable[[Any], Any], list[str]]:
+    """Write the config, the recipe and Megatron's file; returns the recipe, loaded from its file, and notes.
+
+    The loaded module assigns the names of the model's modules.
+    """
+    write_config(folder / "config.yaml", choice, units, model, low)
+    written = write_recipe(folder / RECIPE, choice, units, low)
+    written["assign_names"](model)
+    return written["recipe"], write_megatron(folder / "megatron.yaml", choice, units)
+
+
 def write_config(path: Path, choice: Choice, units: Units, model: torch.nn.Module, low: Any) -> None:
     """Write the debug features, and check that the plan of the model has the choice."""
     high = units.high(choice)
-    by_gemms = group_by_key((gemms, units.all[name]) for name, gemms in high.items() if gemms)
-    names = set(_layers(units.all.values()))
+    all_layers = set(itertools.chain(*units.layers.values()))
     in_high: set[tuple[str, str]] = set()
     sections = []
-    for gemms, members in by_gemms.items():
-        layers = _layers(members)
+    for gemms, names in group_by_key((gemms, name) for name, gemms in high.items() if gemms).items():
+        layers = [layer for name in names for layer in units.layers[name]]
         in_high.update(itertools.product(layers, gemms))
-        others = names.difference(layers)
+        others = all_layers.difference(layers)
         sections.append(keep_high(*layers, others=others, gemms=() if gemms == GEMMS else gemms))
     path.write_text("".join(sections) or "{}\n")
-    before = _plan({}, model, low)
     after = _plan(path, model, low)
-    wrong = []
-    for (layer, gemm), was_low in before.items():
-        is_low = was_low and (layer, gemm) not in in_high
-        if layer in names and after[layer, gemm] != is_low:
-            wrong.append(f"{layer} {gemm}")
+    wrong = [
+        " ".join(switch)
+        for switch, was_low in _plan({}, model, low).items()
+        if switch[0] in all_layers and after[switch] != (was_low and switch not in in_high)
+    ]
     if wrong:
         raise SearchError(f"{path} does not express the choice for {', '.join(wrong[:4])}. Use {RECIPE} instead.")
-
-
-def _layers(units: Iterable[Unit]) -> list[str]:
-    return list(itertools.chain(*(unit.layers for unit in units)))
 
 
 def _plan(config: Any, model: torch.nn.Module, low: Any) -> dict[tuple[str, str], bool]:
@@ -97,36 +101,29 @@ def write_recipe(path: Path, choice: Choice, units: Units, low: Any) -> Any:
     return names
 
 
-def write_megatron(path: Path, choice: Choice, units: Units, low: Any) -> list[str]:
-    """Write Megatron's precision file; returns the partly chosen modules, kept wholly in high precision."""
-    wanted = group_by_key((units.all[name].module, gemms) for name, gemms in units.high(choice).items())
-    kept = [module for module, parts in wanted.items() if any(parts)]
-    config: dict[str, Any] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+def write_megatron(path: Path, choice: Choice, units: Units) -> list[str]:
+    """Write Megatron's precision file; returns a note of partly chosen modules, kept wholly in high precision."""
+    high = group_by_key((units.module_of[name], gemms) for name, gemms in units.high(choice).items())
+    config = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
     matchers: dict[str, Any] = {}
-    for module in kept:
-        pattern = glob.escape(module)
-        matchers[module] = {"type": "glob", "pattern": pattern, "config": "high_precision", "enabled": True}
+    for module, parts in high.items():
+        if any(parts):
+            pattern = glob.escape(module)
+            matchers[module] = {"type": "glob", "pattern": pattern, "config": "high_precision", "enabled": True}
     path.write_text(yaml.safe_dump({"configs": {"high_precision": config}, "matchers": matchers}, sort_keys=False))
-    modules = [Module(name, "", True, class_names(module)) for name, module in units.modules.items()]
-    read = open_map(path, modules=modules, around=Surroundings(recipe=name_of_recipe(low)))
-    wrong = [
-        name for name in wanted if name in read.modules and is_quantized(read.modules[name].weight) == (name in kept)
-    ]
-    if wrong or read.findings:
-        problem = "; ".join(finding.text for finding in read.findings) or ", ".join(wrong[:4])
-        raise SearchError(f"{path} does not express the choice: {problem}. Use {RECIPE} instead.")
-    return [module for module in kept if set(wanted[module]) != {GEMMS}]
+    rounded = [module for module in matchers if set(high[module]) != {GEMMS}]
+    if not rounded:
+        return []
+    return [f"{path.name} has no GEMMs: it keeps these modules wholly in high precision: {', '.join(rounded)}."]
 
 
-def write_page(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the page of a search; warn without plotly.
-
-    Args:
-        content: ``SearchResult.as_json()``, and the lines ``confirmed``.
-    """
+def write_result(folder: Path, result: SearchResult) -> None:
+    """Write ``search.json``, and the page of a search; warn without plotly."""
+    (folder / "search.json").write_text(terminal.as_json(result))
+    content = {**asdict(result), "confirmed": list(result.describe()), "path": str(folder)}
     try:
-        page = PageTemplate(("search",)).fill("Precision search", {**content, "path": str(path.parent)}, ())
+        page = PageTemplate(("search",)).fill("Precision search", content, ())
     except MissingExtraError as error:
-        _logger.warning("%s was not written: %s", path, error)
+        _logger.warning("%s was not written: %s", folder / PAGE, error)
         return
-    write_bytes(path, page.encode())
+    write_bytes(folder / PAGE, page.encode())

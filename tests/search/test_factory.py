@@ -66,7 +66,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str
 
 
 def units_of(model: torch.nn.Module) -> list[str]:
-    return list(Units(model).all)
+    return list(Units(model).layers)
 
 
 FIRST_BIAS = {"mlp.fc1_bias", "block.layernorm_mlp.fc1_bias"}

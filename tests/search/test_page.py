@@ -27,7 +27,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    setup, call, _ = blocks(PAGE, "python")
+    setup, call, *_ = blocks(PAGE, "python")
     (command,) = blocks(PAGE, "bash")
     Path("lm_search.py").write_text(setup)
     result = CliRunner().invoke(cli.app, shlex.split(command)[1:])
@@ -77,7 +77,8 @@ def test_a_closure_that_fails_is_said_with_its_line(tmp_path: Path, monkeypatch:
     Path("failing.py").write_text(f"{text}    return {{**models.setup(), 'closure': lambda batch: losss(batch)}}\n")
     result = CliRunner().invoke(cli.app, ["search", "failing:setup", "--cosine", "0.9"])
     assert isinstance(result.exception, SearchError), result.exception
-    assert "The closure failed: NameError: name 'losss' is not defined (" in str(result.exception)
+    failed = "The closure, or the backward of its loss, failed: NameError: name 'losss' is not defined ("
+    assert failed in str(result.exception)
     assert "failing.py, line 4: return" in str(result.exception)
     assert "losss(batch)" in str(result.exception)
 
@@ -86,6 +87,6 @@ def test_long_tables_say_how_many_rows_are_left_out(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("long_setup.py").write_text("from tests.search.models import setup\n")
     result = CliRunner().invoke(cli.app, ["search", "long_setup:setup", "--low-share", "0.5", "--seeds", "0"])
-    found = json.loads(Path("search/search.json").read_text())["result"]
+    found = json.loads(Path("search/search.json").read_text())
     left = [str(len(found[table]) - 12) for table in ("measured", "frontier")]
     assert re.findall(r"^and (\d+) more, which --json has\.$", result.output, re.M) == left, result.output

@@ -1,6 +1,5 @@
 """The search on models with planted layers: its findings, its files, and that it leaves no trace."""
 
-import copy
 import json
 import math
 import random
@@ -58,21 +57,14 @@ def test_a_planted_layer_and_its_gemm_come_first(recipe: str, place: int) -> Non
         plant(model.blocks[place])
         result = find(model, batch, low_share=0.85, cosine=None)
         first = {level: next(e for e in result.measured if e.level == level) for level in ("block", "layer", "gemm")}
-        assert first["block"].group.name == f"blocks.{place}"
-        assert first["layer"].group.name == f"blocks.{place}.up"
-        assert first["gemm"].group.name == f"blocks.{place}.up fprop"
+        assert first["block"].name == f"blocks.{place}"
+        assert first["layer"].name == f"blocks.{place}.up"
+        assert first["gemm"].name == f"blocks.{place}.up fprop"
         assert "fprop" in result.high[f"blocks.{place}.up"]
         assert result.low_share >= 0.85
         closed = (result.all_low.error - result.effect.error) / (result.all_low.error - healthy)
         assert closed > 0.8
-        if recipe == "nvfp4":  # two of twelve layers, which cannot help the first block
-            assert result.prior is not None
-            assert result.prior.source.startswith("https://arxiv.org/")
-            assert result.prior.low_share == pytest.approx(1 - 3 / 18)
-            assert result.prior.effect.error > result.effect.error
-            assert result.frontier[0].kept == ""
-        else:
-            assert result.prior is None
+        assert result.frontier[0].kept == ""
 
 
 @pytest.mark.slow
@@ -95,7 +87,7 @@ def test_a_layer_planted_in_a_transformer_comes_first(place: int, name: str) -> 
         return hidden.float().square().mean()
 
     result = search(model, closure, [torch.randn(32, 2, 64).bfloat16()], low_share=0.85, progress=False)
-    first = {level: next(e for e in result.measured if e.level == level).group.name for level in ("layer", "gemm")}
+    first = {level: next(e for e in result.measured if e.level == level).name for level in ("layer", "gemm")}
     assert first == {"layer": f"{place}.{name}", "gemm": f"{place}.{name} fprop"}
     assert result.effect.error < 0.2 * result.all_low.error
 
@@ -156,32 +148,22 @@ def test_a_search_in_a_training_changes_no_bit(recipe: str, tmp_path: Path) -> N
         assert losses[0] == losses[1]
 
 
-# ---------------------------------------------------------------------- the update
-
-
-def test_the_cosine_of_the_update_is_that_of_steps_by_hand() -> None:
-    """Adam, with its state of two steps."""
-    model, optimizer, data = trained(blocks=2, dtype=torch.float32)
+def test_the_effect_is_that_of_gradients_by_hand() -> None:
+    model, _, data = trained(blocks=2, dtype=torch.float32)
     model.dropout.p = 0.0
     batch = next(data)
-    changes = []
-    for recipe in (model.recipe, None):
-        copied, stepped = copy.deepcopy((model, optimizer))
-        before = [parameter.detach().clone() for parameter in copied.parameters()]
-        optimizer_of_copy = type(optimizer)(copied.parameters(), lr=1e-3)
-        optimizer_of_copy.load_state_dict(stepped.state_dict())
-        copied.recipe = recipe or RECIPES["current"]()
-        loss = closure_of(copied)(batch) if recipe else (high_output(copied, batch[0]) - batch[1]).square().mean()
-        optimizer_of_copy.zero_grad()
-        loss.backward()
-        optimizer_of_copy.step()
-        changes.append([p.detach() - old for p, old in zip(copied.parameters(), before, strict=True)])
-    cosines = [torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) for a, b in zip(*changes, strict=True)]
-    sizes = [float(b.numel()) for b in changes[1]]
-    expected = sum(float(c) * size for c, size in zip(cosines, sizes, strict=True)) / sum(sizes)
-    found = find(model, [batch], optimizer=optimizer, seeds=0).all_low
-    assert found.update == pytest.approx(expected, abs=2e-5)
-    assert found.update != pytest.approx(found.cosine, abs=1e-3)
+    gradients = []
+    for output in (model, lambda inputs: high_output(model, inputs)):
+        model.zero_grad()
+        (output(batch[0]).float() - batch[1]).square().mean().backward()
+        gradients.append([parameter.grad.double().flatten() for parameter in model.parameters()])
+    low, high = gradients
+    sizes = torch.tensor([float(len(gradient)) for gradient in high])
+    cosines = torch.tensor([torch.cosine_similarity(a, b, dim=0) for a, b in zip(low, high, strict=True)])
+    errors = torch.tensor([(a - b).square().sum() / b.square().sum() for a, b in zip(low, high, strict=True)])
+    found = find(model, [batch]).all_low
+    assert found.cosine == pytest.approx(float((cosines * sizes).sum() / sizes.sum()), abs=2e-5)
+    assert found.error == pytest.approx(float((errors * sizes).sum() / sizes.sum()), rel=1e-3)
 
 
 def high_output(model: Net, inputs: torch.Tensor) -> torch.Tensor:
@@ -191,18 +173,35 @@ def high_output(model: Net, inputs: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def test_an_update_by_the_gradient_alone_has_the_cosine_of_the_gradient() -> None:
-    model, _, data = trained(blocks=2, dtype=torch.float32)
-    result = find(model, data, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seeds=0)
-    for entry in result.measured:
-        assert entry.effect.update == pytest.approx(entry.effect.cosine, abs=1e-4)
+class _Listed(torch.optim.SGD):
+    """Keeps its state in a list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                (sums,) = self.state[parameter].setdefault("sums", [torch.zeros_like(parameter)])
+                parameter.sub_(sums.add_(parameter.grad), alpha=1e-3)
 
 
-def test_an_optimizer_that_changes_nothing_has_no_cosine() -> None:
-    model, _, data = trained(blocks=2)
-    result = find(model, data, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), seeds=0)
-    assert result.all_low.update is None
-    assert result.effect.cosine >= 0.995
+def test_an_assigned_buffer_a_parameter_outside_and_state_in_a_list_are_put_back() -> None:
+    model, _, data = trained(blocks=1, steps=0)
+    model.register_buffer("average", torch.zeros(HIDDEN))
+    temperature = torch.nn.Parameter(torch.tensor(0.5))
+    optimizer = _Listed([*model.parameters(), temperature])
+
+    def closure(batch: Any) -> torch.Tensor:
+        model.average = 0.9 * model.average + 0.1 * batch[0].float().mean(0)
+        return closure_of(model)(batch) * temperature.exp()
+
+    closure(next(data)).backward()
+    optimizer.step()
+    buffer = model.average
+    sums = [sums for state in optimizer.state.values() for sums in state["sums"]]
+    before = [tensor.detach().clone() for tensor in (buffer, temperature, *sums)]
+    search(model, closure, data, optimizer=optimizer, low_share=0.5, seeds=1, steps=2, progress=False)
+    assert model.average is buffer
+    assert all(map(torch.equal, before, (buffer, temperature, *sums)))
 
 
 # ---------------------------------------------------------------------- budgets
@@ -247,7 +246,7 @@ def test_layers_that_belong_together_are_chosen_together() -> None:
     model, _, data = trained(blocks=2)
     plant(model.blocks[1], 12)
     result = find(model, data, cosine=0.999, together=[r"blocks\.(\d+)\.mlp\.fc[12]", r"blocks\.\d+\.up"])
-    names = {entry.group.name for entry in result.measured if entry.level != "gemm"}
+    names = {entry.name for entry in result.measured if entry.level != "gemm"}
     assert "blocks.0.up + blocks.1.up" in names
     assert not any(name.endswith((".fc1", ".up")) and " + " not in name for name in names)
     assert result.high.get("blocks.0.up") == result.high.get("blocks.1.up")
@@ -262,57 +261,31 @@ def test_the_number_of_passes_keeps_its_bound() -> None:
     """Of a healthy model, and without an optimizer."""
     model, _, data = trained(blocks=2)
     result = find(model, data, sweep_batches=2)
-    assert result.all_low.update is None
     assert result.confirmation is None
     errors = [entry.effect.error for entry in result.measured if entry.level == "layer"]
     assert max(errors) < 6 * min(errors)
     blocks, layers, points = 2, 8, len(result.frontier)
-    assert result.passes <= 2 * (3 + blocks + layers + 50 + points.bit_length() + 1)
+    assert result.passes <= 2 * (4 + blocks + layers + 30 + points.bit_length() + 1)
 
 
-def test_an_interrupted_search_continues(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_search_changes_no_result(tmp_path: Path) -> None:
+    """Of another learning rate, whose final losses are others."""
+    confirmed = []
+    for rate in (1e-3, 1.0):
+        for folder in (tmp_path / "one", None):
+            model, optimizer, data = trained(blocks=1)
+            optimizer.param_groups[0]["lr"] = rate
+            result = find(model, data, optimizer=optimizer, seeds=1, steps=2, folder=folder)
+            confirmed.append(result.confirmation)
+            if folder is not None:
+                assert json.loads((folder / "search.json").read_text())["passes"] == result.passes
+    assert confirmed[0] == confirmed[1] != confirmed[2] == confirmed[3]
+
+
+def test_without_time_nothing_is_chosen() -> None:
     model, _, data = trained(blocks=2)
-    batch = [next(data)]
-    calls = 0
-
-    def interrupted(batch: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise KeyboardInterrupt
-        return closure_of(model)(batch)
-
-    before = model.state_dict()
-    with pytest.raises(KeyboardInterrupt):
-        search(model, interrupted, batch, cosine=0.995, folder=tmp_path, progress=False)
-    kept = json.loads((tmp_path / "search.json").read_text())["effects"]
-    assert len(kept) == 4
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items() if "extra" not in name)
-    resumed = find(model, batch, folder=tmp_path)
-    whole = find(model, batch, folder=tmp_path / "whole")
-    assert resumed.high == whole.high
-    assert resumed.measured == whole.measured
-    assert resumed.passes == whole.passes - len(kept)
-    with torch.no_grad():
-        model.blocks[0].up.weight *= 1.5
-    with pytest.raises(SearchError, match=r"search.json is of another search: (loss|gradient) is .* Delete it"):
-        find(model, batch, folder=tmp_path)
-
-
-def test_a_search_is_confirmed_later_with_its_measurements(tmp_path: Path) -> None:
-    model, optimizer, data = trained(blocks=2)
-    batch = [next(data)]
-    first = find(model, batch, optimizer=optimizer, seeds=0, folder=tmp_path)
-    later = find(model, [*batch, next(data), next(data)], optimizer=optimizer, seeds=1, steps=2, folder=tmp_path)
-    assert later.high == first.high
-    assert later.passes == 3  # high precision, its noise, and the recipe of the file
-    assert later.confirmation is not None
-
-
-def test_without_time_nothing_is_chosen(tmp_path: Path) -> None:
-    model, _, data = trained(blocks=2)
-    with pytest.raises(SearchError, match=r"max_time= was over before the blocks were measured.*keeps 1 measurement"):
-        find(model, data, max_time=0, folder=tmp_path)
+    with pytest.raises(SearchError, match=r"max_time= was over before the blocks were measured"):
+        find(model, data, max_time=0)
 
 
 # ---------------------------------------------------------------------- confirmation
@@ -351,6 +324,8 @@ def broken(kind: str, model: Net, optimizer: torch.optim.Optimizer) -> Callable[
             return loss * (1 + 0.3 * (next(calls) % 2))
         if kind == "drifts":
             return loss * (1 + 0.01 * next(calls))
+        if kind == "drifts slowly":
+            return loss * (1 + 5e-4 * next(calls))
         if kind == "steps":
             loss.backward()
             optimizer.step()
@@ -374,11 +349,12 @@ def broken(kind: str, model: Net, optimizer: torch.optim.Optimizer) -> Callable[
             "not deterministic",
             r"not deterministic: two runs .* differ by 0\.\d+ in the loss and by 0\.0(9|899) in the",
         ),
+        ("drifts slowly", r"not deterministic: two runs .* differ by 0\.\d+ in the loss"),
         ("drifts", r"not deterministic: two runs .* differ by 0\.\d+ in the loss"),
-        ("steps", r"changed 2\d of 2\d parameters: it must not step the optimizer"),
+        ("steps", r"failed: RuntimeError: .*Return the loss of the batch.* the search .* steps optimizer="),
         ("memory", r"out of memory in the search; the state of the training was put back"),
-        ("no loss", r"must return the loss of a batch"),
-        ("backward", r"The closure ran the backward"),
+        ("no loss", r"'float' object has no attribute 'backward'.* Return the loss of the batch, a tensor with one"),
+        ("backward", r"backward through the graph a second time.*; the search runs the backward"),
         ("nan", r"The loss is nan in high precision"),
     ],
 )
@@ -452,7 +428,8 @@ def test_a_block_of_one_layer_counts_once() -> None:
     model = WithHead(RECIPES["delayed"]())
     for _ in range(2):
         closure_of(model)(next(batches())).backward()
-    leaves = [entry.group for entry in find(model, batches(), cosine=0.9).measured if not entry.is_split]
-    assert "head" in [group.name for group in leaves]
-    gemms = [gemm for group in leaves for gemm in group.switches]
-    assert len(gemms) == len(set(gemms))
+    frontier = find(model, batches(), cosine=0.9).frontier
+    assert "head" in [point.kept for point in frontier]
+    shares = [point.low_share for point in frontier]
+    assert shares == sorted(set(shares), reverse=True), "each group adds its own GEMMs"
+    assert shares[-1] == pytest.approx(0)

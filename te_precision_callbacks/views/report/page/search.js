@@ -36,16 +36,15 @@ function frontierCard(report) {
 
 async function searchPage(report) {
   const [frontier, render] = frontierCard(report);
-  const { effect, all_low: low, prior } = report;
+  const { effect, all_low: low } = report;
   const tiles = [
     ["Recipe", report.recipe], ["Low precision", `${digits(100 * report.low_share)} %`],
     report.extra_ms !== null && ["Planned, over all-low", `${digits(report.extra_ms)} ms`],
     ["Gradient cosine", [digits(effect.cosine, 6), " ", el("small", {}, `all-low: ${digits(low.cosine, 6)}`)]],
-    prior && ["For comparison", [digits(prior.effect.cosine, 6), " ", el("small", {}, `${prior.text}, ${digits(100 * prior.low_share)} % low: ${prior.source}`)]],
     ["Choice against the tolerance", report.confirmation?.choice.decision ?? "not confirmed"],
   ].filter(Boolean);
-  const columns = ["level", "where", "#gradient error", "#cosine", "#of update", "#loss"];
-  const rows = report.measured.map((entry) => [entry.level, entry.name, digits(entry.error), digits(entry.cosine, 6), entry.update === null ? "" : digits(entry.update, 6), digits(entry.loss, 6)]);
+  const columns = ["level", "where", "#gradient error", "#cosine", "#loss"];
+  const rows = report.measured.map((entry) => [entry.level, entry.name, digits(entry.effect.error), digits(entry.effect.cosine, 6), digits(entry.effect.loss, 6)]);
   const high = Object.entries(report.high);
   return [[
     el("h1", {}, report.name), notes(report, "Limits"),
