@@ -80,7 +80,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @contextmanager
 def watched(folder: Path, **options: Any) -> Iterator[ScriptWatch]:
-    watch = ScriptWatch({"log_dir": str(folder), "report": False, **options})
+    watch = ScriptWatch({"log_dir": str(folder), **options})
     hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     before = [dict(of_optimizers) for of_optimizers in hooks]
     watch.begin()
@@ -210,7 +210,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks.watch import ScriptWatch
 folder, kind = sys.argv[1:]
-ScriptWatch({"log_dir": folder, "report": False}).begin()
+ScriptWatch({"log_dir": folder}).begin()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = torch.nn.Sequential(OrderedDict({f"layer{rank if kind == 'pipeline' else 0}": te.Linear(16, 16)}))
