@@ -431,7 +431,7 @@ def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pyt
     [
         *((Run, part) for part in ("_deliver_remainder", "_send_end", "_warn_never_due", "_close_sinks", "_put_back")),
         (Run, "_close_dumps"),
-        *((ClosingReport, part) for part in ("log_coverage", "write_page", "print_verdict")),
+        *((ClosingReport, part) for part in ("log_coverage", "print_verdict")),
     ],
 )
 def test_stop_raises_no_failure_of_its_own(
