@@ -346,7 +346,7 @@ def default(options: argparse.Namespace, device: torch.device) -> list[Case]:
         "start, first step and stop": whole,
         "a collection step": functools.partial(training.within, session),
     }
-    later = functools.partial(session, sections=without_early_steps())
+    later = functools.partial(with_ours, training.model, without_early_steps())
     others: dict[str, Way] = {"five other steps": functools.partial(training.within, later, 5)}
     cases = []
     for timed, steps in ((ways, 1), (others, 5)):

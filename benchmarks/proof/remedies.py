@@ -72,7 +72,7 @@ def _run(case: Case, model: ModelName, remedy: Change | None, log_dir: Path) -> 
     config |= section if isinstance(section, dict) else {}
     gc.collect()  # an optimizer that was replaced
     losses: list[float] = []
-    options: Any = {"log_dir": log_dir, "statistics_log": "off", "report": False}
+    options: Any = {"log_dir": log_dir, "statistics_log": "off"}
     context = inside if isinstance(inside, contextlib.AbstractContextManager) else contextlib.nullcontext()
     with context, InspectSession(config, model=built.model, **options) as session:
         while built.step < STEPS:

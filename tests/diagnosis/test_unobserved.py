@@ -97,7 +97,7 @@ def train(folder: Path, model: torch.nn.Module, **options: Any) -> InspectSessio
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-2)
     torch.manual_seed(0)
-    options = {"model": model, "log_dir": folder, "report": False, **options}
+    options = {"model": model, "log_dir": folder, **options}
     with InspectSession(**options) as session:
         for _ in range(STEPS):
             tensor = torch.randn(32, WIDTH)

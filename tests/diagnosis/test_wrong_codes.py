@@ -96,7 +96,7 @@ def train(
     make, capability = RECIPES[recipe]
     stand_for(capability)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    with InspectSession(CONFIG, model=net, log_dir=folder, report=False, strict=True) as session:
+    with InspectSession(CONFIG, model=net, log_dir=folder, strict=True) as session:
         for step in range(steps):
             before(step)
             if "is_first_microbatch" in keywords:
@@ -216,7 +216,7 @@ def test_inf_and_nan_are_no_evidence(tmp_path: Path) -> None:
 def test_what_is_not_collected_is_not_checked(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = te.Linear(64, 64)
-    with InspectSession(None, model=net, log_dir=tmp_path, report=False) as session:
+    with InspectSession(None, model=net, log_dir=tmp_path) as session:
         for _ in range(4):
             with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
                 net(torch.randn(64, 64)).sum().backward()

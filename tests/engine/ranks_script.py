@@ -461,7 +461,7 @@ def attaching(folder: Path) -> dict[str, Any]:
         "one rank's model is wrong": {"config": config(), "model": "no model" if rank == 1 else model},
         "another freq": {"config": with_options(freq=1 + rank)},
         "one more statistic": {"config": config() if rank == 1 else with_options(stats=[*STATISTICS, "min"])},
-        "other names": {"config": config(), "layer_names": "upstream" if rank == 1 else None},
+        "other names": {"config": {"layer_names": "upstream", **config()} if rank == 1 else config()},
         "another start_step": {"config": config(), "start_step": 5 * rank},
     }
     results: dict[str, Any] = {}
