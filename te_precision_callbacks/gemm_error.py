@@ -106,11 +106,11 @@ class Factor:
         step = max(1, most // (dtype.itemsize * max(1, columns) * _PIECE_ROWS)) * _PIECE_ROWS
         factors = self.memory.factors() if isinstance(self.memory, Stored) else None
         for first in range(0, rows, step):
-            place = slice(first, min(first + step, rows))
+            span = slice(first, min(first + step, rows))
             if isinstance(self.memory, Stored) and factors is not None:
-                yield place, _decode(self.memory, factors, place).to(dtype)
+                yield span, _decode(self.memory, factors, span).to(dtype)
             else:
-                yield place, self.memory[place].to(dtype)  # type: ignore[index]
+                yield span, self.memory[span].to(dtype)  # type: ignore[index]
 
     def multiply(self, vectors: torch.Tensor, weights: torch.Tensor | None = None) -> Thin:
         """Return ``M @ vectors``, and with weights ``M^2 @ weights``, where squares are of elements.
@@ -121,15 +121,15 @@ class Factor:
         """
         products = vectors.new_zeros(self.shape[0], vectors.shape[1])
         squares = vectors.new_zeros(self.shape[0], dtype=torch.float64)
-        for place, piece in self._pieces(vectors.dtype):
+        for span, piece in self._pieces(vectors.dtype):
             if self.is_transposed:
-                products += piece.t() @ vectors[place]
+                products += piece.t() @ vectors[span]
             else:
-                products[place] = piece @ vectors
+                products[span] = piece @ vectors
             if weights is not None and self.is_transposed:
-                squares += piece.double().square_().t() @ weights[place]
+                squares += piece.double().square_().t() @ weights[span]
             elif weights is not None:
-                squares[place] = piece.double().square_() @ weights
+                squares[span] = piece.double().square_() @ weights
         return Thin(products, squares)
 
 

@@ -25,7 +25,7 @@ def regular_file(path: Path) -> Path:
 
 
 def why_full(folder: Path, nbytes: int = 0) -> str | None:
-    """Return why so many bytes should not be written to a folder, which need not exist; None if they fit."""
+    """Return the reason for not writing this many bytes to a folder, which need not exist; None if they fit."""
     existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path())
     disk = shutil.disk_usage(existing)
     if disk.free - nbytes < min(_KEPT_FREE, disk.total // 20):

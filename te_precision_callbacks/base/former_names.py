@@ -109,7 +109,7 @@ FORMER_NAMES: Mapping[str, str] = {
 
 
 def former_command(words: Sequence[str]) -> str | None:
-    """Return what replaces the command, or the option, of a command line; None if the line has none of them."""
+    """Return a message about a command or an option that no longer exists; None without one."""
     command = words[0] if words else ""
     options = [f"{command} {word.partition('=')[0]}" for word in words if word.startswith("-")]
     for name in (command, " ".join(words[:2]), *options):
@@ -126,7 +126,7 @@ def check_import(name: str) -> None:
 
 
 class _FormerModules(MetaPathFinder):
-    """Asked by Python for modules that no other finder knows."""
+    """Python calls this finder last, for modules that do not exist."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         check_import(fullname)

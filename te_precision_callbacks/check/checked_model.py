@@ -228,7 +228,7 @@ class _Check:
         )
 
     def _unknown(self, products: PlannedProducts) -> list[str]:
-        """Return what is unknown about matrix products with a weight."""
+        """Return messages about matrix products with a weight that are not known."""
         unknown = []
         if products.not_counted:
             unknown.append(f"the matrix products of {join_names(products.not_counted)}")
@@ -287,8 +287,8 @@ class _Check:
             effects = {feature: effect.at(iteration) for feature, effect in section.effects.items()}
             sections[name] = replace(section, effects=effects)
         acting_now: dict[str, list[Section]] = {}
-        for layer, of_layer in acting.items():
-            for section in of_layer:
+        for layer, layer_features in acting.items():
+            for section in layer_features:
                 acting_now.setdefault(layer, []).append(sections[section.name])
         return plan_products(
             self._model,

@@ -61,15 +61,15 @@ def build_model(spec: str) -> tuple[torch.nn.Module, str]:
 def build_setup(spec: str) -> Mapping[str, Any]:
     """Call a user's function that returns the arguments of a search; raises a ModelFactoryError."""
     with _like_a_script():
-        made = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _SETUP), spec, _SETUP)
-    if not isinstance(made, Mapping):
-        raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}. {_SETUP.spelling}")
-    missing = {"model", "closure", "batches"} - set(made)
-    unknown = set(made) - {"model", "closure", "batches", "optimizer"}
+        setup = _call(_call(functools.partial(pkgutil.resolve_name, spec), spec, _SETUP), spec, _SETUP)
+    if not isinstance(setup, Mapping):
+        raise ModelFactoryError(f"{shown(spec)} has returned {shown(setup)}. {_SETUP.spelling}")
+    missing = {"model", "closure", "batches"} - set(setup)
+    unknown = set(setup) - {"model", "closure", "batches", "optimizer"}
     if missing or unknown:
         lacks = f"lacks {', '.join(sorted(missing))}" if missing else f"has unknown keys: {', '.join(sorted(unknown))}"
         raise ModelFactoryError(f"The mapping of {shown(spec)} {lacks}. {_SETUP.spelling}")
-    return made
+    return setup
 
 
 class _OnMeta(TorchFunctionMode):
@@ -86,13 +86,13 @@ class _OnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _like_a_script() -> Iterator[None]:
-    before = list(sys.path)
+    path = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = path
 
 
 def _call(function: Callable[[], Any], spec: str, expected: _Expected) -> Any:
@@ -194,9 +194,9 @@ def _custom_recipe(spec: str) -> Any:
         factory = _call(functools.partial(pkgutil.resolve_name, spec), spec, _FACTORY)
 
     def quantizer(role: Any) -> Any:
-        made = _call(functools.partial(factory, role), spec, _FACTORY)
-        if made is None:
+        recipe = _call(functools.partial(factory, role), spec, _FACTORY)
+        if recipe is None:
             raise RecipeError(f"{shown(spec)} has returned None for {role}. {_FACTORY.spelling}")
-        return made
+        return recipe
 
     return CustomRecipe(qfactory=quantizer)

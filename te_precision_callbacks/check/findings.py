@@ -109,9 +109,9 @@ def find_shape_problems(
     capability = get_device_compute_capability()
     for layer, facts in _layers(modules, operations):
         gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
-        of_layer = _list_refusals(name, capability, facts, tokens, gemms)
-        if of_layer:
-            refused.append((of_layer, layer))
+        problems = _list_refusals(name, capability, facts, tokens, gemms)
+        if problems:
+            refused.append((problems, layer))
         if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
             by_hadamard.append(layer)
     for texts, names in group_by_key(refused).items():

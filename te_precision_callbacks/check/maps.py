@@ -125,8 +125,8 @@ def _plan(spec: str, recipe: str) -> PrecisionMap:
     checked, _ = plan_function(spec, recipe, None, config=load_config({}))
     planned = from_products(checked.coverage, f"plan of {spec}, recipe {checked.recipe or 'none'}")
     if checked.not_counted:
-        left = f"Not known before a run: {', '.join(checked.not_counted)}."
-        planned = replace(planned, notes=(left,))
+        missing = f"Not known before a run: {', '.join(checked.not_counted)}."
+        planned = replace(planned, notes=(missing,))
     return planned
 
 

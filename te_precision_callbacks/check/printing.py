@@ -62,11 +62,11 @@ def rows(checked: CheckedModel) -> list[PlannedLayers]:
         planned.setdefault(p.layer, []).append(
             (p.family, p.gemm, tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref)
         )
-    alike: dict[object, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for layer, rows_of_layer in planned.items():
-        alike.setdefault((tuple(rows_of_layer), checked.features.get(layer, ())), []).append(layer)
+        groups.setdefault((tuple(rows_of_layer), checked.features.get(layer, ())), []).append(layer)
     planned_layers = []
-    for layers in alike.values():
+    for layers in groups.values():
         gemms: dict[str, Product] = {product.gemm: product for product in by_layer[layers[0]]}
         macs = sum(Coverage(by_layer[layer]).macs() for layer in layers)
         planned_layers.append(PlannedLayers(tuple(layers), gemms, checked.features.get(layers[0], ()), macs))
@@ -103,13 +103,13 @@ def show(checked: CheckedModel, model: str, device: str) -> None:
 def _coverage(checked: CheckedModel) -> str:
     if not checked.coverage.macs():
         return "No matrix product is planned."
-    left = []
+    uncounted = []
     if checked.attention:
-        left.append("attention")
+        uncounted.append("attention")
     if checked.not_counted:
-        left.append(f"{many(len(checked.not_counted), 'module')} with unknown products")
-    if left:
-        return f"Without {' and '.join(left)}: {checked.coverage}"
+        uncounted.append(f"{many(len(checked.not_counted), 'module')} with unknown products")
+    if uncounted:
+        return f"Without {' and '.join(uncounted)}: {checked.coverage}"
     return str(checked.coverage)
 
 
@@ -176,7 +176,7 @@ def as_json(checked: CheckedModel, model: str, device: str) -> dict[str, Any]:
         "tokens": checked.tokens,
         "macs": coverage.macs(),
         "share": _shares(coverage),
-        "spans": {steps: _shares(of_span) for steps, of_span in checked.spans.items()},
+        "spans": {steps: _shares(span_coverage) for steps, span_coverage in checked.spans.items()},
         "plan": list(map(_row_as_json, rows(checked))),
         "unknown": checked.unknown,
         "undecided": checked.undecided,

@@ -324,18 +324,18 @@ def _describe_quantized(
         return Quantized(class_name, tuple(tensor.shape), dtype_name(tensor.dtype)), {QUANTIZED: tensor}
     if columnwise_from is None:
         columnwise_from = quantized
-    of_columns = getattr(columnwise_from, "_columnwise_storage", columnwise_from)
-    of_rows = getattr(quantized, "_rowwise_storage", quantized)
+    columns = getattr(columnwise_from, "_columnwise_storage", columnwise_from)
+    rows = getattr(quantized, "_rowwise_storage", quantized)
     tensors: dict[str, torch.Tensor] = {}
     directions: dict[bool, Direction] = {}
-    for columnwise, source in ((False, of_rows), (True, of_columns)):
+    for columnwise, source in ((False, rows), (True, columns)):
         if source is None:
             continue
         part = read_stored(source, columnwise=columnwise)
         # Per-tensor FP8 data in one layout serve both directions; write them once.
-        if part is None or (part.mode == PER_TENSOR and of_rows is of_columns and part.transposed is not columnwise):
+        if part is None or (part.mode == PER_TENSOR and rows is columns and part.transposed is not columnwise):
             continue
-        directions[columnwise], of_direction = _internals(part, one_object=of_rows is of_columns)
+        directions[columnwise], of_direction = _internals(part, one_object=rows is columns)
         tensors.update(of_direction)
     if not directions:
         raise DumpError(f"The {class_name} has no rowwise or columnwise data: they were freed or moved.")

@@ -147,7 +147,7 @@ class DeviceSlots:
 
 @dataclass
 class Segments:
-    """The segments of all tensors, with their values in the current step.
+    """The segments of all tensors. They hold the values of the current step.
 
     Attributes:
         segments: in the order in which they were first measured.

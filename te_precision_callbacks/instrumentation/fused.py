@@ -211,7 +211,7 @@ class FusedObservation:
             cache.clear()
 
     def query(self, layers: Sequence[str], iteration: int) -> tuple[frozenset[tuple[int, str]], list[int]]:
-        """Query which tensors a module's features observe, and in which iterations to query next.
+        """Query the tensors that a module's features observe, and the next iterations to query.
 
         Returns:
             The tensors, as (layer index, tensor name); and the iterations.

@@ -35,7 +35,7 @@ class MapError(PrecisionDebugError, ValueError):
 
 
 class ModuleFormats(NamedTuple):
-    """The formats of a module's tensors, such as ``FP8 E4M3`` or ``BF16``; empty if unknown.
+    """The formats of a module's tensors, for example ``FP8 E4M3``; empty if unknown.
 
     Attributes:
         weight, activation: the operands of fprop. In a checkpoint, the stored weight.

@@ -171,7 +171,7 @@ class _Gap:
 
 @dataclass(eq=False)
 class _Writes:
-    """Writes to a weight by other code than its optimizer.
+    """Changes of a weight outside of its optimizer.
 
     Attributes:
         samples: samples of the values: iteration, a stack of samples, and the index in it.

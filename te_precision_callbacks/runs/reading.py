@@ -168,12 +168,12 @@ def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]
     if run is not None:
         return recorded, ""
     names = list_runs(path)
-    others = [name for name in reversed(names) if name != recorded.run_id]
-    if not others:
+    other_runs = [name for name in reversed(names) if name != recorded.run_id]
+    if not other_runs:
         return recorded, ""
     return recorded, (
         f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run:"
-        f" {some_of(others, _MOST_BELOW)}."
+        f" {some_of(other_runs, _MOST_BELOW)}."
     )
 
 
@@ -373,7 +373,7 @@ class _Reader:
                 )
 
     def _sigterms(self, segment: int, folder: Path) -> pa.Table:
-        """Return the end of a segment by SIGTERM, after which the process recorded no event, as an event."""
+        """Return an end by SIGTERM as an event: the process itself has recorded none."""
         rows = []
         seconds = ended_by_sigterm(folder)
         if seconds is not None:

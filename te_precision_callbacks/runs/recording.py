@@ -79,8 +79,8 @@ class Recording:
         self._numbers = _SeriesNumbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size}
-            given = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
-            writer.put_run(**{**begun, **given, **self._facts.run})
+            facts = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
+            writer.put_run(**{**begun, **facts, **self._facts.run})
         return writer
 
     # ------------------------------------------------------------------ jobs

@@ -282,7 +282,7 @@ def trace_sigterm(folder: Path) -> None:
 
 
 def untrace_sigterm(folder: Path | None = None) -> None:
-    """Undo :func:`trace_sigterm`; without ``folder``, in a forked process, whose SIGTERM is not of the run."""
+    """Undo :func:`trace_sigterm`; without ``folder``, in a forked process: its SIGTERM does not end the run."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         faulthandler.unregister(signal.SIGTERM)
     if folder is not None:

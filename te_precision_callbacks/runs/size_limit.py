@@ -55,7 +55,7 @@ _TABLES = {"values": VALUES, "vectors": VECTORS}  # other tables are small
 
 
 class SizeLimit:
-    """Keeps the files of a rank within a limit, in the thread that writes them.
+    """Limits the size of a rank's files, in the writer thread.
 
     Args:
         limit: maximum number of bytes for the rank, in all segments.

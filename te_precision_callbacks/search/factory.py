@@ -67,13 +67,13 @@ class QuantizerFactory:
         mode = "backward" if tensor == "grad_output" else "forward"
         count = 2 if tensor == "grad_output" else 3
         quantizers = RecipeState.create(low, mode=mode, num_quantizers=count).make_quantizers()
-        made = quantizers[1 if tensor == "weight" else 0]
+        quantizer = quantizers[1 if tensor == "weight" else 0]
         if low.float8_current_scaling():  # as the modules do for this recipe
             options = {"input": low.fp8_quant_fwd_inp, "weight": low.fp8_quant_fwd_weight}
             chosen = options.get(tensor, low.fp8_quant_bwd_grad)
-            made.force_pow_2_scales = chosen.power_2_scale
-            made.amax_epsilon = chosen.amax_epsilon
-        return made
+            quantizer.force_pow_2_scales = chosen.power_2_scale
+            quantizer.amax_epsilon = chosen.amax_epsilon
+        return quantizer
 
 
 def high_quantizer() -> Any:

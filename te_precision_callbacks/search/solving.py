@@ -55,11 +55,11 @@ def sweep(
             break
         for group in large:
             del leaves[group]
-        of_level = dict(zip(groups, effects, strict=True))
-        leaves |= of_level
-        measured += [MeasuredGroup(group.name, level, effect) for group, effect in of_level.items()]
+        level_effects = dict(zip(groups, effects, strict=True))
+        leaves |= level_effects
+        measured += [MeasuredGroup(group.name, level, effect) for group, effect in level_effects.items()]
         total = sum(effect.error for effect in effects)
-        large = [group for group, effect in of_level.items() if effect.error > _LARGE * total]
+        large = [group for group, effect in level_effects.items() if effect.error > _LARGE * total]
         if level == "block":
             groups = [part for block in large for part in blocks[block.name]]
         elif level == "layer" and by_gemm:

@@ -132,12 +132,12 @@ class Units:
         def see(module: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             if is_in_backward() or not torch.is_grad_enabled():  # a recomputation, or no training
                 return
-            given = (*arguments, *keywords.values())
-            inp = next(value for value in given if isinstance(value, torch.Tensor))
+            inputs = (*arguments, *keywords.values())
+            inp = next(value for value in inputs if isinstance(value, torch.Tensor))
             names = self._parts[module]
             left_out.update(gemms_left_out(module, names, input_needs_gradient=inp.requires_grad))
             row = te_modules.of(module)
-            splits = keywords.get("m_splits", given[1] if row.groups and len(given) > 1 else None)
+            splits = keywords.get("m_splits", inputs[1] if row.groups and len(inputs) > 1 else None)
             tokens = row.tokens(module, inp.numel() // max(1, inp.shape[-1]), splits)
             for number, (count, sizes) in enumerate(zip(tokens, row.features(module), strict=True)):
                 calls[names[0 if row.groups else number]].append((count, *sizes))

@@ -143,6 +143,6 @@ def gemm_ms(shape: Shape, recipe: str, device: Device) -> float:
     constants = device.constants
     read = shape.batch * (shape.m * shape.k + shape.k * shape.n) * _BYTES_OF_KERNEL[kernel]
     written = shape.batch * shape.m * shape.n * _HIGH_BYTES  # the result is in BF16
-    of_operations = shape.operations / (device.peak_tflops(kernel) * 1e9 * constants.kernel[kernel])
-    of_bytes = (read + written) / (device.bandwidth_tbs * 1e9 * constants.bandwidth)
-    return max(of_operations, of_bytes, _LEAST_MS)
+    operations_ms = shape.operations / (device.peak_tflops(kernel) * 1e9 * constants.kernel[kernel])
+    bytes_ms = (read + written) / (device.bandwidth_tbs * 1e9 * constants.bandwidth)
+    return max(operations_ms, bytes_ms, _LEAST_MS)

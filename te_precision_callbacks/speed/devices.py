@@ -129,10 +129,10 @@ def known_devices() -> Mapping[str, Device]:
 def device_named(name: str) -> Device:
     """Return a device by its name, such as ``h200`` or ``NVIDIA H200 NVL``; raises SpeedError."""
     word = name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")
-    known = known_devices()
-    if word not in known:
-        raise SpeedError(f"There is no device {name!r}.{suggestion(word, known)}")
-    return known[word]
+    titles = known_devices()
+    if word not in titles:
+        raise SpeedError(f"There is no device {name!r}.{suggestion(word, titles)}")
+    return titles[word]
 
 
 def _read(name: str) -> Any:

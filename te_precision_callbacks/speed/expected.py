@@ -77,7 +77,7 @@ class Times:
 
     @property
     def why_no_gain(self) -> str:
-        """Why low precision is not faster; empty if it is, and in high precision."""
+        """The reason for no gain from low precision; empty with a gain, and in high precision."""
         saved = self.high_ms - self.gemm_ms
         if not self.is_low or self.cast_ms < saved:
             return ""

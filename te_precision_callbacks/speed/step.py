@@ -116,11 +116,11 @@ def estimate_step(
 def show(step: StepTimes) -> None:
     """Print a row for each kind of layer, longest first, the total, and the layers that gain nothing."""
     terminal.show_text(f"{step.device.title}. Expected milliseconds per step, in BF16 / as run with casts.")
-    alike: dict[object, list[str]] = defaultdict(list)
+    groups: dict[object, list[str]] = defaultdict(list)
     for layer, times in step.by_layer.items():
         kind = [(time.product.gemm, time.shape, time.product.macs, time.recipe, time.product.why) for time in times]
-        alike[form_of(layer), tuple(kind)].append(layer)
-    rows = sorted(alike.values(), key=lambda layers: -len(layers) * _high_ms(step.by_layer[layers[0]]))
+        groups[form_of(layer), tuple(kind)].append(layer)
+    rows = sorted(groups.values(), key=lambda layers: -len(layers) * _high_ms(step.by_layer[layers[0]]))
     table = terminal.table("layer", "tokens x in x out", *GEMMS, "all", "times as fast", "result, or reason")
     for layers in rows[:_MOST_ROWS]:
         table.add_row(*_cells(layers, step.by_layer[layers[0]], step.device))
@@ -138,17 +138,17 @@ def show(step: StepTimes) -> None:
 
 def _cells(layers: Sequence[str], times: Sequence[ProductTime], device: Device) -> Iterator[Text]:
     """Yield the cells of layers with the same times."""
-    of_layer = total(times, device)
+    layer_total = total(times, device)
     first = times[0].product
     tokens, in_features, out_features = layer_sizes(first.gemm, first.n, first.m, first.k)
     yield terminal.cell_lines(fold_names(layers, most=_MOST_NAMES))
     yield terminal.cell(f"{tokens}x{in_features}x{out_features}")
     for gemm in GEMMS:
         yield terminal.cell(_format_times([time for time in times if time.product.gemm == gemm], len(layers)))
-    yield terminal.cell(_format_times([of_layer], len(layers)))
-    yield terminal.cell(_format_speedup(of_layer))
+    yield terminal.cell(_format_times([layer_total], len(layers)))
+    yield terminal.cell(_format_speedup(layer_total))
     reasons = dict.fromkeys(time.product.why for time in times)
-    yield terminal.cell_lines(filter(None, [of_layer.verdict, *reasons]))
+    yield terminal.cell_lines(filter(None, [layer_total.verdict, *reasons]))
 
 
 def _high_ms(times: Iterable[Times]) -> float:

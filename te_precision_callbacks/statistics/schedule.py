@@ -97,7 +97,7 @@ class Schedule:
 
 @functools.lru_cache(maxsize=256)
 def _shared(schedule: Schedule) -> Schedule:
-    """Return the same object for equal schedules, which are thus asked once in a step."""
+    """Return the same object for equal schedules. Each is evaluated once per step."""
     return schedule
 
 

@@ -1,4 +1,4 @@
-"""Rules on wrong kernels: quantizers whose values do not fit their input, and GEMMs."""
+"""Rules on wrong kernels: of quantizers and of GEMMs."""
 
 from __future__ import annotations
 

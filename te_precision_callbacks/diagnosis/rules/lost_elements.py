@@ -187,7 +187,7 @@ class Nonfinite(RuleCheck):
 
 
 def _remedy_between(event: Event) -> str:
-    """The remedy for inf and nan that began after the last finite tensor, whose GEMM may be wrong too."""
+    """The remedy for inf and nan after a finite tensor. Its GEMM may be wrong too."""
     if not event.data["before"]:
         return _REMEDY_BETWEEN.format(f"the batch, and what runs before {event.layer}", "")
     layer, tensor = event.data["before"]

@@ -95,7 +95,7 @@ _compiled: dict[tuple[_Key | None, str], Any] = {}
 
 
 class _Launch(NamedTuple):
-    """A launch without Triton's binder, which takes longer than all the rest.
+    """A launch without Triton's binder, the slowest part of a launch.
 
     Attributes:
         launch, settings: see :func:`launcher_of`.
@@ -288,7 +288,7 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
 
 
 def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
-    """Return the tensors whose codes are passed. The kernel ignores codes of a tensor without codes."""
+    """Return the tensors that provide codes. The kernel ignores codes of the others."""
     example = _with_codes(padded)
     return [example if one.codes is None else one for one in padded]
 

@@ -254,7 +254,7 @@ def compare(
 
 
 def _resized(a: RecordedRun, b: RecordedRun) -> list[str]:
-    """Return the layers whose number of rows in a step differs, for example through the batch size."""
+    """Return the layers with different numbers of rows in a step, for example from another batch size."""
     resized: list[str] = []
     for (what, *_), layers in _changed_layer_facts(a, b).items():
         if what == _ROWS:
