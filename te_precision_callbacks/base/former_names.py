@@ -1,4 +1,4 @@
-"""What to use instead of names of earlier development versions; to be removed at the first release.
+"""Replacements for names of earlier development versions; to be removed at the first release.
 
 Commands and their options are written as on the command line, modules and Python names in full, and everything else as
 users write it: keywords, keys and features of a config, statistics, rules.

@@ -1,4 +1,4 @@
-"""A step, as the ring has measured it."""
+"""A step measured by the ring."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TensorSlot(NamedTuple):
 
 @dataclass
 class StepRow:
-    """A step, as the ring has measured it.
+    """A step measured by the ring.
 
     Attributes:
         order: the slots in the order in which GEMMs read or wrote them; one appears once for each micro-batch.

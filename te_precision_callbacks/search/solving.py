@@ -1,4 +1,4 @@
-"""Which groups of GEMMs to measure, and which of them to keep in high precision within a budget.
+"""Selects groups of GEMMs to measure, and groups to keep in high precision within a budget.
 
 :func:`sweep` measures groups in low precision, with all others in high precision: blocks, then the layers of blocks
 with large effects, then the GEMMs of such layers. A group is split if it has more than a tenth of the sum of the

@@ -95,7 +95,7 @@ _compiled: dict[tuple[_Key | None, str], Any] = {}
 
 
 class _Launch(NamedTuple):
-    """A launch without Triton's binder, the slowest part of a launch.
+    """A launch without Triton's binder.
 
     Attributes:
         launch, settings: see :func:`launcher_of`.
