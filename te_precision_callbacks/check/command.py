@@ -291,14 +291,12 @@ def plan_function(
 
 
 def _first_line(path: str, config: Config, findings: int = 0, undecided: Sequence[str] = ()) -> str:
-    number = len(config.sections)
-    enabled = len(config.enabled_sections)
-    text = f"{path}: {many(number, 'section')}"
-    if findings:
-        text = f"{path}: {many(findings, 'finding')} for this model, listed at the end"
-    elif enabled < number:
-        text += f" ({number - enabled} not enabled)"
+    text = f"{path}: {many(findings, 'finding')} for this model, listed at the end"
     if not findings:
+        text = f"{path}: {many(len(config.sections), 'section')}"
+        disabled = len(config.sections) - len(config.enabled_sections)
+        if disabled:
+            text += f" ({disabled} not enabled)"
         text += ", no errors"
     if undecided:
         text += f"; not known before the run: {', '.join(undecided)}"
