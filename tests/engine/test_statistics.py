@@ -250,9 +250,9 @@ def test_the_table_of_the_page_is_the_code() -> None:
     assert table() in PAGE.read_text()
 
 
-def test_each_statistic_has_one_row_and_families_share_one() -> None:
+def test_each_statistic_has_one_row() -> None:
     rows = re.findall(r"^\| `(.+?)` \|", table(), re.MULTILINE)
-    assert len(rows) == len(set(rows)) < len(STATISTICS)
+    assert len(rows) == len(set(rows)) <= len(STATISTICS)
     patterns = [_pattern_of(row) for row in rows]
     for name in STATISTICS:
         assert sum(re.fullmatch(pattern, name) is not None for pattern in patterns) == 1, name

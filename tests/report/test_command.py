@@ -60,7 +60,6 @@ def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--device", "h2000"), "There is no device 'h2000'"),
         (("-o", "/proc/no/report.html"), "cannot be written: there is no folder /proc/no"),
         (("-o", "new/report.html"), "cannot be written: there is no folder new"),
         (("-o", "."), ". cannot be written: it is a folder. Give the name of a file, such as report.html."),
@@ -99,7 +98,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_commands(logs: Path, report: Any) -> None:
     lines = [line for block in blocks("docs/report.md", "bash", "te-precision report") for line in block.splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == 2
     for line in lines:
         code, _, error = report(*shlex.split(line)[2:])
         assert code == 0, error

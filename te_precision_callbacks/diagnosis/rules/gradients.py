@@ -106,7 +106,7 @@ class DeadGradient(RuleCheck):
             absent = ~_are_among(layers, with_activation, size) & (activation.values != 0)
             for place in absent.nonzero()[0].tolist():
                 layer = facts.layers.get(numbers.names[activation.rows[place]])
-                absent[place] = layer is not None and layer.has_run and not layer.is_frozen
+                absent[place] = layer is not None and layer.forward is not None and not layer.is_frozen
             for sighting in self._dead(numbers, facts, activation, absent, "the layer has no backward", "absent"):
                 yield sighting._replace(tensor="gradient")
         for sighting in self._dead(numbers, facts, gradient, zero, "all elements are 0", "zero"):
