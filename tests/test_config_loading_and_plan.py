@@ -57,9 +57,9 @@ LAYERS = [
 ]
 
 
-def plan(layers: dict[str, Any], of: Sequence[Any] = LAYERS, **keys: Any) -> Plan:
+def plan(layers: dict[str, Any], of: Sequence[Any] = LAYERS, *, allow_unmatched: bool = False, **keys: Any) -> Plan:
     section = {"enabled": True, "layers": layers, "transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-    return load_config({"section": section, **keys}).plan(of, REGISTERED)
+    return load_config({"section": section, **keys}).plan(of, REGISTERED, allow_unmatched=allow_unmatched)
 
 
 GEMM = (
