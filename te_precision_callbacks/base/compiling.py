@@ -1,18 +1,33 @@
-"""C++ functions for the CPU, compiled by torch at their first use.
+"""C++ functions for the CPU, compiled at their first use.
 
-The first compilation on a machine takes some seconds; torch caches the library on disk. If it fails, a warning is
-logged once, and the caller uses plain torch.
+The first compilation on a machine takes some seconds; the library is kept in the folder ``TORCHINDUCTOR_CACHE_DIR``, by
+default ``te_precision_<number of the user>`` in the folder for temporary files. If it fails, a warning is logged once,
+and the caller uses plain torch.
+
+torch's own ``CppCodeCache`` would do the same, but importing it takes longer than the rest of a session's first step.
 """
 
 from __future__ import annotations
 
-import inspect
+import ctypes
+import hashlib
 import logging
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_FLAGS = (
+    "-O3 -DNDEBUG -fno-omit-frame-pointer -fno-trapping-math -funsafe-math-optimizations -ffinite-math-only"
+    " -fno-signed-zeros -fno-finite-math-only -fno-unsafe-math-optimizations -fmath-errno -ffp-contract=off"
+    " -fexcess-precision=fast -march=native -shared -fPIC -std=c++20 -fopenmp"
+)
+"""As torch compiles (2.13, ``_inductor/cpp_builder.py``); results depend on them."""
 
 
 class CppFile:
@@ -22,7 +37,6 @@ class CppFile:
         functions: name -> ctypes of the arguments.
         what: the work that plain torch does if compilation fails, for the warning.
         times: maximum slowdown of plain torch, for the warning.
-        flags: compiler flags, after torch's own.
     """
 
     def __init__(
@@ -32,12 +46,10 @@ class CppFile:
         *,
         what: str,
         times: str,
-        flags: Sequence[str] = (),
     ) -> None:
         self._source = file
         self._argtypes = functions
         self._fallback = what, times
-        self._flags = tuple(flags)
         self.functions: dict[str, Any] = {}
         self.failed = False
 
@@ -58,9 +70,9 @@ class CppFile:
 
     def _warn(self, error: Exception) -> None:
         if isinstance(error, OSError):
-            advice = "torch keeps compiled code in a cache folder: set TORCHINDUCTOR_CACHE_DIR to a writable one."
+            advice = "Set TORCHINDUCTOR_CACHE_DIR, the folder of compiled code, to a writable one."
         else:
-            advice = "Install a C++ compiler such as g++ if it is missing; TORCH_LOGS=inductor prints details."
+            advice = "Install a C++ compiler such as g++ if it is missing, or set CXX to another."
         reason = str(error).strip()
         logger.warning(
             "%s, up to %s times slower with the same results: the fast pass cannot be compiled (%s: %s). %s",
@@ -70,21 +82,32 @@ class CppFile:
             advice,
         )
 
-    def load(self, flags: Sequence[str] = ()) -> dict[str, Any]:
-        """Compile, or load from torch's cache (2.13, ``_inductor/codecache.py``).
-
-        Without ``needs_vec_isa=False``, torch would first test the processor for vector instructions.
-        """
-        from torch._inductor.codecache import CppCodeCache
-
-        known = inspect.signature(CppCodeCache.load_async).parameters
-        library = CppCodeCache.load(
-            self._source.read_text(encoding="utf-8"),
-            extra_flags=(*self._flags, *flags),
-            **({"needs_vec_isa": False} if "needs_vec_isa" in known else {}),
-        )
+    def load(self, flags: str = "") -> dict[str, Any]:
+        """Load from the folder of compiled code, after compiling if it is not there."""
+        library = ctypes.CDLL(str(_compiled(self._source, f"{_FLAGS} {flags}")))
         functions = {name: getattr(library, name) for name in self._argtypes}
         for name, function in functions.items():
             function.restype = None
             function.argtypes = list(self._argtypes[name])
         return functions
+
+
+def _compiled(source: Path, flags: str) -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise RuntimeError("no C++ compiler is found")
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        processor = next(line for line in file if line.startswith(("flags", "Features")))
+    key = repr((source.read_text(encoding="utf-8"), flags, compiler, os.stat(compiler).st_mtime_ns, processor))
+    own_folder = f"{tempfile.gettempdir()}/te_precision_{os.getuid()}"
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", own_folder))
+    library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()}.so"
+    if not library.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:  # another process may compile at the same time
+            new = Path(place, library.name)
+            done = subprocess.run([compiler, source, *flags.split(), "-o", new], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(done.stderr)
+            new.replace(library)
+    return library

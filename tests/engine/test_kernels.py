@@ -3,7 +3,10 @@
 import functools
 import json
 import math
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._inductor import config
 from transformer_engine.debug.features.utils.stats_computation import (
     BlockwiseDynamicRangeStat,
     compute_max_blockwise_dynamic_range,
@@ -38,7 +40,7 @@ Same = Callable[[exact.Columns, exact.Columns], None]
 
 
 # Flags of the compiler for this processor, and for smaller ones with a subset of its vectors.
-PROCESSORS = {"native": (), "AVX2": ("-march=haswell",), "SSE2": ("-march=x86-64",)}
+PROCESSORS = {"native": "", "AVX2": "-march=haswell", "SSE2": "-march=x86-64"}
 
 
 @pytest.fixture(params=["eager", *(PROCESSORS if platform.machine() == "x86_64" else ["native"])])
@@ -313,24 +315,20 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("has_compiler", [False, True])
 def test_without_a_compiler_and_where_compiling_fails(
-    has_compiler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    has_compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from torch._inductor.codecache import CppCodeCache
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("no space left on device\nand more")
-
+    compiler = tmp_path / "g++"
     if has_compiler:
-        monkeypatch.setattr(CppCodeCache, "load", fail)
-    else:
-        monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
+        compiler.write_text("#!/bin/sh\necho no space left on device >&2\necho and more >&2\nexit 1\n")
+        compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     values = normal(PRIME)
     for _ in range(2):
         sums, maxima = exact.measure(values)
         assert_nearly(exact.named(sums, maxima), exact.columns(values))
     (record,) = (record for record in caplog.records if record.name == compiling.__name__)
     assert record.levelname == "WARNING"
-    reason = "RuntimeError: no space left on device)" if has_compiler else "C++ compiler"
+    reason = "RuntimeError: no space left on device)" if has_compiler else "RuntimeError: no C++ compiler is found)"
     assert reason in record.getMessage()
     assert kernels._pass_for(values) is eager.add
 
@@ -369,6 +367,18 @@ def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: P
     assert all(same.values()), same
     assert stderr.count("cannot be compiled") == 1, stderr
     assert "TORCHINDUCTOR_CACHE_DIR" in stderr
+
+
+def test_processes_that_compile_at_once_leave_one_library(tmp_path: Path) -> None:
+    """Each compiles to a name of its own, so that none loads what another has half written."""
+    script = "from te_precision_callbacks.engine.kernels.native import ONE_PASS; assert ONE_PASS.load('-O0')"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "a folder")}
+    started = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
+    assert [process.wait() for process in started] == [0, 0]
+    (library,) = (tmp_path / "a folder").iterdir()
+    changed = library.stat().st_mtime_ns
+    assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0
+    assert library.stat().st_mtime_ns == changed, "and it is compiled no more"
 
 
 @pytest.mark.slow

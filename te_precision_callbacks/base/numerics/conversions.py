@@ -41,7 +41,6 @@ FILE = CppFile(
     },
     what="The reference backend converts to FP8 and FP4 and back by plain torch operations",
     times="twenty",
-    flags=["-ftree-loop-vectorize"],  # torch's own flags disable it
 )
 
 

@@ -5,6 +5,8 @@
 // multiplies and adds at once. The summed dimension is gone through in blocks: each is summed from zero, and the sums of
 // the blocks are added in their order. So each element's sum is the same whatever the number of threads.
 
+#pragma GCC optimize("no-tree-loop-vectorize")  // loops have their vectors already
+
 #include <cstdint>
 #include <cstring>
 #include <memory>
