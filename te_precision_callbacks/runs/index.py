@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS, part_of
+from te_precision_callbacks.runs.tables import SERIES, STEP0, VALUES, VECTORS, column, part_of
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 
@@ -21,7 +21,6 @@ REDUCED = -1
 VALUE_COLUMNS = ["segment", "iteration", "series", "value", "flags"]
 VECTOR_COLUMNS = ["segment", "iteration", "series", "bin", "count"]
 
-# Without batches, since creating arrays imports pandas, which takes a second.
 NO_VALUES = pa.Table.from_batches([], part_of(VALUES, VALUE_COLUMNS))
 NO_VECTORS = pa.Table.from_batches([], part_of(VECTORS, VECTOR_COLUMNS))
 
@@ -128,8 +127,8 @@ def subject_columns(subjects: Collection[tuple[str | int | None, ...]]) -> list[
     columns = []
     for place in range(len(Subject._fields) - 1):
         names = list(map(str, map(itemgetter(place), subjects)))
-        columns.append(pa.array(names, pa.string()).dictionary_encode())
-    return [*columns, pa.array([rank for *_, rank in subjects], pa.int32())]
+        columns.append(column(names, pa.string()).dictionary_encode())
+    return [*columns, column([rank for *_, rank in subjects], pa.int32())]
 
 
 def sort_by_series(table: pa.Table) -> pa.Table:

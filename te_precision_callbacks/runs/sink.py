@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, local_mask
@@ -114,7 +112,6 @@ class RecordSink(EventSink):
             raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
 
     def start(self, run: RunInfo) -> None:
-        pa.array([0])  # imports pandas if installed, which would otherwise delay a later step by a second
         self._run = run
         self._info = run
         self._put(

@@ -33,7 +33,16 @@ from te_precision_callbacks.runs.run_files import (
     is_incomplete,
     segments_of,
 )
-from te_precision_callbacks.runs.tables import EXTREME, STEP0, UNREADABLE, VALUES, VECTORS, read_table, write_table
+from te_precision_callbacks.runs.tables import (
+    EXTREME,
+    STEP0,
+    UNREADABLE,
+    VALUES,
+    VECTORS,
+    column,
+    read_table,
+    write_table,
+)
 from te_precision_callbacks.runs.writing import RunWriter
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 
@@ -196,7 +205,7 @@ def downsample(table: pa.Table, end: int) -> pa.Table:
         end: drop iterations from this one on.
     """
     iterations = table["iteration"].to_numpy()
-    table = table.filter(pa.array(iterations < end, pa.bool_())).unify_dictionaries()
+    table = table.take(column(np.flatnonzero(iterations < end), pa.int64())).unify_dictionaries()
     table = table.sort_by([("series", "ascending"), ("iteration", "ascending")]).combine_chunks()
     if not len(table):
         return table
@@ -214,8 +223,8 @@ def downsample(table: pa.Table, end: int) -> pa.Table:
         flags = np.where(extreme & ~kept, flags | EXTREME, flags).astype(np.uint8)
         kept |= extreme
         place = table.schema.get_field_index("flags")
-        table = table.set_column(place, table.schema.field(place), pa.array(flags, pa.uint8()))
-    return table.filter(pa.array(kept, pa.bool_()))
+        table = table.set_column(place, table.schema.field(place), column(flags, pa.uint8()))
+    return table.take(column(np.flatnonzero(kept), pa.int64()))
 
 
 def _every_second(series: npt.NDArray[np.int32], iterations: Ints, rows: Places) -> Places:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -210,6 +213,34 @@ SERIES = pa.schema(
     ]
 )
 """The series of a run that was read, with a summary of their values."""
+
+
+def column(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """Return ``pa.array(values, kind)`` for the types of these schemas, except dictionaries.
+
+    ``pa.array`` imports pandas if it is installed, which takes half a second of a training's first steps.
+    """
+    if isinstance(values, np.ndarray):
+        buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+        return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers).cast(kind)
+    if kind == _NAMES:
+        ends = column(np.cumsum([0, *(len(names or ()) for names in values)]), _INT)
+        missing = column([names is None for names in values], pa.bool_())
+        names = [name for names in values for name in names or ()]
+        return pa.ListArray.from_arrays(ends, column(names, _TEXT), mask=missing)
+    # Through text, since it is the only builder; it has all digits.
+    builder = pa.lib.StringBuilder()
+    builder.append_values([None if value is None else str(value) for value in values])
+    texts = builder.finish()
+    if kind == _TIME:
+        texts = texts.cast(_LONG)
+    return texts.cast(kind)
+
+
+def batch(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+    """Return rows as a batch; what a row does not have is null."""
+    columns = [column([row.get(field.name) for row in rows], field.type) for field in schema]
+    return pa.record_batch(columns, schema=schema)
 
 
 def facts_at_end(facts: pa.Table) -> pa.Table:

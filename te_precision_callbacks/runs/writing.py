@@ -42,6 +42,8 @@ from te_precision_callbacks.runs.tables import (
     STEPS,
     VALUES,
     VECTORS,
+    batch,
+    column,
     write_table,
 )
 from te_precision_callbacks.statistics.arrays import Floats
@@ -73,8 +75,8 @@ class _SeriesNames:
     def columns(self, series: npt.NDArray[np.int32]) -> list[pa.Array]:
         if not self._columns or len(self._columns[0]) < len(self._numbers):
             self._columns = subject_columns(self._numbers)  # the dictionaries of a stream only grow
-        rows = pa.array(series, pa.int32())
-        return [column.take(rows) for column in self._columns]
+        rows = column(series, pa.int32())
+        return [names.take(rows) for names in self._columns]
 
 
 class _Table:
@@ -203,8 +205,7 @@ class RunWriter:
         small = max(close_bytes, small_bytes)
         self._tables: dict[str, _Table] = {}  # in the order of a flush: a step before its values
         for name, schema in (("steps", STEPS), ("scalars", SCALARS), ("events", EVENTS)):
-            batch = functools.partial(pa.RecordBatch.from_pylist, schema=schema)
-            self._tables[name] = _Table(self.own, name, schema, batch, small)
+            self._tables[name] = _Table(self.own, name, schema, functools.partial(batch, schema), small)
         self._tables["values"] = _Table(self.own, "values", VALUES, self._values_batch, close_bytes)
         self._tables["vectors"] = _Table(self.own, "vectors", VECTORS, self._vectors_batch, close_bytes)
 
@@ -235,7 +236,7 @@ class RunWriter:
         folder = self.folder
         if self.rank:
             folder = self.own
-        write_table(pa.Table.from_pylist([*rows], schema=FACTS[name]), folder / f"{name}{CLOSED}")
+        write_table(pa.Table.from_batches([batch(FACTS[name], [*rows])]), folder / f"{name}{CLOSED}")
         self._fact_names.add(name)
 
     def put_lost(self, error: BaseException) -> None:
@@ -309,9 +310,9 @@ class RunWriter:
             self._tables["values"].add((np.full(len(series), iteration), series, values, flags), _ROW * len(series))
 
     def _values_batch(self, rows: list[Any]) -> pa.RecordBatch:
-        iterations, series, values, flags = (np.concatenate(column) for column in zip(*rows, strict=True))
+        iterations, series, values, flags = map(np.concatenate, zip(*rows, strict=True))
         arrays = list(
-            map(pa.array, (np.full(len(series), self.segment), iterations, series, values, flags), VALUES.types)
+            map(column, (np.full(len(series), self.segment), iterations, series, values, flags), VALUES.types)
         )
         return pa.record_batch([*arrays, *self._names.columns(series)], schema=VALUES)
 
@@ -322,13 +323,13 @@ class RunWriter:
 
     def _vectors_batch(self, rows: list[Any]) -> pa.RecordBatch:
         iterations, series, bins, counts = zip(*rows, strict=True)
-        offsets = pa.array([0, *itertools.accumulate(map(len, bins))], pa.int32())
+        offsets = column([0, *itertools.accumulate(map(len, bins))], pa.int32())
         lists = []
-        for name, column in (("bin", bins), ("count", counts)):
-            values = pa.array(np.concatenate(column), VECTORS.field(name).type.value_type)
+        for name, numbers in (("bin", bins), ("count", counts)):
+            values = column(np.concatenate(numbers), VECTORS.field(name).type.value_type)
             lists.append(pa.ListArray.from_arrays(offsets, values))
         whose = np.array(series, np.int32)
-        arrays = map(pa.array, (np.full(len(rows), self.segment), np.array(iterations), whose), VECTORS.types)
+        arrays = map(column, (np.full(len(rows), self.segment), np.array(iterations), whose), VECTORS.types)
         return pa.record_batch([*arrays, *lists, *self._names.columns(whose)], schema=VECTORS)
 
     def add_scalars(self, iteration: int, scalars: Mapping[str, float], *, logging_step: int | None = None) -> None:

@@ -267,6 +267,33 @@ def test_a_users_feature_class_works_in_a_fresh_process(tmp_path: Path) -> None:
     assert result.stdout.split("\n")[:2] == ["saw linear 0", "saw linear 0"], result.stderr
 
 
+FIRST_STEPS = """
+import sys
+from te_precision_callbacks import InspectSession, reference
+reference.install_where_needed()
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling
+
+net = te.Linear(32, 32)
+with InspectSession(model=net, log_dir=sys.argv[1]) as session:
+    for _ in range(2):
+        with te.autocast(enabled=True, recipe=DelayedScaling()):
+            net(torch.ones(32, 32)).sum().backward()
+        session.step()
+print([name for name in ("pandas", "setuptools", "torch._inductor.codecache") if name in sys.modules])
+"""
+
+
+@pytest.mark.processes
+def test_the_first_steps_import_nothing_large_that_they_do_not_need(tmp_path: Path) -> None:
+    """pyarrow's conversions import pandas, and torch's cache of C++ most of its compiler: a second together."""
+    command = [sys.executable, "-W", "ignore", "-c", FIRST_STEPS, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines()[-1:] == ["[]"], result.stdout + result.stderr
+    assert list(tmp_path.glob("precision_records/*/*/*/values-*"))
+
+
 def test_a_session_does_not_keep_the_model_alive(tmp_path: Path) -> None:
     net = model()
     with InspectSession(statistics(), log_dir=tmp_path) as session:
