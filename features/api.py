@@ -30,10 +30,6 @@ import torch
 from nvdlfw_inspect.config_manager import ConfigManager
 from nvdlfw_inspect.logging import get_logger
 from nvdlfw_inspect.registry import Registry
-from transformer_engine.debug.features.api import TEDefaultFeatures
-from transformer_engine.debug.features.api import TransformerEngineAPI as UpstreamAPI
-from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
-from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.base.numerics.layouts import is_quantized
@@ -52,6 +48,10 @@ from te_precision_callbacks.features.plain import PlainObservation
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.statistics.series import Measured
+from te_precision_callbacks.te.debug import STATS_BUFFERS
+from te_precision_callbacks.te.debug_api import TEDefaultFeatures
+from te_precision_callbacks.te.debug_api import TransformerEngineAPI as UpstreamAPI
+from te_precision_callbacks.te.state import debug_iteration
 
 logger = logging.getLogger("te_precision_callbacks.features")
 
@@ -166,7 +166,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 )
         arguments = {**_OPTIONAL.get(api_name, {}), **arguments}
         if "iteration" not in arguments:
-            arguments["iteration"] = TEDebugState.get_iteration()
+            arguments["iteration"] = debug_iteration()
         tensor = arguments.get("tensor_name")
         gemm = arguments.get("gemm")
         if api_name == "inspect_tensor_postquantize" and gemm is None:
@@ -380,7 +380,7 @@ class TransformerEngineAPI(UpstreamAPI):
             if is_distributed(group) and not self._is_planned:
                 self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
                 self._is_planned = True
-            iteration = TEDebugState.get_iteration() - 1  # already incremented at this call
+            iteration = debug_iteration() - 1  # already incremented at this call
             logged = self._plain.log(iteration, group)
         values: dict[tuple[str, str, str, int], torch.Tensor] = {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS)}
         for measured, iteration in logged:

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from nvdlfw_inspect.registry import api_method
-from transformer_engine.pytorch import DType
-from transformer_engine.pytorch.quantization import _default_sf_compute
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.base.numerics.recipes import round_to_mxfp8
 from te_precision_callbacks.base.vocabulary import COLUMNWISE
 from te_precision_callbacks.config.keys import Quantization
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
+from te_precision_callbacks.te.quantizers import quantizer_of_amax
 
 
 @own_feature()
@@ -57,9 +54,5 @@ class FakeQuant(HighPrecisionFeature, ModifyingFeature):
         e5m2 = quant_format.endswith("E5M2")
         if quant_format.startswith("MX"):
             return round_to_mxfp8(tensor, e5m2=e5m2, columnwise=columnwise).to(tensor.dtype)
-        amax = tensor.abs().amax().float()
-        former = torch.ones(1, device=tensor.device)
-        scale = _default_sf_compute(amax, former, E5M2.max if e5m2 else E4M3.max, config.margin)
-        quantizer = Float8Quantizer(scale, amax, DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3)
-        rounded: torch.Tensor = quantizer(tensor).dequantize()
+        rounded: torch.Tensor = quantizer_of_amax(tensor, config.margin, e5m2=e5m2)(tensor).dequantize()
         return rounded

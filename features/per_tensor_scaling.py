@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 from nvdlfw_inspect.registry import api_method
-from transformer_engine.pytorch.quantization import _default_sf_compute
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
-from te_precision_callbacks.base.numerics.layouts import fp8_format
 from te_precision_callbacks.config.keys import Margin
 from te_precision_callbacks.features.base import ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
+from te_precision_callbacks.te.quantizers import Float8Quantizer, current_scaling
 
 
 @own_feature()
@@ -43,17 +41,8 @@ class PerTensorScaling(ModifyingFeature):
                 f" runs {runs}. Under current scaling every tensor has its own scale already."
             )
         values = tensor.contiguous()
-        quantizer = _quantizer(values, default_quantizer, config.margin)
+        quantizer = current_scaling(values, default_quantizer, config.margin)
         if out is not None:
             quantizer.update_quantized(values, out)
             return None
         return quantizer(values)
-
-
-def _quantizer(values: torch.Tensor, default: Any, margin: int) -> Any:
-    """Transformer Engine's current-scaling quantizer; with a margin, its delayed-scaling quantizer with that scale."""
-    if margin == 0 or not values.numel():
-        return Float8CurrentScalingQuantizer(default.dtype, device=values.device)
-    amax = values.abs().amax().float().reshape(1)
-    scale = _default_sf_compute(amax, torch.ones_like(amax), fp8_format(default).max, margin)
-    return Float8Quantizer(scale, amax, default.dtype)

@@ -7,14 +7,12 @@ Engine's features of the same name, and its namespace API stays even if Transfor
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 from nvdlfw_inspect.registry import NamespaceData, Registry
 
 from te_precision_callbacks.config import effects
+from te_precision_callbacks.te.package import feature_folders
 
 NAMESPACE = effects.NAMESPACE
 
@@ -80,11 +78,4 @@ def _put(name: str, instance: Any) -> None:
 def is_upstream(kind: type) -> bool:
     """Return whether a class comes from Transformer Engine's folder of features, imported or executed by path."""
     codes = [getattr(getattr(member, "__func__", member), "__code__", None) for member in vars(kind).values()]
-    return any(code is not None and code.co_filename.startswith(_upstream_folders()) for code in codes)
-
-
-@functools.cache
-def _upstream_folders() -> tuple[str, ...]:
-    spec = importlib.util.find_spec("transformer_engine")
-    places = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return tuple(str(Path(place, "debug", "features")) for place in places)
+    return any(code is not None and code.co_filename.startswith(feature_folders()) for code in codes)

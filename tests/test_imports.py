@@ -1,4 +1,4 @@
-"""Import rules: no cycles, and no imports upwards in the table of docs/architecture.md."""
+"""Import rules: no cycles, no imports upwards in the table of docs/architecture.md, Transformer Engine in te/ alone."""
 
 import ast
 import re
@@ -122,6 +122,75 @@ def test_doctor_loads_no_session() -> None:
         assert not {target for target in reached(module, graph()) if f"{target}.".split(".")[1] in above}
 
 
+TE_NAMES = ("transformer_engine", "transformer_engine_torch")
+"""Transformer Engine and its compiled extension."""
+
+
+def beginning(node: ast.expr) -> str:
+    """The text of a string, or of an f-string up to its first value; empty for other expressions."""
+    while isinstance(node, ast.JoinedStr | ast.BinOp):
+        node = node.left if isinstance(node, ast.BinOp) else next(iter(node.values), ast.Constant(""))
+    return str(node.value) if isinstance(node, ast.Constant) else ""
+
+
+def modules_named(tree: ast.AST) -> Iterator[str]:
+    """The modules that a file imports anywhere, finds, or takes from ``sys.modules``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or ""
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("modules"):
+            yield beginning(node.slice)
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if re.search(r"\b(import_module|__import__|find_spec|resolve_name|modules\.\w+)$", function):
+                yield from map(beginning, [*node.args[:1], *(keyword.value for keyword in node.keywords)])
+
+
+def names_te(tree: ast.AST) -> bool:
+    return any(re.split("[.:]", name)[0] in TE_NAMES for name in modules_named(tree))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch, transformer_engine",
+        "def f():\n    from transformer_engine.pytorch.module import linear",
+        "import transformer_engine_torch as tex",
+        "x = importlib.import_module('transformer_engine.pytorch')",
+        "__import__('transformer_engine')",
+        "find_spec(name='transformer_engine')",
+        "importlib.import_module(f'transformer_engine.pytorch.{name}').forward",
+        "importlib.import_module('transformer_engine.' + name)",
+        "sys.modules['transformer_engine.pytorch']",
+        "sys.modules.get(f'transformer_engine.{name}')",
+        "pkgutil.resolve_name('transformer_engine.pytorch:Linear')",
+    ],
+)
+def test_an_import_of_transformer_engine_is_found(source: str) -> None:
+    assert names_te(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from accelerate.utils import transformer_engine",
+        "debug_api.transformer_engine.fp8_gemm_enabled()",
+        "if name == 'transformer_engine': pass",
+        "from te_precision_callbacks.te import seams",
+    ],
+)
+def test_what_only_has_the_name_is_no_import(source: str) -> None:
+    assert not names_te(ast.parse(source))
+
+
+def test_te_alone_imports_transformer_engine() -> None:
+    """``reference`` replaces its compiled extension. A name compared with that of a module is no import."""
+    others = [path for module, path in files().items() if part(module) not in ("reference", "te")]
+    assert [str(path) for path in others if names_te(ast.parse(path.read_text()))] == []
+
+
 OF_TE = frozenset({"fp8_meta", "_fp8_metas", "_fp8_workspaces", "scaling_fwd", "scaling_bwd", "RecipeState"}) | {
     *("weight_names", "fc1_weight", "fc2_weight", "num_gemms", "num_groups", "parallel_mode", "set_parallel_mode"),
     *("get_quantizer_roles", "LayerNormMLP", "LayerNormLinear", "GroupedLinear", "BasicLinear", "DotProductAttention"),
@@ -148,10 +217,7 @@ def test_te_alone_knows_the_modules_of_transformer_engine() -> None:
         for module, path in files().items()
         if part(module) not in ("reference", "te")
     }
-    assert {module: names for module, names in results.items() if names} == {
-        "instrumentation.arguments": {"BasicLinear", "GroupedLinear"},  # the methods of these operations
-        "search.factory": {"RecipeState"},  # its text is copied into modules that need Transformer Engine only
-    }
+    assert {module: names for module, names in results.items() if names} == {}
 
 
 # Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run.

@@ -240,7 +240,7 @@ def choices(case: Case, folder: Path) -> dict[str, Any]:
 def train_rival(case: Case, folder: Path) -> dict[str, Any]:
     import json
 
-    from te_precision_callbacks.search.factory import assign_names, custom_recipe
+    from te_precision_callbacks.te.custom_recipe import assign_names, custom_recipe
 
     high = json.loads((folder.parent / "choices" / "truth.json").read_text())["arms"][case.arm]
     built = byte_lm(case.recipe, "autocast", case.seed, 3)

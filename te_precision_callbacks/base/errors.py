@@ -139,17 +139,6 @@ class TransformerEngineUnavailableError(SessionError, ImportError):
         )
 
 
-def transformer_engine_error(error: BaseException | None) -> BaseException | None:
-    while error is not None:
-        traceback = error.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "transformer_engine":
-                return error
-            traceback = traceback.tb_next
-        error = error.__cause__ or error.__context__
-    return None
-
-
 class FeatureLoadError(SessionError): ...
 
 

@@ -50,6 +50,7 @@ from te_precision_callbacks.options import check_value
 from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.state import enters_autocast
 
 
 class ActingFeature(NamedTuple):
@@ -360,18 +361,8 @@ def _modules_with_regions(model: Model) -> list[str]:
     return [
         names[id(module)]
         for module in modules_of(model)
-        if id(module) in names and _enters_autocast(type(module).forward)
+        if id(module) in names and enters_autocast(type(module).forward)
     ]
-
-
-@functools.cache
-def _enters_autocast(forward: Any) -> bool:
-    code = getattr(forward, "__code__", None)
-    if code is None or forward.__module__.startswith("transformer_engine"):
-        return False
-    values = map(forward.__globals__.get, code.co_names)
-    from_te = any("transformer_engine" in str(getattr(value, "__module__", value)) for value in values)
-    return from_te and not {"autocast", "fp8_autocast"}.isdisjoint(code.co_names)
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:

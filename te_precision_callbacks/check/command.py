@@ -268,7 +268,7 @@ def plan_function(
 ) -> tuple[CheckedModel, str]:
     """Plan the model that a function builds; returns the plan and the device."""
     install_backend(capability)
-    from te_precision_callbacks.instrumentation.upstream import warn_unless_supported
+    from te_precision_callbacks.te.package import warn_unless_supported
 
     warn_unless_supported()
     from te_precision_callbacks.check.checked_model import check_model

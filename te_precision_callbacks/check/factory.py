@@ -156,29 +156,17 @@ def recipe_by_name(name: str) -> Any:
         raise RecipeError(f"There is no recipe {name!r}.{suggestion(name, CHOICES)}")
     if name == NONE:
         return None
-    from transformer_engine.common import recipe as recipes
-    from transformer_engine.pytorch import quantization
+    from te_precision_callbacks.te import recipes
 
     try:
-        recipe_class = quantization.get_default_fp8_recipe
-        if name != AUTO:
-            recipe_class = getattr(recipes, RECIPES[name].recipe_class)
-        recipe = recipe_class()
+        recipe = recipes.default_recipe() if name == AUTO else recipes.recipe_of_name(name)
     except (AssertionError, ValueError) as error:
         details = str(error)
         if hasattr(error, "errors"):  # pydantic's ValidationError, if it is installed
             details = error.errors()[0]["msg"]
         raise RecipeError(f"Transformer Engine cannot run the recipe {name!r}: {details}") from error
-    supported = True
-    why = ""
-    try:
-        quantization.check_recipe_support(recipe)
-        if recipe.nvfp4():  # not part of that check
-            supported, why = quantization.check_nvfp4_support()
-    except RuntimeError as error:
-        supported = False
-        why = str(error)
-    if not supported:
+    why = recipes.why_unsupported(recipe)
+    if why is not None:
         if is_installed() and target.capability() != target.ALLOWED[-1]:
             best = "{}.{}".format(*target.ALLOWED[-1])
             why += f" {target.ENVIRONMENT_VARIABLE}={best} in the environment lets the reference backend emulate"
@@ -188,7 +176,7 @@ def recipe_by_name(name: str) -> Any:
 
 
 def _custom_recipe(spec: str) -> Any:
-    from transformer_engine.common.recipe import CustomRecipe
+    from te_precision_callbacks.te.recipes import CustomRecipe
 
     with _like_a_script():
         factory = _call(functools.partial(pkgutil.resolve_name, spec), spec, _FACTORY)

@@ -98,7 +98,7 @@ def find_shape_problems(
         tokens: the tokens of a step; None skips checks of tokens. They are also skipped for experts, since a router
             decides their share of the tokens.
     """
-    from transformer_engine.pytorch.utils import get_device_compute_capability
+    from te_precision_callbacks.te.recipes import compute_capability
 
     name = recipe_text(recipe)
     if name not in SCALING_OF_RECIPE:
@@ -106,7 +106,7 @@ def find_shape_problems(
     low = group_by_key((product.layer, product.gemm) for product in coverage if product.is_low)
     refused: list[tuple[tuple[str, ...], str]] = []
     by_hadamard: list[str] = []
-    capability = get_device_compute_capability()
+    capability = compute_capability()
     for layer, facts in _layers(modules, operations):
         gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
         problems = _list_refusals(name, capability, facts, tokens, gemms)

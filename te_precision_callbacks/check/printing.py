@@ -114,9 +114,9 @@ def _coverage(checked: CheckedModel) -> str:
 
 
 def _conditions(checked: CheckedModel) -> str:
-    from transformer_engine.pytorch.utils import get_device_compute_capability
+    from te_precision_callbacks.te.recipes import compute_capability
 
-    capability = "{}.{}".format(*get_device_compute_capability())
+    capability = "{}.{}".format(*compute_capability())
     of = "multiply-adds per token"
     if checked.tokens is not None:
         of = f"{checked.tokens} tokens a step"

@@ -41,7 +41,7 @@ from te_precision_callbacks.layers.forwards import (
 )
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, NamedTorchModule, roots_of
 from te_precision_callbacks.te import modules as te_modules
-from te_precision_callbacks.te.state import has_state
+from te_precision_callbacks.te.state import attends_in_fp8, has_state
 
 ResultT = TypeVar("ResultT")
 
@@ -189,7 +189,7 @@ class ModelWatch:
         noting = self._own_call(module)
         here = self.calls.thread_call
         is_te = has_state(module)
-        attends = _attends_in_fp8 if te_modules.is_attention(module) else None
+        attends = attends_in_fp8 if te_modules.is_attention(module) else None
 
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
@@ -410,13 +410,6 @@ class TrainingStepOfOneModule(CallOfOneModule):
 
 
 _is_evaluation_forward = outside_of_dynamo(is_evaluation_forward)
-
-
-def _attends_in_fp8() -> bool:
-    """Return whether Transformer Engine's attention would run in FP8 here, given a kernel for it (TE 2.20.2)."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
-
-    return bool(manager.is_fp8_enabled() and getattr(manager.get_fp8_recipe(), "fp8_dpa", False))
 
 
 def _may_multiply(module: torch.nn.Module) -> bool:

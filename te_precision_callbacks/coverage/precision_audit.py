@@ -46,6 +46,7 @@ from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOp
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import (
     backward_override,
+    is_in_autocast,
     quantizers_of_layers,
     quantizers_of_module,
     recipe_of_module,
@@ -270,7 +271,7 @@ class PrecisionAudit:
         self.note_seen(seen_gemm(event))
 
     def note_seen(self, seen: SeenGemm) -> None:
-        if seen.gemm == "fprop" and not (seen.recipe or is_in_backward()) and _is_in_autocast():
+        if seen.gemm == "fprop" and not (seen.recipe or is_in_backward()) and is_in_autocast():
             self._now[seen.layer].excluded = True
         self.seen.append(seen)
 
@@ -301,22 +302,15 @@ def seen_gemm(event: GemmEvent) -> SeenGemm:
     return SeenGemm(event.layer, event.gemm, event.recipe, operands)
 
 
-def _is_in_autocast() -> bool:
-    """Return whether the script is in ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
-
-
 def _is_modified(operand: GemmOperand) -> bool:
     if not operand.on_debug_path:
         return False
-    from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
+    from te_precision_callbacks.te.debug import debug_quantization
 
     quantizer = operand.given.quantizer
     if operand.columnwise:
-        return bool(quantizer.columnwise_tensor_plan == API_CALL_MODIFY)
-    return bool(quantizer.rowwise_tensor_plan == API_CALL_MODIFY)
+        return bool(quantizer.columnwise_tensor_plan == debug_quantization.API_CALL_MODIFY)
+    return bool(quantizer.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY)
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:

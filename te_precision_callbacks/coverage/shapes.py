@@ -19,11 +19,11 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointError
 
-from te_precision_callbacks.base.errors import transformer_engine_error
 from te_precision_callbacks.base.numerics.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, name_of_recipe
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.package import transformer_engine_error
 from te_precision_callbacks.te.state import recipe_of_module
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _explanation(place: _FailedLayer | None) -> str | None:
     name = name_of_recipe(recipe)
     if name is None:
         return None
-    from transformer_engine.pytorch.utils import get_device_compute_capability
+    from te_precision_callbacks.te.recipes import compute_capability
 
     gemms: tuple[GemmName, ...] = ("fprop",)
     if place.gemm is not None:
@@ -131,7 +131,7 @@ def _explanation(place: _FailedLayer | None) -> str | None:
     for layer, tokens, (in_features, out_features) in layers:
         refused = refusals(
             name,
-            get_device_compute_capability(),
+            compute_capability(),
             tokens=tokens,
             in_features=in_features,
             out_features=out_features,

@@ -1,4 +1,4 @@
-"""The parameters of Transformer Engine's functions, the tensors in them, and the modules that call them.
+"""The parameters of Transformer Engine's functions, and the tensors in them.
 
 Read from Transformer Engine 2.20.2: ``general_gemm`` and its siblings (``pytorch/cpp_extensions/gemm.py``), and the
 arguments of the modules' autograd Functions (``pytorch/module``).
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -180,52 +178,3 @@ def plain_tensors(tensors: PlainTensors) -> PlainTensors:
 
 def _is_plain_subclass(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
-
-
-def operation_methods(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
-    """Return the methods of ``te.ops`` that may run a GEMM: class, name and method."""
-    from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
-    from transformer_engine.pytorch.ops.op import FusedOperation
-
-    basic = [BasicLinear, GroupedLinear]
-    owners = list(itertools.product(basic, names))
-    for parent in (*basic, FusedOperation):
-        for kind in _subclasses(parent):
-            owners += [(kind, name) for name in names if name in vars(kind)]
-    return [(kind, name, getattr(kind, name)) for kind, name in owners]
-
-
-def _subclasses(parent: Any) -> Iterator[Any]:
-    for child in parent.__subclasses__():
-        yield child
-        yield from _subclasses(child)
-
-
-def callers(functions: Mapping[Any, Sequence[str]]) -> Sequence[tuple[Any, str]]:
-    """Return the Python modules that have imported functions of ``cpp_extensions``, and the functions' names there.
-
-    Searches again after new imports.
-
-    Args:
-        functions: Python module of ``cpp_extensions`` -> names of functions.
-    """
-    originals = {name: getattr(origin, name) for origin, names in functions.items() for name in names}
-    imported = len(sys.modules), next(reversed(sys.modules)), len(vars(sys.modules["__main__"]))
-    found = itertools.product(_modules_with(tuple(originals), *imported), originals.items())
-    return [(module, name) for module, (name, original) in found if _is_caller(module, name, original)]
-
-
-@functools.lru_cache(maxsize=1)
-def _modules_with(names: Sequence[str], *imported: object) -> Sequence[Any]:
-    """Return the Python modules that have any of the names; ``imported`` changes with new imports."""
-    keys = dict.fromkeys(names).keys()  # of two sets of keys the smaller is looked up; of a dict, all keys would be
-    modules = list(sys.modules.values())
-    return [module for module in modules if not keys.isdisjoint(getattr(module, "__dict__", {}).keys())]
-
-
-def _is_caller(module: Any, name: str, original: Any) -> bool:
-    """Return whether a module has the function, or belongs to Transformer Engine and has a user's replacement."""
-    function = vars(module).get(name)
-    return function is original or (
-        callable(function) and str(getattr(module, "__name__", "")).startswith("transformer_engine.")
-    )

@@ -7,9 +7,7 @@ or ``_linear_backward_impl``, without the module and its autograd Function. The 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
-from types import FrameType
 from typing import Any
 
 from te_precision_callbacks.base.numerics.layouts import is_quantized
@@ -17,8 +15,6 @@ from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.instrumentation.arguments import gradients, plain_tensors
 from te_precision_callbacks.instrumentation.current_call import Forward, unobserved_forward
 from te_precision_callbacks.te import modules as te_modules
-
-_FRAMES = 7  # wgrad is called by a function of the backward
 
 
 class CompiledLinears:
@@ -46,7 +42,7 @@ class CompiledLinears:
 
         Backwards take the forwards in their order; each forward has at most one dgrad and one wgrad.
         """
-        arguments = _arguments_of_operator()
+        arguments = te_modules.arguments_of_operator()
         if arguments is None:
             return None
         module = self.module_of(arguments.weight if gemm == "fprop" else arguments.saved_weight)
@@ -89,17 +85,3 @@ def _address(weight: Any) -> int:
     if hasattr(weight, "data_ptr"):
         return int(weight.data_ptr())
     return 0
-
-
-def _arguments_of_operator() -> Any:
-    from transformer_engine.pytorch.module import linear
-
-    codes = linear._linear_forward_impl.__code__, linear._linear_backward_impl.__code__
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        if frame.f_code in codes:
-            return frame.f_locals["args"]
-        frame = frame.f_back
-    return None

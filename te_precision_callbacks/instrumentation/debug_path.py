@@ -43,8 +43,6 @@ from te_precision_callbacks.instrumentation.refusals import (
     DebugRefusal,
     RefusedLayers,
     graph_refusal,
-    has_quantized_input,
-    is_captured,
     refusal_of,
 )
 from te_precision_callbacks.instrumentation.watched import LEAVES_GRAPHS, WatchedModules
@@ -65,8 +63,11 @@ from te_precision_callbacks.te.state import (
     FORWARD,
     backward_override,
     cached_weights,
+    debug_iteration,
     delayed_state,
     delayed_states,
+    has_quantized_input,
+    is_captured,
     last_forward,
     meta_of,
 )
@@ -212,10 +213,8 @@ class DebugPathDecisions:
 
     @outside_of_dynamo
     def is_debug_iter(self, module: Any) -> bool:
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
         kind = self._classify(module)
-        if kind is not ForwardKind.UNTOUCHED and self.watched.is_on_fused_path(module, TEDebugState.get_iteration()):
+        if kind is not ForwardKind.UNTOUCHED and self.watched.is_on_fused_path(module, debug_iteration()):
             return False  # the tap enters it
         frame = running_forward(module)
         tensor = None if frame is None else frame.f_locals.get(frame.f_code.co_varnames[1])  # its input in TE 2.20.2
@@ -223,7 +222,7 @@ class DebugPathDecisions:
         if kind is ForwardKind.UNTOUCHED:
             return False
         if kind is ForwardKind.EVALUATION:
-            return self._idle_in_evaluation.get(id(module)) != int(TEDebugState.get_iteration())
+            return self._idle_in_evaluation.get(id(module)) != debug_iteration()
         return bool(self._upstream_is_debug_iter(module))
 
     def _enter(self, module: Any, kind: ForwardKind, tensor: Any) -> None:
@@ -250,8 +249,6 @@ class DebugPathDecisions:
 
     def enter_compiled(self, module: Any, kind: ForwardKind, arguments: Any) -> None:
         """Note a forward in a compiled graph, which only its fused path has; the tap sees all of its formats."""
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
         self.current.kind = kind
         self.current.module = module
         self.current.has_quantized_input = False
@@ -259,7 +256,7 @@ class DebugPathDecisions:
         if kind is ForwardKind.OBSERVED:
             self.ran.add(id(module))
         self.note_plan(module, (), kind, idle=True, graph_in_fp8=arguments.fp8)
-        if not self.watched.is_on_fused_path(module, int(TEDebugState.get_iteration())):
+        if not self.watched.is_on_fused_path(module, debug_iteration()):
             module.__dict__["next_iter_when_debug_should_be_run"] = None
             self._note_refusal(module, COMPILED)
 
@@ -296,8 +293,7 @@ class DebugPathDecisions:
         return compiled_in_callers_only(is_debug_iter)
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-        from transformer_engine.debug.pytorch.utils import any_feature_enabled
+        from te_precision_callbacks.te.debug import any_feature_enabled
 
         def no_debug_features_active(module: Any, quantizers: Any) -> bool:
             kind = self.current.kind
@@ -308,7 +304,7 @@ class DebugPathDecisions:
                 if kind is not ForwardKind.UNTOUCHED:
                     self.note_plan(module, quantizers, kind, idle=idle)
                     if not idle:
-                        self.check_scales(module, TEDebugState.get_iteration())
+                        self.check_scales(module, debug_iteration())
                         if forward.has_quantized_input:
                             inputs = [quantizer for quantizer in quantizers if quantizer.tensor_name == "activation"]
                             if any_feature_enabled(inputs):
@@ -317,7 +313,7 @@ class DebugPathDecisions:
             # Evaluation must not change training's schedule.
             idle = not any_feature_enabled(quantizers)
             if idle:
-                self._idle_in_evaluation[id(module)] = TEDebugState.get_iteration()
+                self._idle_in_evaluation[id(module)] = debug_iteration()
             return self._stays_idle(forward, idle=idle)
 
         return no_debug_features_active
@@ -443,12 +439,12 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     Transformer Engine would write the new weight with the cached weight's quantizer, which has the features and the
     precision of an earlier iteration. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
     """
-    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
+    from te_precision_callbacks.te.debug import debug_quantization
 
     cached_by_name = cached_weights(module)
     now = quantizers[0]
     for name, cached in list(cached_by_name.items()):
-        if isinstance(cached, DebugQuantizedTensor):
+        if isinstance(cached, debug_quantization.DebugQuantizedTensor):
             made = cached.quantizer
             # With an fsdp_group, TE reads attributes that this weight lacks.
             if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:

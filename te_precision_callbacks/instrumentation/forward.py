@@ -39,7 +39,6 @@ from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords, SelectedGemms
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
 from te_precision_callbacks.instrumentation.planned import GemmPlans
-from te_precision_callbacks.instrumentation.refusals import is_captured
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
@@ -47,6 +46,7 @@ from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept, Listener
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.parameters.watch import is_due as weights_are_sampled
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.te.state import debug_iteration, is_captured
 
 
 class PaddedRows:
@@ -200,9 +200,7 @@ class ForwardHooks:
         self._update_listeners()
 
     def _update_listeners(self) -> None:
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-        self._audit.enter(TEDebugState.get_iteration())
+        self._audit.enter(debug_iteration())
         listeners: tuple[Listener, ...] = ()
         if self._watched.armed or self._tap.operations.has_new:
             listeners = (self.order, self._audit.note, self._fused_observation, self._gemm_records, self.gemm_errors)
@@ -220,11 +218,9 @@ class ForwardHooks:
             self.products.calls.has_graphs = bool(self._graphs)
 
     def end_step(self) -> None:
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
         self._graphs.find()
         self.answers.resolve_captured(self._graphs.bypassable, self._graphs.refused())
-        if weights_are_sampled(TEDebugState.get_iteration()):
+        if weights_are_sampled(debug_iteration()):
             for key, module in self.answers.refused.in_graphs.items():
                 try:
                     for name, value in scales_in_graph(module, self._watched.layers[key]):
@@ -247,11 +243,9 @@ class ForwardHooks:
             tensor: the module's input.
             compiled: the arguments of the module's operator in a compiled graph, which skips ``is_debug_iter``.
         """
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
         if kind is ForwardKind.UNTOUCHED:
             return ()
-        iteration = TEDebugState.get_iteration()
+        iteration = debug_iteration()
         watched = self._watched
         layers = watched.layers[id(module)]
         if compiled is not None and id(module) in watched.armed and kind is not ForwardKind.EVALUATION:
@@ -282,10 +276,16 @@ class ForwardHooks:
         Raises:
             SessionError: this Transformer Engine lacks a replaced function.
         """
-        from transformer_engine.debug.pytorch import debug_quantization
-        from transformer_engine.pytorch import quantization
-        from transformer_engine.pytorch.module import base
-        from transformer_engine.pytorch.module.fp8_padding import Fp8Padding
+        from te_precision_callbacks.te.debug import debug_quantization
+        from te_precision_callbacks.te.seams import (
+            Fp8Padding,
+            base,
+            grouped_linear,
+            layernorm_linear,
+            layernorm_mlp,
+            linear,
+            quantization,
+        )
 
         module_class = base.TransformerEngineBaseModule
         require(module_class, "is_debug_iter", "no_debug_features_active")
@@ -319,13 +319,12 @@ class ForwardHooks:
         self._install_for_refusals()
         quantizer = make_quantizer_class(self.answers.current, self._failures)
         self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)
-        for name in ("layernorm_linear", "layernorm_mlp", "linear", "grouped_linear"):
-            module = sys.modules.get(f"transformer_engine.pytorch.module.{name}")
-            if module is not None and hasattr(module, "DebugQuantizer"):
+        for module in (layernorm_linear, layernorm_mlp, linear, grouped_linear):
+            if hasattr(module, "DebugQuantizer"):
                 self._seams.replace(module, "DebugQuantizer", quantizer)
 
     def _install_for_refusals(self) -> None:
-        from transformer_engine.pytorch import cpu_offload, cpu_offload_v1, graph
+        from te_precision_callbacks.te.seams import cpu_offload, cpu_offload_v1, graph
 
         for module in (cpu_offload, cpu_offload_v1):
             require(module, "TEDebugState")
@@ -363,7 +362,7 @@ class ForwardHooks:
         return set_capture_end
 
     def _make_capture_begin(self, graph_class: Any) -> Callable[..., Any]:
-        from transformer_engine.pytorch import graph
+        from te_precision_callbacks.te.seams import graph
 
         upstream = graph_class.capture_begin
 

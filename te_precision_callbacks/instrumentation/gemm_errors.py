@@ -53,6 +53,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Kept
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.statistics.table import StatisticSource
+from te_precision_callbacks.te.state import debug_iteration
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,7 @@ class SelectedGemms:
             if isinstance(options, kind) and options.gemm == gemm:
                 iteration = kept.get("iteration")
                 if iteration is None:
-                    from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-                    iteration = kept["iteration"] = int(TEDebugState.get_iteration())
+                    iteration = kept["iteration"] = debug_iteration()
                 if options.schedule.at(iteration)[0]:
                     return (options, iteration)
         return None
@@ -250,7 +249,7 @@ def result_of(event: GemmEvent) -> Any:
 
 def why_not_seen(event: GemmEvent, before: Any) -> str:
     """Return why a GEMM's product is unavailable, or an empty string; ``before`` is the tensor that it was added to."""
-    from transformer_engine.debug.pytorch.debug_quantization import API_CALL_MODIFY
+    from te_precision_callbacks.te.debug import debug_quantization
 
     arguments = event.arguments
     if arguments.get("ub") is not None:
@@ -264,7 +263,7 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
         return "the results of all experts are in one buffer"
     if is_quantized(result) or not isinstance(result, torch.Tensor):
         return "its result is written quantized"
-    if getattr(arguments.get("quantization_params"), "rowwise_tensor_plan", None) == API_CALL_MODIFY:
+    if getattr(arguments.get("quantization_params"), "rowwise_tensor_plan", None) == debug_quantization.API_CALL_MODIFY:
         return "a feature replaces its result"
     if arguments.get("accumulate") and before is None:
         return "the previous sum was not observed"

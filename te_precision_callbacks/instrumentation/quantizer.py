@@ -11,14 +11,14 @@ from typing import Any, ClassVar, cast
 
 import nvdlfw_inspect.api as debug_api
 import torch
-from transformer_engine.debug.pytorch import debug_quantization
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
 from te_precision_callbacks.instrumentation.current_call import CurrentForward
 from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
+from te_precision_callbacks.te.debug import debug_quantization
+from te_precision_callbacks.te.quantizers import Float8Quantizer
 from te_precision_callbacks.te.state import backward_override
 
 OVERRIDDEN = (

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.counts import first_of, group_by_key
-from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.instrumentation.graphs import why_not_bypassed
 from te_precision_callbacks.layers.naming import Model, NamedModule, modules_of
+from te_precision_callbacks.te.state import has_quantized_weights, is_captured, offloads_activations
 
 logger = logging.getLogger(__name__)
 
@@ -76,73 +76,38 @@ class DebugRefusal:
         return f"{self.what}: {self.why}"
 
 
-def _has_quantized_weights(module: torch.nn.Module) -> bool:
-    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
-
-    # fully_shard keeps the local part of a parameter in a DTensor.
-    own = module.parameters(recurse=False)
-    return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in own)
-
-
 def _changes_quantized_weights(module: torch.nn.Module, effects: Collection[Effect]) -> bool:
     gemms: set[str] = set()
     for effect in effects:
         gemms.update(effect.high_precision)
         gemms.update(gemm for gemm, tensor in effect.modifies if tensor == "weight")
-    return not gemms.isdisjoint(("fprop", "dgrad")) and _has_quantized_weights(module)
+    return not gemms.isdisjoint(("fprop", "dgrad")) and has_quantized_weights(module)
 
 
 def _changes_quantized_weights_now(forward: DebugForward) -> bool:
     weights = [quantizer for quantizer in forward.quantizers if quantizer.tensor_name == "weight"]
-    return any(not _is_as_without_features(weight) for weight in weights) and _has_quantized_weights(forward.module)
+    return any(not _is_as_without_features(weight) for weight in weights) and has_quantized_weights(forward.module)
 
 
 def _is_as_without_features(quantizer: Any) -> bool:
     """Return whether both GEMMs that read a tensor get the recipe's quantized result."""
-    from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
+    from te_precision_callbacks.te.debug import debug_quantization
 
     plans = {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
-    return quantizer.parent_quantizer is None or plans == {STANDARD_QUANTIZE}
+    return quantizer.parent_quantizer is None or plans == {debug_quantization.STANDARD_QUANTIZE}
 
 
 def _mixes_quantized_input(forward: DebugForward) -> bool:
     if not forward.has_quantized_input:
         return False
-    from transformer_engine.debug.pytorch.debug_quantization import STANDARD_QUANTIZE
+    from te_precision_callbacks.te.debug import debug_quantization
 
     plans: dict[str, str] = {}
     for quantizer in forward.quantizers:
         if quantizer.tensor_name in ("weight", "gradient"):
             plans[quantizer.rowwise_gemm_name] = quantizer.rowwise_tensor_plan
             plans[quantizer.columnwise_gemm_name] = quantizer.columnwise_tensor_plan
-    return {plans["fprop"], plans["wgrad"]} != {STANDARD_QUANTIZE}
-
-
-def has_quantized_input(module: Any, tensor: Any) -> bool:
-    """Return whether a module's input is already quantized, by ``fp8_output`` or FP8 attention.
-
-    Only ``Linear`` takes such an input.
-    """
-    from transformer_engine.pytorch import Linear
-    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
-
-    return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
-
-
-def _offloads(forward: DebugForward) -> bool:
-    from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
-
-    return bool(is_cpu_offload_enabled())
-
-
-def is_captured() -> bool:
-    """Return whether a CUDA graph is being captured, by Transformer Engine or ``torch.cuda.graph``.
-
-    Also true during TE's warm-up, and on the reference backend, which has no graphs.
-    """
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    return bool(FP8GlobalStateManager.quantization_state.fp8_graph_capturing) or is_capturing()
+    return {plans["fprop"], plans["wgrad"]} != {debug_quantization.STANDARD_QUANTIZE}
 
 
 CUDA_GRAPH = DebugRefusal(
@@ -219,7 +184,7 @@ REFUSALS = (
         "debug mode does not support offloading of activations",
         "pytorch.cpu_offload:get_cpu_offload_context",
         "CPU offload is not supported in debug mode.",
-        applies_to_forward=_offloads,
+        applies_to_forward=lambda forward: offloads_activations(),
     ),
 )
 """The table of refusals. A layer's reason is the first row that applies."""

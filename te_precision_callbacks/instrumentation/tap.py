@@ -50,12 +50,10 @@ from te_precision_callbacks.instrumentation.arguments import (
     PlainTensors,
     argument_namer,
     autograd_functions,
-    callers,
     gemms_of_experts,
     gemms_of_grouped_tensors,
     gradients,
     is_grouped_tensor,
-    operation_methods,
     single_gemm,
 )
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
@@ -63,13 +61,7 @@ from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, Forwa
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.planned import GemmPlans, Key
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
-from te_precision_callbacks.layers.forwards import (
-    Classify,
-    ForwardKind,
-    absent_from_graphs,
-    is_compiled_operator,
-    outside_of_dynamo,
-)
+from te_precision_callbacks.layers.forwards import Classify, ForwardKind, absent_from_graphs, outside_of_dynamo
 from te_precision_callbacks.layers.gemm_events import (
     OUTSIDE,
     BeforeSum,
@@ -154,7 +146,7 @@ class GemmTap:
         self._layers = layers
         self._mlps = {key for key, module in modules.items() if te_modules.of(module).is_mlp}
         self._may_delay_wgrad = any(map(te_modules.may_delay_wgrad, modules.values()))
-        self._compiled.modules = [module for module in modules.values() if is_compiled_operator(module)]
+        self._compiled.modules = [module for module in modules.values() if te_modules.is_compiled_operator(module)]
         self.operations.watch(operations)
 
     def begin_iteration(self, *, all_operations: bool) -> None:
@@ -189,17 +181,20 @@ class GemmTap:
     # ------------------------------------------------------------------ installation
 
     def _install(self) -> None:
-        from transformer_engine.pytorch.attention.dot_product_attention import backends
-        from transformer_engine.pytorch.cpp_extensions import fused_attn, gemm
-        from transformer_engine.pytorch.module import (
+        from te_precision_callbacks.te.seams import (
             _common,
+            backends,
             base,
+            callers,
+            fused_attn,
+            fuser,
+            gemm,
             grouped_linear,
             layernorm_linear,
             layernorm_mlp,
             linear,
+            operation_methods,
         )
-        from transformer_engine.pytorch.ops import fuser
 
         self._running.forget()
         gemm_wrappers = {

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import importlib
-import importlib.metadata
 import logging
 import os
 import sys
@@ -22,12 +19,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.errors import (
-    FeatureLoadError,
-    ObservationError,
-    SessionError,
-    TransformerEngineUnavailableError,
-)
+from te_precision_callbacks.base.errors import FeatureLoadError, ObservationError, SessionError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
@@ -39,12 +31,9 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.sinks.log_file import LogFile
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, log_file_name
 from te_precision_callbacks.sinks.writer_thread import WriterThread
-from te_precision_callbacks.te.state import cached_weights
+from te_precision_callbacks.te.package import feature_folders
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED_TE = ("2.20", "2.21")
-"""Supported TE versions: at least the first, below the second."""
 
 _PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
 _EVENTS = "nvidia-dlfw-inspect's log"
@@ -59,37 +48,6 @@ _NOT_RUN_YET = {"next_iter_when_debug_should_be_run": 0}
 _MISSING = object()
 
 
-def import_transformer_engine() -> None:
-    """Import Transformer Engine's PyTorch modules.
-
-    Raises:
-        TransformerEngineUnavailableError: Transformer Engine or its compiled extension is missing or broken.
-    """
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-        importlib.import_module("transformer_engine.debug.pytorch.debug_quantization")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        # Without its compiled part, the package raises RuntimeError or FileNotFoundError, not ImportError.
-        raise TransformerEngineUnavailableError(error) from error
-
-
-_installed_version = functools.cache(importlib.metadata.version)
-
-
-def warn_unless_supported() -> None:
-    from packaging.version import Version
-
-    installed = _installed_version("transformer_engine")
-    low, high = (Version(bound) for bound in SUPPORTED_TE)
-    if not low <= Version(Version(installed).base_version) < high:
-        logger.warning(
-            "te-precision-callbacks supports Transformer Engine >=%s,<%s, but %s is installed. The session"
-            " continues, but parts of the observation may fail.",
-            *SUPPORTED_TE,
-            installed,
-        )
-
-
 class Snapshot:
     """Global state that a session changes, replaced by copies until :meth:`restore`."""
 
@@ -99,7 +57,8 @@ class Snapshot:
         from nvdlfw_inspect.logging import MetricLogger
         from nvdlfw_inspect.registry import Registry
         from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        from te_precision_callbacks.te.debug import STATE
 
         self._globals = Replacements()
         self._globals.replace(
@@ -111,7 +70,7 @@ class Snapshot:
             (MetricLogger, ("enabled_loggers",)),
             (SingleMessageLogger, ("logged_messages",)),
             (ConfigManager, ("configs", "layer_name_to_config_cache")),
-            (TEDebugState, ("debug_enabled", "weight_tensor_tp_group_reduce", "layers_initialized")),
+            STATE,
         ):
             for name in names:
                 self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
@@ -135,10 +94,12 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restore everything. Upstream's debug manager must have ended."""
+        from te_precision_callbacks.te.debug import drop_debug_weights
+
         for module, attributes in self._modules.values():
             for name, value in attributes.items():
                 _set_attribute(module, name, value)
-            _drop_debug_workspaces(module)
+            drop_debug_weights(module)
         self._modules = {}
         for python_logger, handlers, level, propagate in self._loggers:
             for handler in [handler for handler in python_logger.handlers if handler not in handlers]:
@@ -171,15 +132,6 @@ def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
         module.__dict__[name] = value
 
 
-def _drop_debug_workspaces(module: torch.nn.Module) -> None:
-    """Drop cached weights quantized under debugging, which would keep the session's quantizers alive."""
-    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor
-
-    cached = cached_weights(module)
-    for name in [name for name, weight in cached.items() if isinstance(weight, DebugQuantizedTensor)]:
-        del cached[name]
-
-
 class Inspector:
     """nvidia-dlfw-inspect while a session is live.
 
@@ -210,7 +162,8 @@ class Inspector:
         """
         import nvdlfw_inspect.api as debug_api
         from nvdlfw_inspect.utils import SingleMessageLogger
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+        from te_precision_callbacks.te.debug import begin_debugging
 
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
@@ -230,9 +183,7 @@ class Inspector:
         self._stray_calls = StrayCalls(manager)
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
-        # Modules built from now on would otherwise raise an error that debugging started too late. As a class attribute
-        # it also applies to modules built before.
-        TEDebugState.debug_enabled = True
+        begin_debugging()
 
     def _make_folder(self) -> None:
         folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
@@ -272,13 +223,12 @@ class Inspector:
             self._failures.report("writing", _EVENTS, failure)
 
     def _initialize(self, debug_api: Any, scalars: ScalarBuffer) -> None:
-        import transformer_engine.debug.features as te_features
         from nvdlfw_inspect.debug_manager import DebugManager
 
         import te_precision_callbacks.features as own_features
         from te_precision_callbacks.features import registration
 
-        shipped = [str(Path(module.__path__[0])) for module in (own_features, te_features)]
+        shipped = [str(Path(own_features.__path__[0])), *feature_folders()]
         for feature in self._options.features:
             try:
                 registration.register(feature)
@@ -390,7 +340,8 @@ class Inspector:
         if self._snapshot is None:
             return
         import nvdlfw_inspect.api as debug_api
-        from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
+
+        from te_precision_callbacks.te.debug import STATS_BUFFERS
 
         if self._stray_calls is not None:
             self._stray_calls.remove()

@@ -19,9 +19,10 @@ from te_precision_callbacks.coverage.model_watch import TrainingForward
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.instrumentation.resting_layers import RestingLayers
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
-from te_precision_callbacks.layers.forwards import ForwardClassifier, is_compiled_operator
+from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.te.modules import is_compiled_operator
 
 LEAVES_GRAPHS = "te_precision_leaves_graphs"
 """Set in compiled ``te.Linear`` modules with features that need the debug path, which graphs do not have."""

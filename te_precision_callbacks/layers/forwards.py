@@ -63,15 +63,6 @@ def compiled_in_callers_only(function: FunctionT) -> FunctionT:
     return function
 
 
-def is_compiled_operator(module: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` takes a module's forward into its graph, as one operator (torch 2.14).
-
-    Read from Transformer Engine 2.20.2: ``register_custom_op`` in ``pytorch/module/linear.py``.
-    """
-    linear = sys.modules.get("transformer_engine.pytorch.module.linear")
-    return linear is not None and linear._linear_op is not None and isinstance(module, linear.Linear)
-
-
 class ForwardKind(enum.Enum):
     OBSERVED = "features act, tensors are observed in it and in its backward"
     SILENT = "as observed, bit for bit, but nothing is recorded: the other half of a recomputed forward is"

@@ -17,9 +17,9 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.ranks import is_initialized, world_size
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.check.factory import format_failure
-from te_precision_callbacks.search.factory import custom_recipe
 from te_precision_callbacks.search.results import GradientEffect
 from te_precision_callbacks.search.units import Choice, SearchError, Units
+from te_precision_callbacks.te.custom_recipe import custom_recipe
 from te_precision_callbacks.te.state import Fp8State
 
 Closure = Callable[[Any], torch.Tensor]
@@ -122,10 +122,11 @@ class Regions:
     @contextlib.contextmanager
     def switched(self, make: Make | None) -> Iterator[None]:
         """Run in another recipe, made from ``low``; None for high precision, without any quantizer."""
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
-        from transformer_engine.pytorch.quantization import get_default_fp8_recipe
+        from te_precision_callbacks.te.recipes import default_recipe
+        from te_precision_callbacks.te.seams import quantization
 
         replaced = Replacements()
+        manager = quantization.FP8GlobalStateManager
         upstream = manager.autocast_enter
         made: Any = None
 
@@ -135,7 +136,7 @@ class Regions:
             nonlocal made
             recipe = fp8_recipe
             if enabled and (recipe is None or recipe is not made):
-                self._require(recipe or get_default_fp8_recipe())
+                self._require(recipe or default_recipe())
                 if made is None and make is not None:
                     made = make(self.low)
                 recipe = made

@@ -116,7 +116,7 @@ class SearchAtStep:
 def _search(
     model: torch.nn.Module, closure: Closure, batches: Iterable[Any], optimizer: Any, options: SearchOptions
 ) -> SearchResult:
-    from transformer_engine.debug.pytorch.debug_state import TEDebugState
+    from te_precision_callbacks.te.debug import is_debugging
 
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if optimizer is not None and set(held_ids(optimizer)).isdisjoint(map(id, model.parameters())):
@@ -132,7 +132,7 @@ def _search(
             f"batches= ended after {len(drawn)}, but the search needs {needed}: {options.sweep_batches} for the sweep"
             f" and {options.steps} for each of {seeds} seeds. Give more, or lower steps= or seeds=."
         )
-    if TEDebugState.debug_enabled:
+    if is_debugging():
         raise SearchError("A debug session is running, and would observe the search. Stop it first.")
     if options.folder is not None:
         Path(options.folder).mkdir(parents=True, exist_ok=True)

@@ -21,8 +21,8 @@ from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.coverage.precision_audit import gemms_left_out
 from te_precision_callbacks.layers.forwards import is_in_backward
 from te_precision_callbacks.layers.naming import Model, named_operations, named_te_modules
-from te_precision_callbacks.search.factory import assign_names
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.custom_recipe import assign_names
 
 
 class SearchError(PrecisionDebugError, RuntimeError):

@@ -26,9 +26,9 @@ from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check.checked_model import check_model
 from te_precision_callbacks.config import load_config
-from te_precision_callbacks.search import factory
 from te_precision_callbacks.search.results import SearchResult
 from te_precision_callbacks.search.units import Choice, SearchError, Units
+from te_precision_callbacks.te import custom_recipe
 from te_precision_callbacks.views.report.page import PageTemplate, write_bytes
 
 _logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _plan(config: Any, model: torch.nn.Module, low: Any) -> dict[tuple[str, str]
 
 def write_recipe(path: Path, choice: Choice, units: Units, low: Any) -> Any:
     """Write the module of the recipe; returns it, loaded from the file."""
-    code = inspect.getsource(factory)
+    code = inspect.getsource(custom_recipe)
     code = code[code.index("from __future__") :]
     table = "".join(f"    {json.dumps(name)}: {gemms!r},\n" for name, gemms in units.high(choice).items())
     text = _HEAD.format(recipe=type(low).__name__) + "\n" + code

@@ -18,7 +18,6 @@ from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.gemm_precision import Precision
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.instrumentation.upstream import import_transformer_engine, warn_unless_supported
 from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
@@ -31,6 +30,7 @@ from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.session.training_loop import BackwardLoss
 from te_precision_callbacks.sinks.step_records import LayerInfo, Row, Sink, StepRecords
 from te_precision_callbacks.sinks.worst import Worst
+from te_precision_callbacks.te.package import import_transformer_engine, warn_unless_supported
 
 logger = logging.getLogger(__name__)
 

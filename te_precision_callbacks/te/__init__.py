@@ -1,1 +1,1 @@
-"""Transformer Engine's modules with GEMMs, and their state."""
+"""All that imports Transformer Engine: its modules with GEMMs, their state, recipes, quantizers and the debug path."""

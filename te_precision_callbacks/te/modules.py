@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -214,3 +216,33 @@ def is_unknown(kind: type) -> bool:
 def tensor_parallel_group(module: Any) -> torch.distributed.ProcessGroup | None:
     """Return the group of a module's tensor-parallel ranks; None for a single rank."""
     return getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+
+
+# ---------------------------------------------------------------------- te.Linear in a graph of torch.compile
+
+_FRAMES = 7  # wgrad is called by a function of the backward
+
+
+def is_compiled_operator(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` takes a module's forward into its graph, as one operator (torch 2.14).
+
+    Read from Transformer Engine 2.20.2: ``register_custom_op`` in ``pytorch/module/linear.py``.
+    """
+    from transformer_engine.pytorch.module import linear
+
+    return linear._linear_op is not None and isinstance(module, linear.Linear)
+
+
+def arguments_of_operator() -> Any:
+    """Return the arguments of the operator of a ``te.Linear`` that is running a GEMM; None outside of operators."""
+    from transformer_engine.pytorch.module import linear
+
+    codes = linear._linear_forward_impl.__code__, linear._linear_backward_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code in codes:
+            return frame.f_locals["args"]
+        frame = frame.f_back
+    return None

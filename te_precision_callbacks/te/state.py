@@ -6,11 +6,13 @@ Read from Transformer Engine 2.20.2: ``pytorch/module/base.py``, ``pytorch/ops/o
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.te.modules import of
 
 FORWARD = "scaling_fwd"
@@ -121,6 +123,13 @@ def _copy_of_delayed(state: Any, mode: str) -> Any:
     return carrier
 
 
+def debug_iteration() -> int:
+    """Return the iteration of the debug path, as ``TEDebugState.get_iteration`` of 2.20.2."""
+    import nvdlfw_inspect.api as debug_api
+
+    return int(debug_api.DEBUG_MANAGER._trainer_iteration_count)
+
+
 # ---------------------------------------------------------------------- recipes
 
 
@@ -196,7 +205,67 @@ class CapturedPrecision(NamedTuple):
         return history is None or len(history) == getattr(recipe, "amax_history_len", len(history))
 
 
+def is_in_autocast() -> bool:
+    """Return whether the script is in ``te.autocast``, enabled or not (TE 2.20.2, ``pytorch/quantization.py``)."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.quantization_state.autocast_depth)
+
+
+@functools.cache
+def enters_autocast(forward: Any) -> bool:
+    """Return whether the text of a function, not of Transformer Engine, has ``te.autocast`` or ``te.fp8_autocast``."""
+    code = getattr(forward, "__code__", None)
+    if code is None or forward.__module__.startswith("transformer_engine"):
+        return False
+    values = map(forward.__globals__.get, code.co_names)
+    from_te = any("transformer_engine" in str(getattr(value, "__module__", value)) for value in values)
+    return from_te and not {"autocast", "fp8_autocast"}.isdisjoint(code.co_names)
+
+
+def attends_in_fp8() -> bool:
+    """Return whether Transformer Engine's attention would run in FP8 here, given a kernel for it (TE 2.20.2)."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+
+    return bool(manager.is_fp8_enabled() and getattr(manager.get_fp8_recipe(), "fp8_dpa", False))
+
+
+def is_captured() -> bool:
+    """Return whether a CUDA graph is being captured, by Transformer Engine or ``torch.cuda.graph``.
+
+    Also true during TE's warm-up, and on the reference backend, which has no graphs.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.quantization_state.fp8_graph_capturing) or is_capturing()
+
+
+def offloads_activations() -> bool:
+    from transformer_engine.pytorch.cpu_offload import is_cpu_offload_enabled
+
+    return bool(is_cpu_offload_enabled())
+
+
 # ---------------------------------------------------------------------- quantizers
+
+
+def has_quantized_weights(module: torch.nn.Module) -> bool:
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+    # fully_shard keeps the local part of a parameter in a DTensor.
+    own = module.parameters(recurse=False)
+    return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in own)
+
+
+def has_quantized_input(module: Any, tensor: Any) -> bool:
+    """Return whether a module's input is already quantized, by ``fp8_output`` or FP8 attention.
+
+    Only ``Linear`` takes such an input.
+    """
+    from transformer_engine.pytorch import Linear
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+
+    return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
 
 
 def quantizers_of_module(module: Any) -> tuple[list[Any], list[Any]]:

@@ -16,11 +16,8 @@ Usage::
 
 from __future__ import annotations
 
-from te_precision_callbacks.base.errors import (
-    MissingExtraError,
-    TransformerEngineUnavailableError,
-    transformer_engine_error,
-)
+from te_precision_callbacks.base.errors import MissingExtraError, TransformerEngineUnavailableError
+from te_precision_callbacks.te.package import transformer_engine_error
 
 try:
     import accelerate  # noqa: F401  # the Trainer misses it late, when constructed

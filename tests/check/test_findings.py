@@ -20,8 +20,8 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.check import CheckedModel, RecipeError, check_model
 from te_precision_callbacks.config import load_config
 from te_precision_callbacks.coverage.coverage import Reason
-from te_precision_callbacks.instrumentation import upstream
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.te import package as te_package
 from tests.check.running import BF16, RECIPES, gpu_with
 from tests.combinations import half
 from tests.conftest import feature
@@ -382,7 +382,7 @@ CASES = {
         "instrumentation/refusals.py:warn",
         {"observe": "debug"},
     ),
-    "a version that is not known": Case({"s": LOGGED}, two, "instrumentation/upstream.py:warn_unless_supported"),
+    "a version that is not known": Case({"s": LOGGED}, two, "te/package.py:warn_unless_supported"),
 }
 
 
@@ -392,7 +392,7 @@ def test_what_a_session_warns_of_is_said_by_check(
 ) -> None:
     case = CASES[name]
     if name == "a version that is not known":
-        monkeypatch.setattr(upstream, "SUPPORTED_TE", ("1.0", "1.1"))
+        monkeypatch.setattr(te_package, "SUPPORTED_TE", ("1.0", "1.1"))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(case.config))
     with caplog.at_level(logging.WARNING), InspectSession(path, model=case.model(), log_dir=tmp_path, **case.options):

@@ -10,10 +10,10 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.base.vocabulary import GEMMS
-from te_precision_callbacks.search.factory import assign_names, custom_recipe
 from te_precision_callbacks.search.units import Units
 from te_precision_callbacks.search.writing import write_config
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.te.custom_recipe import assign_names, custom_recipe
 from tests.search.models import HIDDEN, RECIPES, Net, batches, closure_of, on_gpu_of
 
 

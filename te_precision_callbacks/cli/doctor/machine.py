@@ -108,16 +108,12 @@ def recipes_in_process(environment: Mapping[str, str]) -> Recipes:
 
 
 def recipes_here() -> dict[str, Any]:
-    from transformer_engine.pytorch import quantization
+    from te_precision_callbacks.te.recipes import unsupported_recipes
 
     emulated = "reference backend at {}.{}".format(*target.capability())
     place = emulated if reference.is_installed() else "this GPU"
-    refusals = {}
     try:
-        for recipe, row in RECIPES.items():
-            runs, why = getattr(quantization, row.check)()
-            if not runs:
-                refusals[recipe] = why
+        refusals = unsupported_recipes()
     except Exception as error:  # a compiled build without a GPU, for example
         return dataclasses.asdict(Recipes(place, failure=f"{type(error).__name__}: {error}"))
     return dataclasses.asdict(Recipes(place, refusals))

@@ -1,6 +1,6 @@
 """Quantizers of a ``CustomRecipe`` by layer and GEMM. Needs Transformer Engine 2.20 only.
 
-A search uses this module, and copies its text into the module that it writes.
+``te-precision search`` uses this module, and copies its text into the module that it writes.
 """
 
 from __future__ import annotations
