@@ -48,7 +48,7 @@ from te_precision_callbacks.features.plain import PlainObservation
 from te_precision_callbacks.features.registration import NAMESPACE, is_upstream, namespace
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.statistics.series import Measured
-from te_precision_callbacks.te.debug import STATS_BUFFERS
+from te_precision_callbacks.te.debug import STATS_BUFFERS, restore_log_stats
 from te_precision_callbacks.te.debug_api import TEDefaultFeatures
 from te_precision_callbacks.te.debug_api import TransformerEngineAPI as UpstreamAPI
 from te_precision_callbacks.te.state import debug_iteration
@@ -354,7 +354,7 @@ class TransformerEngineAPI(UpstreamAPI):
     def begin(self, observation: Observation, *, reduce: bool) -> None:
         self._plain = None
         self._reduces = reduce
-        vars(STATS_BUFFERS).pop("log_stats", None)
+        restore_log_stats()
         self._observe(observation)
 
     def _observe(self, observation: Observation) -> None:
@@ -402,7 +402,7 @@ class TransformerEngineAPI(UpstreamAPI):
         super().end_debug()
         if self._plain is not None:
             self._plain.end()
-        vars(STATS_BUFFERS).pop("log_stats", None)
+        restore_log_stats()
 
     def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
         schedules = set()

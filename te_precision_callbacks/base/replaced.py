@@ -9,7 +9,7 @@ from typing import Any
 
 AnyFunction = Callable[..., Any]
 
-_MISSING = object()
+MISSING = object()
 
 
 class Replacements:
@@ -23,23 +23,24 @@ class Replacements:
         return bool(self._saved)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        self._saved.append((owner, name, vars(owner).get(name, _MISSING), value))
-        _set(owner, name, value)
+        self._saved.append((owner, name, vars(owner).get(name, MISSING), value))
+        set_attribute(owner, name, value)
 
     def restore(self) -> None:
         while self._saved:
             owner, name, before, value = self._saved.pop()
             if not self._keeps_later or vars(owner).get(name) is value:
-                _set(owner, name, before)
+                set_attribute(owner, name, before)
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of an object or a class itself; delete it for MISSING."""
     if isinstance(owner, type):
-        if value is _MISSING:
+        if value is MISSING:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
-    elif value is _MISSING:
+    elif value is MISSING:
         vars(owner).pop(name, None)
     else:
         vars(owner)[name] = value  # setattr of an OptimizedModule would set the attribute of the wrapped module

@@ -23,7 +23,7 @@ from te_precision_callbacks.base.errors import FeatureLoadError, ObservationErro
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.base.replaced import MISSING, Replacements, set_attribute
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.observation import Observation
@@ -45,7 +45,6 @@ _MODULE_ATTRIBUTES = (
     "debug_enabled_in_this_iteration",
 )
 _NOT_RUN_YET = {"next_iter_when_debug_should_be_run": 0}
-_MISSING = object()
 
 
 class Snapshot:
@@ -85,12 +84,12 @@ class Snapshot:
 
     def remember_module(self, module: torch.nn.Module) -> None:
         """Save a module's attributes, if they were not saved before."""
-        attributes = {name: module.__dict__.get(name, _MISSING) for name in _MODULE_ATTRIBUTES}
+        attributes = {name: module.__dict__.get(name, MISSING) for name in _MODULE_ATTRIBUTES}
         self._modules.setdefault(id(module), (module, attributes))
 
     def restore_module_names(self) -> None:
         for module, attributes in self._modules.values():
-            _set_attribute(module, "name", attributes["name"])
+            set_attribute(module, "name", attributes["name"])
 
     def restore(self) -> None:
         """Restore everything. Upstream's debug manager must have ended."""
@@ -98,7 +97,7 @@ class Snapshot:
 
         for module, attributes in self._modules.values():
             for name, value in attributes.items():
-                _set_attribute(module, name, value)
+                set_attribute(module, name, value)
             drop_debug_weights(module)
         self._modules = {}
         for python_logger, handlers, level, propagate in self._loggers:
@@ -123,13 +122,6 @@ def _copy_registry_entry(namespace_data: Any) -> Any:
     entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
     entry.deferred_features = list(entry.deferred_features)
     return entry
-
-
-def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
-    if value is _MISSING:
-        module.__dict__.pop(name, None)
-    else:
-        module.__dict__[name] = value
 
 
 class Inspector:
@@ -341,7 +333,7 @@ class Inspector:
             return
         import nvdlfw_inspect.api as debug_api
 
-        from te_precision_callbacks.te.debug import STATS_BUFFERS
+        from te_precision_callbacks.te.debug import restore_log_stats
 
         if self._stray_calls is not None:
             self._stray_calls.remove()
@@ -353,7 +345,7 @@ class Inspector:
             debug_api.DEBUG_MANAGER = None
             self._manager = None
             # A failed start has no manager to end, but may have reached the namespace's features.
-            vars(STATS_BUFFERS).pop("log_stats", None)
+            restore_log_stats()
             self._snapshot.restore()
             self._snapshot = None
             with contextlib.suppress(ObservationError):  # with strict=True; the session has ended
@@ -363,7 +355,7 @@ class Inspector:
 def reset_schedule(module: torch.nn.Module) -> None:
     """Make a module query its features in its next forward, in any iteration."""
     for name in _MODULE_ATTRIBUTES[1:]:
-        _set_attribute(module, name, _NOT_RUN_YET.get(name, _MISSING))
+        set_attribute(module, name, _NOT_RUN_YET.get(name, MISSING))
 
 
 def _make_scalar_logger(scalars: ScalarBuffer) -> Any:
@@ -405,12 +397,13 @@ class StrayCalls:
         import nvdlfw_inspect.api as debug_api
 
         self._notices = Notices()
-        self._manager = manager
-        self._replaced = {name: getattr(debug_api, name) for name in _EXPLANATIONS if name not in _MANAGER_FUNCTIONS}
+        self._replaced = Replacements()
         for name in _EXPLANATIONS:
-            if name != _NAMING:
-                setattr(manager if name in _MANAGER_FUNCTIONS else debug_api, name, self._make_ignoring(name))
-        manager.close = self._make_ignoring("end_debug")  # called by a reference to end_debug that the script has
+            owner = manager if name in _MANAGER_FUNCTIONS else debug_api
+            function = getattr(owner, name) if name == _NAMING else self._make_ignoring(name)
+            self._replaced.replace(owner, name, function)
+        # Called by a reference to end_debug that the script has.
+        self._replaced.replace(manager, "close", self._make_ignoring("end_debug"))
 
     def ignore_naming(self) -> None:
         import nvdlfw_inspect.api as debug_api
@@ -418,12 +411,7 @@ class StrayCalls:
         setattr(debug_api, _NAMING, self._make_ignoring(_NAMING))
 
     def remove(self) -> None:
-        """Restore the API's functions; the manager's replacements end with the manager."""
-        import nvdlfw_inspect.api as debug_api
-
-        vars(self._manager).pop("close", None)
-        for name, function in self._replaced.items():
-            setattr(debug_api, name, function)
+        self._replaced.restore()
 
     def _make_ignoring(self, name: str) -> Callable[..., None]:
         def ignored(*_: Any, **__: Any) -> None:

@@ -29,6 +29,11 @@ def begin_debugging() -> None:
     TEDebugState.debug_enabled = True
 
 
+def restore_log_stats() -> None:
+    """Remove a replaced ``STATS_BUFFERS.log_stats``."""
+    vars(STATS_BUFFERS).pop("log_stats", None)
+
+
 def drop_debug_weights(module: torch.nn.Module) -> None:
     """Drop cached weights quantized under debugging, which would keep the session's quantizers alive."""
     cached = cached_weights(module)

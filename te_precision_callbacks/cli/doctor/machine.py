@@ -113,10 +113,10 @@ def recipes_here() -> dict[str, Any]:
     emulated = "reference backend at {}.{}".format(*target.capability())
     place = emulated if reference.is_installed() else "this GPU"
     try:
-        refusals = unsupported_recipes()
+        recipes = Recipes(place, unsupported_recipes())
     except Exception as error:  # a compiled build without a GPU, for example
-        return dataclasses.asdict(Recipes(place, failure=f"{type(error).__name__}: {error}"))
-    return dataclasses.asdict(Recipes(place, refusals))
+        recipes = Recipes(place, failure=f"{type(error).__name__}: {error}")
+    return dataclasses.asdict(recipes)
 
 
 # ---------------------------------------------------------------------- the machine
