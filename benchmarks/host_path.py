@@ -43,7 +43,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_precision_callbacks import reference
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.columns import E4M3, FORMATS, Again, ColumnPlaces, Largest, Pending, layout
+from te_precision_callbacks.engine.kernels.columns import (
+    E4M3,
+    FORMATS,
+    MAGNITUDE,
+    Again,
+    ColumnPlaces,
+    LargestOf,
+    Pending,
+    layout,
+)
 from te_precision_callbacks.instrumentation import tap_parts
 from te_precision_callbacks.instrumentation.planned import GemmPlans
 
@@ -250,10 +259,10 @@ def launch_microseconds(repeats: int = 7, loop: int = 500) -> float:
 
 def watch_microseconds(repeats: int = 7, loop: int = 500) -> float:
     """Time the launch that the watch of every step makes for two operands in FP8 and a result."""
-    operands = [
-        Largest(torch.zeros(64, 64, dtype=torch.uint8), E4M3, torch.ones(1), place, place) for place in range(2)
+    operands: list[LargestOf] = [
+        (torch.zeros(64, 64, dtype=torch.uint8), E4M3, torch.ones(1), place, place, MAGNITUDE) for place in range(2)
     ]
-    operands.append(Largest(torch.zeros(64, 64), FORMATS[torch.float32], None, 2, 2))
+    operands.append((torch.zeros(64, 64), FORMATS[torch.float32], None, 2, 2, MAGNITUDE))
     row = largest.new_rows(1, 4, _CPU)[0]
     largest._with_triton(operands, row)
     return _best_microseconds(lambda: largest._with_triton(operands, row), repeats, loop)

@@ -31,9 +31,9 @@ class GemmPrecision:
     Attributes:
         operands: tensor -> its format, such as ``FP8 E4M3`` or ``BF16``. Several formats in a run are joined by arrows
             in the order of their first step. Empty for a GEMM that has not run.
-        seen: whether all of these formats were seen on the tensors passed to the GEMM, not derived from quantizers.
+        seen: whether the formats were read from the tensors passed to the GEMM; False if it has not run.
         not_run: the reason if the GEMM has not run in training: :data:`FROZEN`, :data:`NO_INPUT_GRADIENT`,
-            :data:`NO_GRADIENT`, or, only for steps that observe the layer, :data:`NO_BACKWARD`; else empty.
+            :data:`NO_GRADIENT` or :data:`NO_BACKWARD`; else empty.
         since: the first debug iteration with these facts; in ``session.precision``, the first one of the GEMM.
         until: the last debug iteration with these facts; None while they hold.
         recipe: ``fp8_delayed_scaling``, ``fp8_current_scaling``, ``mxfp8``, ``fp8_block_scaling``, ``nvfp4``, the class
@@ -86,11 +86,7 @@ class Precision(AnyIteration[GemmPrecision]):
     """
 
 
-_EXCLUDED = 1 << len(GEMMS)
-
 MOST_SPANS = 64
-
-_MIXED_STEPS = 8
 
 
 class Format(NamedTuple):
@@ -114,7 +110,7 @@ class GemmFact(NamedTuple):
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether the calls of the iteration had several recipes, or some none."""
+        """Return whether the calls of the iteration had several recipes, or some of them none."""
         return len({form.recipe for _, formats in self.operands for form in formats}) > 1
 
 
@@ -124,17 +120,11 @@ _UNKNOWN: LayerFacts = (None,) * len(GEMMS)
 
 
 class _Change(NamedTuple):
-    """The facts of a layer from an iteration on; ``flags`` has a bit for each GEMM with seen operands, and one for a
-    forward inside ``te.autocast(enabled=False)``.
-    """
+    """The facts of a layer from an iteration on; ``excluded``: a forward was inside ``te.autocast(enabled=False)``."""
 
     since: int
     facts: LayerFacts
-    flags: int
-
-    @property
-    def is_mixed(self) -> bool:
-        return any(fact is not None and fact.is_mixed for fact in self.facts)
+    excluded: bool
 
 
 class _Span(NamedTuple):
@@ -142,7 +132,6 @@ class _Span(NamedTuple):
 
     gemm: GemmName
     fact: GemmFact
-    seen: bool
     excluded: bool
     since: int
     until: int | None
@@ -171,48 +160,28 @@ class PrecisionHistory:
             for layer, changes in self._layers.items():
                 self._layers[layer] = [change for change in changes if change.since < iteration]
 
-    def put(
-        self,
-        layer: str,
-        iteration: int,
-        facts: Mapping[GemmName, GemmFact],
-        seen: Iterable[GemmName],
-        *,
-        excluded: bool,
-    ) -> None:
+    def put(self, layer: str, iteration: int, facts: Mapping[GemmName, GemmFact], *, excluded: bool) -> None:
         """Record facts about some GEMMs of a layer from the last iteration on; facts about its other GEMMs continue.
 
-        ``seen`` are the GEMMs with seen operands; ``excluded``: the forward ran inside ``te.autocast(enabled=False)``.
+        ``excluded``: a forward ran inside ``te.autocast(enabled=False)``.
         """
-        flags = sum(1 << GEMMS.index(gemm) for gemm in seen) | _EXCLUDED * excluded
         before = self.last_facts(layer)
         after = tuple(map(facts.get, GEMMS, before))
         after = self._facts.setdefault(after, after)
         self.changes += after != before
         changes = self._layers.setdefault(layer, [])
         if changes and changes[-1].facts == after:
-            iteration, _, flags_before = changes.pop()
-            flags |= flags_before
+            iteration, _, excluded_before = changes.pop()
+            excluded |= excluded_before
         elif changes and changes[-1].since == iteration:
             changes.pop()
-        changes.append(_Change(iteration, after, flags))
+        changes.append(_Change(iteration, after, excluded))
 
     def last_facts(self, layer: str) -> LayerFacts:
         changes = self._layers.get(layer)
         if changes:
             return changes[-1].facts
         return _UNKNOWN
-
-    def begins_mixture(self, layer: str, iteration: int) -> bool:
-        """Return whether GEMMs of a layer run in several recipes, or both inside and outside of ``te.autocast``, for at
-        most :data:`_MIXED_STEPS` iterations."""
-        changes = self._layers.get(layer, [])[-2:]
-        if not changes or not changes[-1].is_mixed:
-            return False
-        first = changes[0]
-        if not first.is_mixed:
-            first = changes[-1]
-        return iteration < first.since + _MIXED_STEPS
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
@@ -243,7 +212,7 @@ class PrecisionHistory:
         """Yield an entry for each group of spans. Layers with the same changes, often thousands, are grouped once."""
         known: dict[object, list[_Fields]] = {}
         for layer, changes in self._layers.items():
-            key = tuple((since, id(facts), flags) for since, facts, flags in changes)
+            key = tuple((since, id(facts), excluded) for since, facts, excluded in changes)
             if key not in known:
                 known[key] = list(map(_merge_spans, grouped(changes)))
             for fields in known[key]:
@@ -255,16 +224,12 @@ def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
         begin = 0
         for fact, alike in itertools.groupby(change.facts[column] for change in changes):
             end = begin + len(list(alike))
-            flags = 0
-            for change in changes[begin:end]:
-                flags |= change.flags
+            excluded = any(change.excluded for change in changes[begin:end])
             until = None
             if end < len(changes):
                 until = changes[end].since - 1
             if fact is not None:
-                seen = bool(flags >> column & 1)
-                excluded = bool(flags & _EXCLUDED)
-                yield _Span(gemm, fact, seen, excluded, changes[begin].since, until)
+                yield _Span(gemm, fact, excluded, changes[begin].since, until)
             begin = end
 
 
@@ -273,22 +238,21 @@ _Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bo
 
 def _merge_spans(spans: Sequence[_Span]) -> _Fields:
     """Merge the facts about one GEMM: all of its formats, or else its last reason for not running."""
-    ran: dict[GemmFact, bool] = {}
+    ran: dict[GemmFact, None] = {}
     not_run = NO_BACKWARD
     excluded = False
     for span in spans:
         excluded |= span.excluded
         if span.fact.operands:
-            ran[span.fact] = ran.get(span.fact, False) or span.seen
+            ran[span.fact] = None
         elif span.fact.is_left_out:
             not_run = span.fact.not_run
     if ran:
         not_run = ""
     operands, recipe = _join_facts(ran)
-    is_seen = bool(ran) and all(ran.values())
     outside = spans[0].fact.outside if len(spans) == 1 else 0.0
     excluded &= recipe == HIGH_PRECISION or outside > 0
-    return spans[0].gemm, operands, is_seen, not_run, spans[0].since, spans[-1].until, recipe, excluded, outside
+    return spans[0].gemm, operands, bool(ran), not_run, spans[0].since, spans[-1].until, recipe, excluded, outside
 
 
 def _join_facts(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:

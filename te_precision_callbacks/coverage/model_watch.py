@@ -17,7 +17,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import (
@@ -34,8 +34,8 @@ from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import REDUCING, KeptState, OperatorProducts
 from te_precision_callbacks.layers.forwards import (
+    ForwardKind,
     compiled_in_callers_only,
-    is_evaluation_forward,
     is_in_backward,
     outside_of_dynamo,
 )
@@ -44,11 +44,6 @@ from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import attends_in_fp8, has_state
 
 ResultT = TypeVar("ResultT")
-
-TrainingForward: TypeAlias = tuple[bool, bool]
-"""Whether a forward in training mode ran in FP8, and whether with gradients, unlike the first forward of a reentrant
-checkpoint."""
-
 
 _SHAPE = operator.attrgetter("shape")
 
@@ -103,12 +98,13 @@ class ModelWatch:
 
     Attributes:
         failure: the reason why counting stopped; empty without a failure.
-        ran: id of a module of Transformer Engine -> its forwards in training mode since the last :meth:`take_ran`.
         unobserved: Transformer Engine's forwards in the training that were not observed.
         around_backward: contexts to enter around each backward that adds to gradients.
         begin_call: called with the id of the model before each call of it, until counting has failed.
         on_failure: called when counting has failed.
         has_double_backward: whether a backward of the model had ``create_graph=True``.
+        is_tapped: whether the forwards of Transformer Engine's modules with known GEMMs are noted in every step, by
+            :meth:`note_forward`.
         is_evaluation_mode: returns whether forwards of modules in evaluation mode are evaluations.
     """
 
@@ -124,13 +120,13 @@ class ModelWatch:
         self.state = KeptState(report, lambda: self.operators.current_call())
         self.calls = ModelCalls()
         self.operators = OperatorProducts({}, self.state, self.calls)
-        self.ran: dict[int, set[TrainingForward]] = {}
         self.unobserved = UnobservedForwards()
         self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
         self.begin_call: Callable[[int], object] = lambda _: None
         self.on_failure: Callable[[], object] = lambda: None
         self.has_double_backward = False
         self.is_evaluation_mode: Callable[[], bool] = lambda: True
+        self.is_tapped = False
         self._adds_to_gradients = False
         self._modules: Mapping[int, NamedTorchModule] = {}
         self._report = report
@@ -150,7 +146,7 @@ class ModelWatch:
         whole = set(map(id, roots))
         for root in roots:
             for number, module in enumerate(root.modules()):
-                if id(module) not in whole and _may_multiply(module):
+                if id(module) not in whole and self._may_multiply(module):
                     self._wrap_module(number, module)
             self._wrap_root(root)
         engine: Any = torch.autograd
@@ -163,14 +159,6 @@ class ModelWatch:
             self.state.close()
         self.counting = self.active and not self.failure and self.calls.should_count
         self.calls.begin_step(counts_outside=self.counting)
-
-    def take_ran(self) -> dict[int, set[TrainingForward]] | None:
-        self.unobserved.end_step()
-        ran = self.ran
-        self.ran = {}
-        if self.active and not self.failure:
-            return ran
-        return None
 
     def close(self) -> None:
         self.active = False
@@ -186,7 +174,6 @@ class ModelWatch:
     def _wrap_module(self, number: int, module: Any) -> None:
         own = module._compiled_call_impl
         upstream = own or module._call_impl
-        noting = self._own_call(module)
         here = self.calls.thread_call
         is_te = has_state(module)
         attends = attends_in_fp8 if te_modules.is_attention(module) else None
@@ -195,7 +182,7 @@ class ModelWatch:
             call = here.call
             if call is None:
                 if not is_te or not self.is_watching() or not torch.is_grad_enabled() or is_in_backward():
-                    return noting(*arguments, **keywords)
+                    return upstream(*arguments, **keywords)
                 call = self.calls.outside
             try:
                 values = (*arguments, *keywords.values())
@@ -212,55 +199,55 @@ class ModelWatch:
             call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
             call.nodes -= made_in_thread()
-            self._note_forward(module, result)  # the model's call has begun, so it is watched
+            if self.counting and module.training and te_modules.is_unknown(type(module)):
+                self.operators.note_unknown(module)
             return result
 
         compiled_in_callers_only(part)  # after a graph break its module is compiled, without it
         setattr(part, SURROUNDS, own)
         self._replaced.replace(module, "_compiled_call_impl", part)
 
-    def _own_call(self, module: Any) -> AnyFunction:
-        """The original call of a module; for Transformer Engine's modules it also notes forwards in training mode."""
-        upstream: AnyFunction = module._compiled_call_impl or module._call_impl
-        if not has_state(module):
-            return upstream
+    def _may_multiply(self, module: torch.nn.Module) -> bool:
+        """Return whether a module may affect products by itself.
 
-        def noting(*arguments: Any, **keywords: Any) -> Any:
-            result = upstream(*arguments, **keywords)
+        Not torch's own without parameters and children; and where forwards are noted, of Transformer Engine's own only
+        attention, operations, modules with unknown GEMMs, and those in graphs of ``torch.compile``.
+        """
+        kind = type(module)
+        if kind.__module__.startswith("torch.nn.modules."):
+            return bool(module._parameters or module._modules)
+        row = te_modules.find(kind)
+        if not self.is_tapped:
+            return True
+        if row is not None:
+            return row.is_operation or te_modules.is_compiled_operator(module)
+        is_composed = kind.__module__.startswith("transformer_engine.") and ".ops." not in kind.__module__
+        return not is_composed or te_modules.is_attention(module) or te_modules.is_unknown(kind)
+
+    def note_forward(self, module: Any, given: torch.Tensor, kind: ForwardKind) -> ModelCall | None:
+        """Note a forward of a module of Transformer Engine with known GEMMs, given its input; return its call."""
+        call = self.calls.thread_call.call
+        if kind is ForwardKind.EVALUATION or kind is ForwardKind.UNTOUCHED:
             if self.is_watching():
-                self._note_forward(module, result)
-            return result
+                self.unobserved.note(module, in_call=call is not None)
+            return None
+        if not self.is_tapped:
+            return None
+        if call is None:
+            if is_in_backward() or not self.is_watching():
+                return None
+            call = self.calls.outside
+        call.path = hash((call.path, id(module), given.shape))
+        return call
 
-        return noting
-
-    @compiled_in_callers_only
-    def _note_forward(self, module: Any, result: Any) -> None:
-        with_gradients = torch.is_grad_enabled()
-        if module.training and (with_gradients or not _is_evaluation_forward()):
-            self.ran.setdefault(id(module), set()).add((module.fp8, with_gradients))
-            if self.counting and te_modules.is_unknown(type(module)):
-                self.operators.note_unknown(module)
-        else:
-            self.unobserved.note(module, in_call=self.calls.current is not None)
-            if with_gradients and self.is_evaluation_mode() and not torch.compiler.is_compiling():
-                self._run_guarded(lambda: self._watch_backward_of(module, result))
-
-    def _watch_backward_of(self, module: Any, result: Any) -> None:
-        key = id(module)
-        known = self.unobserved.with_backward
-
-        def note(gradient: torch.Tensor) -> None:
-            if self._adds_to_gradients:
-                known.add(key)
-
-        if key not in known:
-            for output in leaves(result):
-                if output.grad_fn is not None:
-                    output.register_hook(note)
+    def note_backward_in_evaluation(self, module: int) -> None:
+        """Note a backward of a module's forward in evaluation mode, given the module's id."""
+        if self._adds_to_gradients and self.is_evaluation_mode():
+            self.unobserved.with_backward.add(module)
 
     def _wrap_root(self, root: Any) -> None:
         own = root._compiled_call_impl
-        around = CallOfOneModule(self._wrap_call(root, self._own_call(root), is_forward=True))
+        around = CallOfOneModule(self._wrap_call(root, own or root._call_impl, is_forward=True))
         setattr(around, SURROUNDS, own)
         self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
@@ -407,15 +394,6 @@ class TrainingStepOfOneModule(CallOfOneModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_training_step_of_its_class, self._module)
-
-
-_is_evaluation_forward = outside_of_dynamo(is_evaluation_forward)
-
-
-def _may_multiply(module: torch.nn.Module) -> bool:
-    """Return whether a module may affect products: any except torch's own without parameters and children."""
-    is_torchs = type(module).__module__.startswith("torch.nn.modules.")
-    return not is_torchs or bool(module._parameters or module._modules)
 
 
 def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:

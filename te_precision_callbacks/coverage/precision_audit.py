@@ -1,7 +1,7 @@
 """Records the observed precision of each GEMM.
 
-In steps that observe a layer, formats are read from the two tensors passed to the GEMM (``tap.py``); in other steps,
-from the layer's quantizers after the step. A GEMM that a backward skips has a reason in ``not_run`` instead.
+Formats are read from the two tensors passed to the GEMM (``tap.py``). A GEMM that a backward skips has a reason in
+``not_run`` instead.
 
 The classes of storages and quantizers were read from Transformer Engine 2.20.2 (``pytorch/tensor``). An unknown class
 appears by its name.
@@ -13,8 +13,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -41,20 +40,12 @@ from te_precision_callbacks.coverage.gemm_precision import (
     GemmFact,
     PrecisionHistory,
 )
-from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
-from te_precision_callbacks.layers.gemm_events import OUTSIDE, GemmEvent, GemmOperand
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import (
-    backward_override,
-    is_in_autocast,
-    quantizers_of_layers,
-    quantizers_of_module,
     recipe_of_module,
 )
 
 MODIFIED = " (modified)"
-
-MOST_WAITING = 10_000
 
 _DTYPES = {
     torch.float32: "FP32",
@@ -77,67 +68,144 @@ class LayerGemm(NamedTuple):
     gemm: GemmName
 
 
-class ExpectedGemms(NamedTuple):
-    """The GEMMs that a forward and its backward will run.
+Call: TypeAlias = tuple[str, GemmName, str, object, object]
+"""A GEMM of a step: its layer, name and recipe (empty in high precision), and the formats of operands A and B, each as
+a dtype or a key of :attr:`PrecisionAudit.formats`."""
+
+
+class PrecisionAudit:
+    """Counts the GEMMs of a step by layer and formats, and writes what differs from the step before to the history.
 
     Attributes:
-        run: the GEMMs that will run.
-        left_out: GEMM that the backward skips -> the reason.
-        formats: of the operands, if no GEMM of a layer is seen.
+        formats: key of an operand's format -> its text; a dtype is a key by itself.
+        calls: GEMM of the step -> the number of its calls.
+        forwards: id of a module with a training forward in the step -> whether its input needs a gradient.
+        excluded: the layers with a forward inside ``te.autocast(enabled=False)``.
+        modules: id of a module -> the module and its layers.
     """
 
-    run: Sequence[LayerGemm]
-    left_out: Mapping[LayerGemm, str]
-    formats: Mapping[LayerOperand, Format]
+    def __init__(self, iterations: Iterations) -> None:
+        self.formats: dict[object, str] = {}
+        self.calls: defaultdict[Call, int] = defaultdict(int)
+        self.forwards: dict[int, bool] = {}
+        self.excluded: set[str] = set()
+        self.modules: Mapping[int, tuple[torch.nn.Module, Sequence[str]]] = {}
+        self._order: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._history = PrecisionHistory(iterations)
+        self._iteration: int | None = None
+        self._had_backward = False
+        self._written: tuple[object, ...] | None = None
+        self._is_mixed = False
+        self._size: tuple[object, ...] | None = None  # of what the step had at the last call of write()
 
+    def enter(self, iteration: int) -> None:
+        if iteration == self._iteration:
+            return
+        self.write()
+        if self._iteration is not None and iteration < self._iteration:
+            self._written = None  # the history is truncated at this iteration
+        self._iteration = iteration
+        self.abandon()
 
-class SeenGemm(NamedTuple):
-    """A GEMM that ran; ``recipe`` is empty without one."""
+    def leave(self, iteration: int) -> None:
+        """End an iteration, perhaps without a forward."""
+        self.enter(iteration)
+        self._history.ran(iteration)
+        self._size = None  # the numbers of calls may have changed alone
+        self.write()
+        self.abandon()
 
-    layer: str
-    gemm: GemmName
-    recipe: str
-    operands: Sequence[tuple[LayerOperand, Format]]
+    def abandon(self) -> None:
+        """Forget the GEMMs of the step so far."""
+        self.calls = defaultdict(int)
+        self.forwards = {}
+        self.excluded = set()
+        self._had_backward = False
+        self._size = None
 
+    @property
+    def lacks_backward(self) -> bool:
+        return bool(self.calls) and not self._has_backward
 
-@dataclass(eq=False)
-class _Notes:
-    """Observations of one layer in one iteration.
+    @property
+    def _has_backward(self) -> bool:
+        # The last GEMM of most steps is one of the backward.
+        return self._had_backward or any(gemm != "fprop" for _, gemm, *_ in reversed(self.calls))
 
-    Attributes:
-        formats: operand -> format -> the number of GEMMs with it that were seen; 0 if it is derived from quantizers.
-        expected: the GEMMs that the forward announced.
-        left_out: GEMM that the backward skips -> the reason.
-        had_backward: without a backward, as for a skipped batch, an expected GEMM may be missing.
-    """
+    def note_backward(self) -> None:
+        self._had_backward = True
 
-    formats: dict[LayerOperand, dict[Format, int]] = field(default_factory=dict)
-    expected: dict[GemmName, None] = field(default_factory=dict)
-    left_out: dict[GemmName, str] = field(default_factory=dict)
-    excluded: bool = False
-    had_backward: bool = False
+    @property
+    def order(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Layer -> position of its first forward, and of its first backward."""
+        self.write()
+        return self._order
 
-    def facts(self) -> tuple[dict[GemmName, GemmFact], list[GemmName]]:
-        reasons: dict[GemmName, str] = {}
-        if self.had_backward:
-            reasons = dict.fromkeys(self.expected, NO_BACKWARD)
-        facts = {gemm: GemmFact((), reason) for gemm, reason in (reasons | self.left_out).items()}
-        by_gemm: dict[GemmName, dict[str, dict[Format, int]]] = {}
-        for operand, formats in self.formats.items():
-            by_gemm.setdefault(operand.gemm, {})[operand.tensor] = formats
-        seen: list[GemmName] = []
-        for gemm, operands in by_gemm.items():
-            of_tensors = []
-            is_seen = True
-            for tensor in OPERANDS[gemm]:
-                formats = operands.get(tensor, {})
-                is_seen = is_seen and bool(formats) and all(formats.values())
-                if formats:
-                    of_tensors.append((tensor, tuple(formats)))
-            facts[gemm] = GemmFact(tuple(of_tensors), outside=_share_outside(operands[of_tensors[0][0]]))
-            if is_seen:
-                seen.append(gemm)
-        return facts, seen
+    @property
+    def changes(self) -> int:
+        return self._history.changes
+
+    @property
+    def history(self) -> PrecisionHistory:
+        self.write()
+        return self._history
+
+    def trained_in_fp8(self, layer: str) -> bool | None:
+        """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
+        fact = self.history.last_facts(layer)[0]
+        if fact is None or not fact.operands:
+            return None
+        return any(form.recipe for form in itertools.chain(*dict(fact.operands).values()))
+
+    def write(self) -> None:
+        """Write the step so far, which may continue, to the history, unless it is like the last one written."""
+        size = len(self.calls), len(self.forwards), len(self.excluded), self._had_backward
+        if self._iteration is None or not self.calls or size == self._size:
+            return
+        self._size = size
+        self._history.ran(self._iteration)
+        counts = tuple(self.calls.values()) if self._is_mixed else ()  # else only what ran counts
+        now = self.calls.keys(), self.forwards, self.excluded, counts, self._has_backward
+        if now == self._written:
+            return
+        self._written = dict(self.calls).keys(), dict(self.forwards), set(self.excluded), counts, self._has_backward
+        self._is_mixed = False
+        for layer, gemm, *_ in self.calls:
+            order = self._order[gemm != "fprop"]
+            order.setdefault(layer, len(order))
+        left_out = self._left_out() if self._has_backward else {}
+        for layer, gemms in self._by_layer().items():
+            facts = {gemm: GemmFact((), reason) for gemm, reason in left_out.get(layer, {}).items()}
+            for gemm, operands in gemms.items():
+                formats = [(tensor, tuple(of_tensor)) for tensor, of_tensor in operands.items()]
+                facts[gemm] = GemmFact(tuple(formats), outside=_share_outside(operands[formats[0][0]]))
+                self._is_mixed |= facts[gemm].is_mixed
+            self._history.put(layer, self._iteration, facts, excluded=layer in self.excluded)
+
+    def _by_layer(self) -> dict[str, dict[GemmName, dict[str, dict[Format, int]]]]:
+        """Return layer -> GEMM -> operand -> format -> number of calls."""
+        by_layer: dict[str, dict[GemmName, dict[str, dict[Format, int]]]] = {}
+        for (layer, gemm, recipe, a, b), count in self.calls.items():
+            gemms = by_layer.setdefault(layer, {})
+            operands = gemms.setdefault(gemm, {tensor: {} for tensor in OPERANDS[gemm]})
+            for formats, key in zip(operands.values(), (b, a), strict=True):
+                made = Format(dtype_name(key) if isinstance(key, torch.dtype) else self.formats[key], recipe)
+                formats[made] = formats.get(made, 0) + count
+        return by_layer
+
+    def _left_out(self) -> dict[str, dict[GemmName, str]]:
+        """Return layer -> GEMM that the backward of the step did not run -> the reason."""
+        reasons: dict[str, dict[GemmName, str]] = {}
+        for key, needs_gradient in self.forwards.items():
+            module, layers = self.modules.get(key, (None, ()))
+            for layer in layers:
+                reasons[layer] = {"dgrad": NO_BACKWARD, "wgrad": NO_BACKWARD}
+            if module is not None:
+                for (layer, gemm), reason in gemms_left_out(
+                    module, layers, input_needs_gradient=needs_gradient
+                ).items():
+                    reasons[layer][gemm] = reason
+        return reasons
 
 
 def _share_outside(calls: Mapping[Format, int]) -> float:
@@ -147,170 +215,16 @@ def _share_outside(calls: Mapping[Format, int]) -> float:
     return outside / whole if 0 < outside < whole else 0.0
 
 
-class PrecisionAudit:
-    """Notes the formats of all operands in a step, of GEMMs that ran and of expected ones, and writes their changes to
-    the history.
-
-    Attributes:
-        seen: GEMMs that ran.
-        expected: GEMMs that forwards have announced, by id.
-            Both wait for :meth:`take_waiting`, since all at once take less time.
-    """
-
-    def __init__(self, iterations: Iterations) -> None:
-        self.seen: list[SeenGemm] = []
-        self.expected: dict[int, ExpectedGemms] = {}
-        self._unseen: dict[str, dict[LayerOperand, Format]] = {}
-        self._history = PrecisionHistory(iterations)
-        self._iteration: int | None = None
-        self._now: defaultdict[str, _Notes] = defaultdict(_Notes)
-        self._had_backward = False
-        self._in_history: dict[str, _Notes] = {}  # layer -> the notes of its last facts in the history
-
-    def enter(self, iteration: int) -> None:
-        if iteration == self._iteration:
-            return
-        self._end()
-        if self._iteration is not None and iteration < self._iteration:
-            self._in_history.clear()  # the history is truncated at this iteration
-        self._iteration = iteration
-        self._had_backward = False
-
-    def leave(self, iteration: int) -> None:
-        self.enter(iteration)
-        self._history.ran(iteration)
-        self._end()
-
-    def _end(self) -> None:
-        self.take_waiting()
-        for layer, formats in self._unseen.items():
-            if not self._now[layer].formats:  # in a compiled model the tap does not know the layer of a GEMM
-                self.plan(formats)
-        self._unseen.clear()
-        self._write()
-        self._in_history.update(self._now)
-        self._now.clear()
-
-    def abandon(self) -> None:
-        self.seen.clear()
-        self.expected.clear()
-        self._unseen.clear()
-        self._now.clear()
-
-    @property
-    def lacks_backward(self) -> bool:
-        self.take_waiting()
-        return bool(self._now) and not self._had_backward
-
-    def note_backward(self) -> None:
-        self._had_backward = True
-
-    @property
-    def changes(self) -> int:
-        return self._history.changes
-
-    @property
-    def history(self) -> PrecisionHistory:
-        self._write()
-        return self._history
-
-    def _write(self) -> None:
-        """Copy the notes of this iteration, which may continue, to the history; cheap, since they rarely change."""
-        self.take_waiting()
-        if self._iteration is None or not self._now:
-            return
-        self._history.ran(self._iteration)
-        for layer, notes in self._now.items():
-            notes.had_backward = self._had_backward
-            known = self._in_history.get(layer)
-            if known is None or vars(notes) != vars(known):
-                self._in_history.pop(layer, None)
-                facts, seen = notes.facts()
-                self._history.put(layer, self._iteration, facts, seen, excluded=notes.excluded)
-
-    def newly_mixed(self, iteration: int) -> set[str]:
-        """Return the layers that have begun to run both inside and outside of ``te.autocast``."""
-        self._write()
-        return {layer for layer in self._now if self._history.begins_mixture(layer, iteration)}
-
-    def holds(self, formats: Mapping[LayerOperand, Format]) -> bool:
-        """Return whether the last iteration had these formats. GEMMs that a backward skips do not count."""
-        for operand, made in formats.items():
-            fact = self._last_fact(operand)
-            if fact is None or not (fact.is_left_out or made in dict(fact.operands).get(operand.tensor, ())):
-                return False
-        return True
-
-    def _last_fact(self, operand: LayerOperand) -> GemmFact | None:
-        return self._history.last_facts(operand.layer)[GEMMS.index(operand.gemm)]
-
-    def trained_in_fp8(self, layer: str) -> bool | None:
-        """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
-        fact = self.history.last_facts(layer)[0]
-        if fact is None or not fact.operands:
-            return None
-        return any(form.recipe for form in itertools.chain(*dict(fact.operands).values()))
-
-    def select_running(self, formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-        running = {}
-        for operand, form in formats.items():
-            fact = self._last_fact(operand)
-            if fact is None or not fact.is_left_out:
-                running[operand] = form
-        return running
-
-    def plan(self, formats: Mapping[LayerOperand, Format], *, excluded: bool = False) -> None:
-        for operand, made in formats.items():
-            notes = self._now[operand.layer]
-            notes.excluded |= excluded and not made.recipe
-            notes.formats.setdefault(operand, {}).setdefault(made, 0)
-
-    def note(self, event: GemmEvent) -> None:
-        if event.layer == OUTSIDE or event.kind not in (ForwardKind.OBSERVED, ForwardKind.SILENT):
-            return
-        self.note_seen(seen_gemm(event))
-
-    def note_seen(self, seen: SeenGemm) -> None:
-        if seen.gemm == "fprop" and not (seen.recipe or is_in_backward()) and is_in_autocast():
-            self._now[seen.layer].excluded = True
-        self.seen.append(seen)
-
-    def take_waiting(self) -> None:
-        """Note what waits: before the notes are read, and before more than :data:`MOST_WAITING` GEMMs wait."""
-        for run, left_out, unseen in self.expected.values():
-            for (layer, gemm), reason in left_out.items():
-                self._now[layer].left_out[gemm] = reason
-            for layer, gemm in run:
-                self._now[layer].expected[gemm] = None
-            for operand, made in unseen.items():
-                self._unseen.setdefault(operand.layer, {})[operand] = made
-        self.expected.clear()
-        for layer, gemm, _, operands in self.seen:
-            self._had_backward |= gemm != "fprop"
-            formats = self._now[layer].formats
-            for operand, made in operands:
-                calls = formats.setdefault(operand, {})
-                calls[made] = calls.get(made, 0) + 1
-        self.seen.clear()
-
-
-def seen_gemm(event: GemmEvent) -> SeenGemm:
-    operands = []
-    for operand in event.operands:
-        text = format_of_data(operand.data) + MODIFIED * _is_modified(operand)
-        operands.append((LayerOperand(event.layer, event.gemm, operand.tensor), Format(text, event.recipe)))
-    return SeenGemm(event.layer, event.gemm, event.recipe, operands)
-
-
-def _is_modified(operand: GemmOperand) -> bool:
-    if not operand.on_debug_path:
-        return False
+def format_of_operand(given: Any, *, columnwise: bool) -> str:
+    """The format that a GEMM reads from an operand, with :data:`MODIFIED` if a feature has changed it."""
+    text = format_of(given, columnwise=columnwise)
+    if not hasattr(given, "rowwise_gemm_tensor"):  # not of the debug path
+        return text
     from te_precision_callbacks.te.debug import debug_quantization
 
-    quantizer = operand.given.quantizer
-    if operand.columnwise:
-        return bool(quantizer.columnwise_tensor_plan == debug_quantization.API_CALL_MODIFY)
-    return bool(quantizer.rowwise_tensor_plan == debug_quantization.API_CALL_MODIFY)
+    quantizer = given.quantizer
+    plan = quantizer.columnwise_tensor_plan if columnwise else quantizer.rowwise_tensor_plan
+    return f"{text}{MODIFIED}" if plan == debug_quantization.API_CALL_MODIFY else text
 
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
@@ -337,23 +251,6 @@ def quantizer_format(quantizer: Any, high_precision: torch.dtype, *, columnwise:
     return _known_format(quantizer) or type(quantizer).__name__
 
 
-def formats_of_fused_path(module: Any, layers: Sequence[str], *, fp8: bool) -> dict[LayerOperand, Format]:
-    """The formats of a module's GEMMs without features, by its state after the last forward; ``fp8``: whether that
-    forward quantized.
-    """
-    override = None
-    by_layer: Sequence[Mapping[str, Any]] = ()
-    if fp8:
-        override = backward_override(module)
-        by_layer = quantizers_of_layers(module, *quantizers_of_module(module))
-    recipe = recipe_in_force(module, fp8=fp8)
-    dtype = module.activation_dtype
-    formats: dict[LayerOperand, Format] = {}
-    for layer, quantizers in zip(layers, by_layer or [{}] * len(layers), strict=True):
-        formats |= formats_of_layer(layer, quantizers, dtype, recipe=recipe, backward_override=override)
-    return formats
-
-
 def formats_of_layer(
     layer: str,
     quantizers: Mapping[str, Any],
@@ -374,10 +271,6 @@ def formats_of_layer(
             text = quantizer_format(quantizers.get(tensor), high_precision, columnwise=ROWWISE[tensor] != gemm)
             formats[LayerOperand(layer, gemm, tensor)] = Format(text, recipe)
     return formats
-
-
-def select_fprop(formats: Mapping[LayerOperand, Format]) -> dict[LayerOperand, Format]:
-    return {operand: made for operand, made in formats.items() if operand.gemm == "fprop"}
 
 
 def gemms_left_out(

@@ -8,13 +8,13 @@ step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, Largest
+from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, LargestOf
 from te_precision_callbacks.flight.rows import BACKWARD, TOKENS, StepRow, TensorSlot
 
 _STEPS_PER_COPY = 8
@@ -26,6 +26,7 @@ class Ring:
 
     Attributes:
         slots: all tensors so far; their places are their slots.
+        devices: the rows of each device.
         places: layer and tensor -> slot.
         order, high, unwatched, tokens, turns, updated_at: of the current step; see :class:`StepRow`.
         called: the micro-batch of the last call of the model; -1 if it is not known.
@@ -36,7 +37,7 @@ class Ring:
     def __init__(self) -> None:
         self.slots: list[TensorSlot] = []
         self.places: dict[tuple[str, str], int] = {}
-        self._devices: dict[torch.device, _OnDevice] = {}
+        self.devices: dict[torch.device, _OnDevice] = {}
         self.order: list[int] = []
         self.high: set[str] = set()
         self.unwatched: Counter[str] = Counter()
@@ -73,20 +74,15 @@ class Ring:
         self.turn = micro_batch
         self.turns.append((len(self.order), micro_batch))
 
-    def add(self, tensors: Sequence[Largest]) -> None:
+    def add(self, tensors: Sequence[LargestOf]) -> None:
         """Add tensors on one device. The caller has added their slots to :attr:`order`."""
-        device = tensors[0].values.device
+        device = tensors[0][0].device
         if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
             self.unwatched["GEMMs in CUDA graphs"] += 1
             return
-        on = self._devices.get(device)
-        if on is None:
-            on = _OnDevice(device)
-            self._devices[device] = on
-        row = on.now
-        if len(self.slots) > on.slots or on.handle_now() not in on.streams:
-            row = on.row(len(self.slots))
-        largest.add(tensors, row)
+        if device not in self.devices:
+            self.devices[device] = _OnDevice(device)
+        largest.add(tensors, self.devices[device].row(len(self.slots)))
 
     def add_tokens(self, layer: str, count: int) -> None:
         """Add the number of tokens of an expert in a forward. The host knows it."""
@@ -102,7 +98,7 @@ class Ring:
             places: int64, [slots].
             numbers: float32, [slots], at least 0.
         """
-        on = self._devices.get(numbers.device)
+        on = self.devices.get(numbers.device)
         if on is not None:
             self.order += slots
             bits = numbers.nan_to_num(nan=-1.0, posinf=-1.0).view(torch.int32)
@@ -133,19 +129,19 @@ class Ring:
             self.tokens = Counter()
         if self.unwatched:
             self.unwatched = Counter()
-        for on in self._devices.values():
+        for on in self.devices.values():
             on.end_step(self._waiting[-1])
         return self._take()
 
     def take(self) -> list[StepRow]:
         """Wait for the devices, and return all steps that :meth:`end_step` has not returned."""
-        for on in self._devices.values():
+        for on in self.devices.values():
             on.copy()
             on.read()
         return self._take()
 
     def _take(self) -> list[StepRow]:
-        missing = {id(step) for on in self._devices.values() for step in on.missing}
+        missing = {id(step) for on in self.devices.values() for step in on.missing}
         count = next((place for place, step in enumerate(self._waiting) if id(step) in missing), len(self._waiting))
         taken = self._waiting[:count]
         del self._waiting[:count]
@@ -163,6 +159,7 @@ class _OnDevice:
         slots: length of a row.
         now: the row of the step, for operations on the streams of :attr:`streams`.
         handle_now: returns the handle of the current stream.
+        captures: returns whether the current stream is captured in a CUDA graph.
         streams: handle of a stream -> the stream, if it has operations on the rows.
         missing: the steps that the host does not have.
     """
@@ -171,6 +168,7 @@ class _OnDevice:
         self._device = device
         self._batch = 1 if device.type == "cpu" else _STEPS_PER_COPY
         self.handle_now = raw_stream_of(device)
+        self.captures: Callable[[], bool] = bool if device.type == "cpu" else torch._C._cuda_isCurrentStreamCapturing
         self.streams: dict[int, torch.cuda.Stream | None] = {}
         self._make(_FIRST_SLOTS)
         self._filled: list[StepRow] = []

@@ -64,7 +64,7 @@ class UpdateSizes:
         """Add the stepped weights of an iteration; of a sharded weight, this rank's part counts."""
         alike: dict[tuple[torch.device, torch.dtype], tuple[list[_Known], list[torch.Tensor]]] = {}
         for name, weight, module in weights:
-            if weight.dim() < 2:
+            if weight.ndim < 2:
                 continue
             known = self._known.get(name)
             if known is None or known.weight() is not weight:
@@ -72,12 +72,15 @@ class UpdateSizes:
                 if known.slot is not None or te_modules.find(type(module)) is None:  # others may run later
                     self._known[name] = known
             own = weight if type(weight) in PLAIN else getattr(weight, "_local_tensor", weight)
-            size = own.numel()
+            size = own.nbytes // own.itemsize
             if known.slot is not None and size >= ELEMENTS and own.is_contiguous():
-                of_kind, samples = alike.setdefault((own.device, own.dtype), ([], []))
-                of_kind.append(known)
+                kind = own.device, own.dtype
+                if kind not in alike:
+                    alike[kind] = [], []
+                of_kind, samples = alike[kind]
+                of_kind += (known,)
                 apart = ((size - 1) // (ELEMENTS - 1) - 1) | 1  # odd, so that they are in different columns
-                samples.append(own.as_strided((ELEMENTS,), (apart,)))
+                samples += (own.as_strided((ELEMENTS,), (apart,)),)
         for kind, (of_kind, samples) in alike.items():
             now = torch.stack(samples)
             if kind[1] is not torch.float32:

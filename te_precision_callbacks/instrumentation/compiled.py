@@ -13,7 +13,7 @@ from typing import Any
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.instrumentation.arguments import gradients, plain_tensors
-from te_precision_callbacks.instrumentation.current_call import Forward, unobserved_forward
+from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward
 from te_precision_callbacks.te import modules as te_modules
 
 
@@ -62,7 +62,7 @@ class CompiledLinears:
                     forward.high = gradients(arguments, arguments.grad_output, 1)
                 gemms.add(gemm)
                 return forward
-        return unobserved_forward()
+        return UNOBSERVED
 
     def module_of(self, weight: Any) -> Any:
         """Return the module with a weight; None if no module or several have it."""

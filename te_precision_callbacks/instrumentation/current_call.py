@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from te_precision_callbacks.base.vocabulary import OperandName
+from te_precision_callbacks.coverage.micro_batches import ModelCall
 from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
 from te_precision_callbacks.instrumentation.arguments import PlainTensors
 from te_precision_callbacks.layers.forwards import ForwardKind
@@ -19,65 +20,50 @@ NEXT_HALF |= {("wgrad", half): half for half in (-1, 0, 1, 2)}
 
 
 class Forward:
-    """A forward of a module, with its backward.
+    """A forward of a module, with its backward. It is made for each forward of a step, so it has no ``__init__``.
 
     Attributes:
-        layers: names of the module's layers; empty for an unobserved module.
-        has_events: whether its GEMMs are reported. False if an operation fuses several layers, since the layer of a
-            GEMM is unknown.
-        events: number of events so far.
+        layers: names of the module's layers; empty for a module that is not watched.
+        module: the id of the module.
+        call: the call of the model that it belongs to, until its autograd Function has run; None without one.
+        begun: number of autograd nodes of this thread before it.
+        is_due: whether its GEMMs are observed by features, or counted.
+        is_fused: whether it is an operation that fuses several layers, so that the layer of a GEMM is unknown.
+        events: number of GEMMs so far.
         halves: whether the module is a LayerNormMLP, with two layers.
         half: index of the LayerNormMLP layer with the last GEMM; -1 at the start of a forward, 2 at the start of a
             backward.
-        wanted: (layer index, tensor name) of tensors that listeners need before quantization.
+        wanted: (layer index, tensor name) of tensors that features need before quantization.
         high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
         read: keys of tensors that a GEMM has read.
         plans: the plans of the module's GEMMs; None if they have none.
-        kept: values that listeners keep until the backward has run.
+        kept: values that are kept until the backward has run.
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
         micro_batch: number of the model's call, from 0; -1 if it is not known.
         norm: 1 / RMS of each token before the norm, which the ring gets with the next GEMM; None without one.
         has_wgrad: whether the wgrad of each layer runs right after its dgrad.
     """
 
-    __slots__ = (
-        "events",
-        "half",
-        "halves",
-        "has_events",
-        "has_wgrad",
-        "high",
-        "kept",
-        "kind",
-        "layers",
-        "micro_batch",
-        "norm",
-        "plans",
-        "read",
-        "recipe",
-        "wanted",
-        "watched",
-    )
-
-    def __init__(
-        self, layers: Sequence[str], kind: ForwardKind, recipe: str, *, halves: bool, has_events: bool = True
-    ) -> None:
-        self.has_events = has_events
-        self.events = 0
-        self.layers = layers
-        self.kind = kind
-        self.recipe = recipe
-        self.wanted: Collection[tuple[int, str]] = ()
-        self.high: PlainTensors | None = None
-        self.kept: Kept = {}
-        self.halves = halves
-        self.half = 0
-        self.read: set[tuple[int, str]] = set()
-        self.plans: dict[tuple[object, ...], Any] | None = None
-        self.watched: set[tuple[int, str]] | None = None
-        self.micro_batch = -1
-        self.norm: Any = None
-        self.has_wgrad = False
+    layers: Sequence[str] = ()
+    module = 0
+    call: ModelCall | None = None
+    begun = 0
+    kind = ForwardKind.UNTOUCHED
+    recipe = ""
+    is_due = False
+    is_fused = False
+    events = 0
+    halves = False
+    half = 0
+    wanted: Collection[tuple[int, str]] = ()
+    high: PlainTensors | None = None
+    read: set[tuple[int, str]]
+    plans: dict[tuple[object, ...], Any] | None = None
+    kept: Kept
+    watched: set[tuple[int, str]] | None = None
+    micro_batch = -1
+    norm: Any = None
+    has_wgrad = False
 
     def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
         key = index, tensor
@@ -105,8 +91,8 @@ class Forward:
         return self.half
 
 
-def unobserved_forward() -> Forward:
-    return Forward((), ForwardKind.UNTOUCHED, "", halves=False, has_events=False)
+UNOBSERVED = Forward()
+"""The forward of every module that is not watched; it has no layers."""
 
 
 class _ThreadState(threading.local):
@@ -138,8 +124,8 @@ class Running:
     def forget(self) -> None:
         self.thread_state = _ThreadState()
 
-    def call(self, forward: Forward | None, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Call a function as part of a forward or backward, hidden from dispatch modes, since products have events."""
+    def call(self, forward: Forward, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Call a function as part of a forward or backward, hidden from dispatch modes, since its GEMMs are counted."""
         state = self.thread_state
         before = state.running
         state.running = forward

@@ -24,17 +24,8 @@ from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.scalars import ScalarBuffer
-from te_precision_callbacks.base.vocabulary import GEMMS, name_of_format
+from te_precision_callbacks.base.vocabulary import name_of_format
 from te_precision_callbacks.coverage.model_watch import hide_operators
-from te_precision_callbacks.coverage.precision_audit import (
-    MOST_WAITING,
-    ExpectedGemms,
-    LayerGemm,
-    PrecisionAudit,
-    formats_of_fused_path,
-    gemms_left_out,
-    select_fprop,
-)
 from te_precision_callbacks.instrumentation.current_call import CurrentForward
 from te_precision_callbacks.instrumentation.refusals import (
     COMPILED,
@@ -68,7 +59,6 @@ from te_precision_callbacks.te.state import (
     delayed_states,
     has_quantized_input,
     is_captured,
-    last_forward,
     meta_of,
 )
 
@@ -167,34 +157,30 @@ class DebugPathDecisions:
         ran: ids of watched modules with a training forward in this iteration.
         current: the current forward of each thread.
         refused: the layers that Transformer Engine's debug path refuses.
-        new_states: ids of modules with other quantizers than in the last :meth:`check_scales`.
     """
 
     def __init__(
         self,
         classify: ForwardClassifier,
         failures: ObservationFailures,
-        audit: PrecisionAudit,
         scalars: ScalarBuffer,
         *,
         strict: bool,
     ) -> None:
-        self.watched = WatchedModules(self.is_debug_iter, classify, audit, failures)
+        self.watched = WatchedModules(self.is_debug_iter)
         self.unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.ran_elsewhere = False
         self.delayed_scaling = DelayedScalingLayers()
         self.current = CurrentForward()
         self.refused = RefusedLayers(strict=strict)
-        self._audit = audit
         self._classify = classify
         self._scalars = scalars
         self._upstream_is_debug_iter: Callable[[Any], bool] = bool
         self.ran: set[int] = set()
-        self.new_states: set[int] = set()
         self._checked_cache: set[int] = set()
+        self._states: dict[int, Any] = {}  # of the recipes, as of the last check of a module's scales
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
-        self._expected: dict[int, tuple[list[object], ExpectedGemms]] = {}  # what they follow from, and the GEMMs
         self._captured: dict[int, tuple[torch.nn.Module, tuple[Schedule, ...] | None]] = {}
 
     def forget_forwards(self) -> None:
@@ -204,7 +190,7 @@ class DebugPathDecisions:
     def forget_modules(self) -> None:
         self.unwatched.clear()
         self._idle_in_evaluation.clear()
-        self._expected.clear()
+        self._states.clear()
         self._captured.clear()
 
     def forget(self) -> None:
@@ -243,8 +229,6 @@ class DebugPathDecisions:
         if is_captured():
             self._exclude_captured(module)
             return False
-        if kind is not ForwardKind.EVALUATION:
-            self.note_plan(module, (), kind, idle=True)
         return True
 
     def enter_compiled(self, module: Any, kind: ForwardKind, arguments: Any) -> None:
@@ -255,7 +239,6 @@ class DebugPathDecisions:
         self.current.input_needs_gradient = arguments.input_requires_grad
         if kind is ForwardKind.OBSERVED:
             self.ran.add(id(module))
-        self.note_plan(module, (), kind, idle=True, graph_in_fp8=arguments.fp8)
         if not self.watched.is_on_fused_path(module, debug_iteration()):
             module.__dict__["next_iter_when_debug_should_be_run"] = None
             self._note_refusal(module, COMPILED)
@@ -286,7 +269,7 @@ class DebugPathDecisions:
             if torch.compiler.is_dynamo_compiling():
                 return hasattr(module, LEAVES_GRAPHS)  # True makes Transformer Engine leave the graph for the call
             if id(module) in watched.modules:  # one that may be in a graph; others answer by themselves
-                is_asked = id(module) in watched.armed and not watched.is_always_fused(module)
+                is_asked = id(module) in watched.due and not watched.is_always_fused(module)
                 return is_asked and self.is_debug_iter(module)
             return note_unwatched(module)
 
@@ -301,14 +284,13 @@ class DebugPathDecisions:
             _forget_cached_weights(module, quantizers)
             if kind is not ForwardKind.EVALUATION:
                 idle = self._stays_idle(forward, idle=bool(upstream(module, quantizers)))
-                if kind is not ForwardKind.UNTOUCHED:
-                    self.note_plan(module, quantizers, kind, idle=idle)
-                    if not idle:
-                        self.check_scales(module, debug_iteration())
-                        if forward.has_quantized_input:
-                            inputs = [quantizer for quantizer in quantizers if quantizer.tensor_name == "activation"]
-                            if any_feature_enabled(inputs):
-                                self.report_quantized_input(module)
+                if kind is not ForwardKind.UNTOUCHED and not idle:
+                    self._report_left_out(module, quantizers)
+                    self.check_scales(module, debug_iteration())
+                    if forward.has_quantized_input:
+                        inputs = [quantizer for quantizer in quantizers if quantizer.tensor_name == "activation"]
+                        if any_feature_enabled(inputs):
+                            self.report_quantized_input(module)
                 return idle
             # Evaluation must not change training's schedule.
             idle = not any_feature_enabled(quantizers)
@@ -318,37 +300,7 @@ class DebugPathDecisions:
 
         return no_debug_features_active
 
-    def note_plan(
-        self, module: Any, quantizers: Iterable[Any], kind: ForwardKind, *, idle: bool, graph_in_fp8: bool | None = None
-    ) -> None:
-        """Record the GEMMs that a forward and its backward will run, with their precision if no feature acts.
-
-        ``graph_in_fp8``: whether a compiled graph, in which the tap sees each GEMM, runs the module in FP8. The module
-        does not have its state of this forward yet.
-        """
-        try:
-            fp8 = bool(module.fp8) if graph_in_fp8 is None else graph_in_fp8
-            left = last_forward(module) if idle else None
-            self.watched.resting.trained_in_fp8[id(module)] = fp8
-            self.watched.resting.seen_in[id(module)] = left
-            sees_all = graph_in_fp8 is not None
-            state: list[object] = [kind, self.current.input_needs_gradient]
-            if left is not None and not sees_all:
-                state += [left, getattr(left[2], "backward_override", None)]
-            for parameter in module._parameters.values():
-                state.append(parameter is not None and parameter.requires_grad)
-            known = self._expected.get(id(module))
-            if known is None or known[0] != state:
-                known = state, self._expected_gemms(module, None if sees_all else left, kind)
-                self._expected[id(module)] = known
-                self.new_states.add(id(module))
-            self._audit.expected[id(known[1])] = known[1]
-            if len(self._audit.seen) > MOST_WAITING:
-                self._audit.take_waiting()
-            if sees_all or idle:
-                return
-        except Exception as error:
-            self._failures.report("reading the precision of", str(module.name), error)
+    def _report_left_out(self, module: Any, quantizers: Iterable[Any]) -> None:
         without_effect = dict.fromkeys(quantizer.tensor_name for quantizer in quantizers if quantizer.is_left_out())
         if without_effect:
             self._report_unreached(
@@ -358,23 +310,13 @@ class DebugPathDecisions:
                 " precision outside of the debug path, where no feature is called",
             )
 
-    def _expected_gemms(self, module: Any, left: tuple[object, ...] | None, kind: ForwardKind) -> ExpectedGemms:
-        """Return the GEMMs that a forward announces; with formats if ``left`` is the state that it has left."""
-        layers = self.watched.layers[id(module)]
-        formats = {} if left is None else formats_of_fused_path(module, layers, fp8=module.fp8)
-        if kind is ForwardKind.SILENT:
-            fprops = [LayerGemm(layer, "fprop") for layer in layers]
-            return ExpectedGemms(fprops, {}, select_fprop(formats))
-        left_out = gemms_left_out(module, layers, input_needs_gradient=self.current.input_needs_gradient)
-        gemms = itertools.starmap(LayerGemm, itertools.product(layers, GEMMS))
-        run = [gemm for gemm in gemms if gemm not in left_out]
-        unseen = {operand: made for operand, made in formats.items() if operand[:2] not in left_out}
-        return ExpectedGemms(run, left_out, unseen)
-
     def check_scales(self, module: Any, iteration: int) -> None:
         """Read a module's state of delayed scaling, if it is new."""
+        state = meta_of(module).get(FORWARD)
+        if self._states.get(id(module)) is state:
+            return
+        self._states[id(module)] = state
         try:
-            self.new_states.discard(id(module))
             self.delayed_scaling.snapshot(module, iteration)
         except Exception as error:
             self._failures.report("reading the scales of", str(module.name), error)

@@ -15,7 +15,7 @@ an inf in FP8 is a large number, and so is a nan in a gradient in NVFP4, which t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -31,8 +31,11 @@ from te_precision_callbacks.base.numerics.layouts import (
     read_stored,
     scaling_mode,
 )
-from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT
+from te_precision_callbacks.base.vocabulary import GemmName
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit, format_of_operand
+from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import (
+    AMAX,
     E4M3,
     E5M2,
     E8M0,
@@ -41,31 +44,33 @@ from te_precision_callbacks.engine.kernels.columns import (
     MAGNITUDE,
     RECIPROCAL,
     SCALE,
-    Largest,
-    of_amax,
+    LargestOf,
 )
 from te_precision_callbacks.flight.ring import Ring
-from te_precision_callbacks.instrumentation.arguments import GemmTensors
 from te_precision_callbacks.instrumentation.current_call import Forward
-from te_precision_callbacks.layers.forwards import is_in_backward
+from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 
 
 class EveryStep:
-    """The watch of every step.
+    """The watch of every step: the format of each GEMM's operands, and the largest magnitudes of its tensors.
 
     Attributes:
-        is_on: whether anything is watched.
+        is_on: whether magnitudes are watched.
         cast_hides_nan: whether a GEMM in NVFP4 has run, so that modules' inputs are added before the cast.
     """
 
-    def __init__(self, ring: Ring, report: Report) -> None:
+    def __init__(self, ring: Ring, audit: PrecisionAudit, report: Report) -> None:
         self.ring = ring
+        self.audit = audit
         self.is_on = False
         self.cast_hides_nan = False
         self._report = report
         self._weights: set[str] = set()
-        self._per_tensor: set[type] = set()
-        self._numbers: dict[int, int] = {}
+        self._numbers: defaultdict[Any, int]  # key of a format -> its number in the kernels, or -1
+        self._numbers = defaultdict(lambda: -1, FORMATS)
+        self._quantized: set[type] = set()  # classes whose format is their dtype
+        self._per_tensor: set[type] = set()  # those with one scale
+        self._delayed: set[type] = set()  # classes of quantizers of delayed scaling
 
     def note_update(self) -> None:
         """Note that an optimizer has stepped parameters of the model: weights are read again."""
@@ -76,67 +81,117 @@ class EveryStep:
     def end_step(self) -> None:
         self._weights.clear()
 
-    def note(self, forward: Forward, layout: str, gemms: Iterable[GemmTensors], *, accumulates: bool | None) -> None:
-        """Add the tensors of a forward's last GEMM, or of the GEMMs of its experts.
+    def note(self, forward: Forward, gemm: GemmName, index: int, a: Any, b: Any, out: Any) -> None:
+        """Note the last GEMM of a forward: the formats of its operands, and tensors that the ring has not read yet.
 
         Args:
-            gemms: A, B and the result of each.
-            accumulates: whether each is added to its result.
+            index: of the layer.
+            out: the result; None if it is added to others.
         """
-        known = forward.watched
-        if known is None or not self.is_on:
+        if forward.kind is ForwardKind.EVALUATION:
             return
-        gemm = GEMM_OF_LAYOUT[layout]
-        first = forward.half if forward.halves else 0
-        other_experts = gemm == "fprop" and not forward.halves and forward.layers[1:]
+        layer = forward.layers[index]
         try:
-            tensors: list[Largest] = []
-            order = self.ring.order
+            formats = self.audit.formats
+            kind_a = type(a)
+            kind_b = type(b)
+            if kind_a in PLAIN:
+                form_a: Any = a.dtype
+            else:
+                form_a = (kind_a, int(a._fp8_dtype)) if kind_a in self._quantized else None
+                if form_a not in formats:
+                    form_a = self._form(a, columnwise=gemm != "fprop")
+            if kind_b in PLAIN:
+                form_b: Any = b.dtype
+            else:
+                form_b = (kind_b, int(b._fp8_dtype)) if kind_b in self._quantized else None
+                if form_b not in formats:
+                    form_b = self._form(b, columnwise=gemm == "wgrad")
+            self.audit.calls[layer, gemm, forward.recipe, form_a, form_b] += 1
+            known = forward.watched
+            if known is None or not self.is_on:
+                return
+            ring = self.ring
+            order = ring.order
+            place = len(order)
+            found: list[Any] = []
             if gemm == "fprop":
                 # A reentrant checkpoint runs it in a backward, which may be of an earlier call.
-                is_known = not (self.ring.is_late and is_in_backward())
-                forward.micro_batch = self.ring.called if is_known else -1
-            if forward.micro_batch != self.ring.turn:
-                self.ring.turn_to(forward.micro_batch)
-            if forward.norm is not None:
-                of_norm = self.ring.slot(forward.layers[0], "input")
-                tensors.append(Largest(forward.norm, RECIPROCAL, None, of_norm, len(order)))
-                order.append(of_norm)
-                forward.norm = None
-            for index, (a, b, out) in enumerate(gemms, first):
-                layer = forward.layers[index]
-                result = None if accumulates else out
-                if other_experts and out is not None:
-                    self.ring.add_tokens(layer, out.numel() // out.shape[-1])
-                for name, tensor in self._to_add(forward, known, index, gemm, (a, b, result)):
-                    slot = self.ring.places.get((layer, name))
-                    if slot is None:
-                        slot = self.ring.slot(layer, name)
-                    place = len(order)
-                    order.append(slot)
-                    kind = type(tensor)
-                    if kind in self._per_tensor:
-                        codes = tensor._data
-                        if codes is None:
-                            codes = tensor._transpose
-                        part = codes, self._numbers[int(tensor._fp8_dtype)], tensor._scale_inv, slot, place, MAGNITUDE
-                        amax = getattr(tensor._quantizer, "amax", None)
-                        if amax is not None and not (name == "weight" and getattr(tensor, "requires_grad", False)):
-                            tensors.append(of_amax(amax, slot, place))
-                    elif kind in PLAIN and tensor.dtype in FORMATS:
-                        if name == "activation":
-                            self.ring.high.add(layer)
-                        part = tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE
-                    else:  # the debug path has tensors of its own
-                        read = tensor if kind in PLAIN else gemm_operand(tensor, columnwise=gemm == "wgrad")
-                        tensors += self._parts(read, slot, place)
+                forward.micro_batch = -1 if ring.is_late and is_in_backward() else ring.called
+                if forward.micro_batch != ring.turn:
+                    ring.turn_to(forward.micro_batch)
+                if forward.norm is not None:
+                    slot = ring.places[layer, "input"] if (layer, "input") in ring.places else ring.slot(layer, "input")
+                    found = [(forward.norm, RECIPROCAL, None, slot, place, MAGNITUDE)]
+                    order += (slot,)
+                    place += 1
+                    forward.norm = None
+                adds = []
+                if layer not in self._weights:
+                    self._weights.add(layer)
+                    adds = [("weight", a, form_a)]
+                if (index, "activation") not in known:
+                    adds += (("activation", b, form_b),)
+                    if kind_b in PLAIN:
+                        ring.high.add(layer)
+            else:
+                if forward.micro_batch != ring.turn:
+                    ring.turn_to(forward.micro_batch)
+                adds = []
+                if (index, "gradient") not in known:
+                    is_same_in_wgrad = forward.has_wgrad and (kind_b in self._per_tensor or kind_b in PLAIN)
+                    if gemm == "wgrad" or not is_same_in_wgrad or (out is not None and out.dtype is torch.float16):
+                        known.add((index, "gradient"))
+                        adds = [("gradient", b, form_b)]
+            if out is not None and (gemm == "wgrad" or out.dtype is torch.float16):
+                adds += (("output" if gemm == "fprop" else gemm, out, out.dtype if type(out) in PLAIN else None),)
+            for now, (name, tensor, form) in enumerate(adds, place):
+                slot = ring.places[layer, name] if (layer, name) in ring.places else ring.slot(layer, name)
+                order += (slot,)
+                number = self._numbers[form]
+                if number < 0:  # in blocks, of the debug path, or of an unknown class
+                    read = tensor if type(tensor) in PLAIN else gemm_operand(tensor, columnwise=gemm == "wgrad")
+                    found += self._parts(read, slot, now)
+                elif type(tensor) in PLAIN:
+                    if tensor.nbytes:
+                        found += ((tensor, number, None, slot, now, MAGNITUDE),)
+                else:
+                    codes = tensor._data
+                    codes = tensor._transpose if codes is None else codes
+                    if not codes.nbytes:
                         continue
-                    if part[0].numel():
-                        tensors.append(tuple.__new__(Largest, part))  # Largest() would call a Python function
-            if tensors:
-                self.ring.add(tensors)
+                    found += ((codes, number, tensor._scale_inv, slot, now, MAGNITUDE),)
+                    quantizer = tensor._quantizer
+                    is_stored = name == "weight" and getattr(tensor, "requires_grad", False)  # not cast in its forward
+                    if type(quantizer) in self._delayed and not is_stored:
+                        found += ((quantizer.amax, AMAX, None, slot, now, MAGNITUDE),)
+            if found:
+                device = found[0][0].device
+                on = ring.devices.get(device)
+                if on is None or len(ring.slots) > on.slots or on.handle_now() not in on.streams or on.captures():
+                    ring.add(found)
+                else:
+                    largest.add(found, on.now)
         except Exception as error:
-            self._fail(forward.layers[first], error)
+            self.fail(layer, error)
+
+    def _form(self, operand: Any, *, columnwise: bool) -> object:
+        """Return the key of an operand's format, and learn a new class of tensors."""
+        text = format_of_operand(operand, columnwise=columnwise)
+        mode = scaling_mode(operand)
+        if mode in (None, NVFP4) or getattr(operand, "custom", False):
+            self.audit.formats[text] = text
+            return text
+        kind = type(operand)
+        key = kind, int(operand._fp8_dtype)
+        self.audit.formats[key] = text
+        if mode == PER_TENSOR:
+            self._numbers[key] = E5M2 if fp8_format(operand) is E5M2_FORMAT else E4M3
+            self._per_tensor.add(kind)
+            if hasattr(operand._quantizer, "amax"):
+                self._delayed.add(type(operand._quantizer))
+        self._quantized.add(kind)
+        return key
 
     def note_before_cast(self, forward: Forward, tensor: Any) -> None:
         """Add the activation that a module without a norm gets, which NVFP4 quantizes afterwards: its cast hides nan.
@@ -153,47 +208,21 @@ class EveryStep:
             slot = self.ring.slot(forward.layers[0], "activation")
             self.ring.order.append(slot)
             if tensor.numel():
-                self.ring.add([Largest(tensor, FORMATS[tensor.dtype], None, slot, place)])
+                self.ring.add([(tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE)])
         except Exception as error:
-            self._fail(forward.layers[0], error)
+            self.fail(forward.layers[0], error)
 
-    def _fail(self, layer: str, error: Exception) -> None:
+    def fail(self, layer: str, error: Exception) -> None:
         self.is_on = False  # a second failure would only slow the training
         self.ring.unwatched["failed"] += 1
         self._report("watching the GEMMs of", layer, error)
 
-    def _to_add(
-        self, forward: Forward, known: set[tuple[int, str]], index: int, gemm: str, tensors: GemmTensors
-    ) -> list[tuple[str, Any]]:
-        """Return the tensors of a GEMM to add, with their names; ``known``: the tensors that are added."""
-        a, b, out = tensors
-        found: list[tuple[str, Any]] = []
-        if gemm == "fprop":
-            layer = forward.layers[index]
-            if layer not in self._weights:
-                self._weights.add(layer)
-                found.append(("weight", a))
-            if (index, "activation") not in known:
-                found.append(("activation", b))
-            if out is not None and out.dtype is torch.float16:
-                found.append(("output", out))
-            return found
-        if (index, "gradient") not in known:
-            kind = type(b)
-            is_same_in_wgrad = forward.has_wgrad and (kind in self._per_tensor or kind in PLAIN)
-            if gemm == "wgrad" or not is_same_in_wgrad or (out is not None and out.dtype is torch.float16):
-                known.add((index, "gradient"))
-                found.append(("gradient", b))
-        if out is not None and (gemm == "wgrad" or out.dtype is torch.float16):
-            found.append((gemm, out))
-        return found
-
-    def _parts(self, tensor: Any, slot: int, place: int) -> list[Largest]:
+    def _parts(self, tensor: Any, slot: int, place: int) -> list[LargestOf]:
         """Return a tensor, and the scales of its blocks, as the ring takes them; empty if it takes no such tensor."""
         kind = type(tensor)
         if kind in PLAIN:
             if tensor.dtype in FORMATS:
-                return [Largest(tensor, FORMATS[tensor.dtype], None, slot, place)] if tensor.numel() else []
+                return [(tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE)] if tensor.numel() else []
             self.ring.unwatched[str(tensor.dtype)] += 1
             return []
         mode = scaling_mode(tensor)
@@ -203,26 +232,23 @@ class EveryStep:
         if mode == NVFP4:
             self.cast_hides_nan = True
             amax = tensor._amax_rowwise
-            return [Largest(tensor._amax_columnwise if amax is None else amax, FLOAT32, None, slot, place)]
+            return [(tensor._amax_columnwise if amax is None else amax, FLOAT32, None, slot, place, MAGNITUDE)]
         number = E5M2 if fp8_format(tensor) is E5M2_FORMAT else E4M3
-        if mode == PER_TENSOR:
-            self._numbers[int(tensor._fp8_dtype)] = number
-            if len(self._numbers) == 2:
-                self._per_tensor.add(kind)
+        if mode == PER_TENSOR:  # a part of a tensor of the debug path
             codes = tensor._data
             codes = tensor._transpose if codes is None else codes
             if not codes.numel():
                 return []
-            largest = [Largest(codes, number, tensor._scale_inv, slot, place)]
+            parts: list[LargestOf] = [(codes, number, tensor._scale_inv, slot, place, MAGNITUDE)]
             amax = getattr(tensor._quantizer, "amax", None)
             if amax is not None and not getattr(tensor, "requires_grad", False):  # a weight is not cast in its forward
-                largest.append(of_amax(amax, slot, place))
-            return largest
+                parts.append((amax, AMAX, None, slot, place, MAGNITUDE))
+            return parts
         stored = read_stored(tensor, columnwise=tensor._rowwise_data is None)
         if stored is None or not stored.codes.numel():
             return []
-        codes = Largest(stored.codes, number, None, slot, place)
+        codes = stored.codes, number, None, slot, place, MAGNITUDE
         if stored.scale_format is not None:
-            return [codes, Largest(stored.scales, E8M0, None, slot, place, SCALE)]
+            return [codes, (stored.scales, E8M0, None, slot, place, SCALE)]
         scales = torch.where(stored.scales == 1.0, 0.0, stored.scales)  # TE gives a block of zeros the scale 1
-        return [codes, Largest(scales, FLOAT32, None, slot, place, SCALE)]
+        return [codes, (scales, FLOAT32, None, slot, place, SCALE)]

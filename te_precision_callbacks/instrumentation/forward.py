@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.errors import SessionError
+from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.scalars import ScalarBuffer
@@ -32,7 +32,6 @@ from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.flight.ring import Ring
-from te_precision_callbacks.instrumentation.current_call import Running
 from te_precision_callbacks.instrumentation.debug_path import DebugPathDecisions, scales_in_graph
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.fused import FusedObservation
@@ -42,7 +41,7 @@ from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept, Listener
+from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.parameters.watch import is_due as weights_are_sampled
 from te_precision_callbacks.statistics.schedule import Schedule
@@ -115,37 +114,39 @@ class ForwardHooks:
         self._failures = failures
         self._audit = audit
         self._scalars = scalars
-        self.answers = DebugPathDecisions(classify, failures, audit, scalars, strict=strict)
+        self.answers = DebugPathDecisions(classify, failures, scalars, strict=strict)
         self._watched = self.answers.watched
         self.regions = AutocastRegions()
         self._fused_observation = FusedObservation(engine, failures.report)
         self._selected_gemms = SelectedGemms()
         self.gemm_errors = GemmErrors(engine, failures.report, self._selected_gemms)
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report, self._selected_gemms)
-        self.plans = GemmPlans(audit, self._fused_observation, engine, self._selected_gemms)
-        self.order = ExecutionOrder()
-        self.every_step = EveryStep(Ring(), failures.report)
-        running = Running()
-        self.products = ModelProducts(failures.report, lambda: classify.paused, self._update_listeners)
+        self.plans = GemmPlans(self._fused_observation, engine, self._selected_gemms)
+        self.every_step = EveryStep(Ring(), audit, failures.report)
+        self.products = ModelProducts(failures.report, lambda: classify.paused, self._observe_step)
         if every_step:
             self.products.begin_call = self.every_step.ring.begin_call
             self.products.on_failure = self.every_step.ring.forget_calls
+        self.products.is_tapped = every_step
         self.products.is_evaluation_mode = lambda: classify.eval_mode_counts
         classify.in_training_call = lambda: self.products.calls.current is not None
         self._tap = GemmTap(
             classify,
             failures.report,
-            running,
+            self.every_step,
+            self._consume,
+            before=self._before_sum,
             enter=self._enter_fused,
-            silent=self.products.note_silent,
-            attention=self.products,
-            every_step=self.every_step,
+            products=self.products,
+            plans=self.plans,
         )
-        self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.armed))
+        self._failed: set[str] = set()  # consumers of events
+        self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.due))
         self._graphs = CudaGraphs()
         self._seams = Replacements()
         self._is_capturing = False
         self._paused_before = False
+        self._has_gemms = False
 
     def watch(
         self,
@@ -167,55 +168,68 @@ class ForwardHooks:
         self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
         self._watched.leave_graphs(self.answers.refused.acting)
+        self._audit.modules = {id(named.module): (named.module, named.names) for named in modules}
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
-        self.every_step.is_on = self._watches_every_step and bool(self._watched.modules or operations)
+        self._has_gemms = bool(modules or operations)
+        self.every_step.is_on = self._watches_every_step and self._has_gemms
         self.gemm_errors.watch(modules)
         self._selected_gemms.watch(modules)
         self.plans.forget()
         self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
         in_graphs = *self._watched.modules, *(id(operation.module) for operation in operations)
         self._graphs.watch(roots, frozenset(in_graphs))
-        self.arm()
+        self._observe_step()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
         self.padding.names = names
         self.products.watch_model(model, names, self._tap.operations.layers)
-        self._update_listeners()
+        self._observe_step()
 
-    def arm(self) -> None:
-        self._watched.arm_all()
-        self._update_listeners()
+    def query_all(self) -> None:
+        self._watched.query_all()
+        self._observe_step()
 
     def begin(self, iteration: int) -> None:
         if self._is_capturing:  # the capture has raised
             self._end_capture()
-        self._graphs.restore(self._watched.armed, self.answers.ran)
+        self._audit.leave(iteration - 1)
+        self._graphs.restore(self._watched.due, self.answers.ran)
         self.answers.forget_forwards()
         self.gemm_errors.operands.forget()
-        other_regions = self.regions.end_step()
-        ran = self.products.take_ran()
-        self._watched.begin(iteration, ran, all_at_once=other_regions, excluded=self.regions.excludes_more)
-        self._classify.was_paused = False
-        self._tap.begin_iteration(all_operations=other_regions)
-        self._update_listeners()
+        self.regions.has_entered = False
+        self.products.unobserved.end_step()
+        self._watched.begin(iteration)
+        self._tap.begin_iteration()
+        self._observe_step()
 
-    def _update_listeners(self) -> None:
+    def _observe_step(self) -> None:
+        """Tell the tap and the graphs which modules are due, and whether products are counted."""
         self._audit.enter(debug_iteration())
-        listeners: tuple[Listener, ...] = ()
-        if self._watched.armed or self._tap.operations.has_new:
-            listeners = (self.order, self._audit.note, self._fused_observation, self._gemm_records, self.gemm_errors)
-        if self.products.counting:
-            listeners = (*(listeners or (self._audit.note,)), self.products.note)
-            self._tap.observe(self._watched.layers, self.products.attentions)
+        due = self._watched.due
+        counts = self.products.counting
+        self._tap.observe(due, counts=counts, attentions=self.products.attentions if counts else {})
+        if self._has_gemms and (self._watches_every_step or due or counts):
+            self._tap.install()
         else:
-            self._tap.observe(self._watched.armed)
-        plans = None if self.products.counting or not listeners else self.plans
-        self._tap.listen(*listeners, before=self._before_sum, plans=plans, watches=True)
+            self._tap.remove()
         # Bypass the CUDA graphs of layers to observe in this step only.
-        all_graphs = self.products.counting or self._tap.operations.has_new
-        if (self._watched.armed or all_graphs) and not is_captured():
-            self._graphs.bypass(self._watched.armed, all_graphs=all_graphs)
+        if (due or counts) and not is_captured():
+            self._graphs.bypass(due, all_graphs=counts)
             self.products.calls.has_graphs = bool(self._graphs)
+
+    def _consume(self, event: GemmEvent) -> None:
+        """Pass an event on; a consumer that fails gets no more."""
+        for consumer in (self._fused_observation, self._gemm_records, self.gemm_errors, self.products.note):
+            name = type(consumer).__name__
+            if name in self._failed:
+                continue
+            try:
+                consumer(event)
+            except ObservationError:  # reported already; must be raised
+                raise
+            except Exception as error:
+                self._failed.add(name)
+                self._failures.report("observing the GEMMs of", event.layer, error)
 
     def end_step(self) -> None:
         self._graphs.find()
@@ -243,12 +257,12 @@ class ForwardHooks:
             tensor: the module's input.
             compiled: the arguments of the module's operator in a compiled graph, which skips ``is_debug_iter``.
         """
-        if kind is ForwardKind.UNTOUCHED:
-            return ()
+        if self._classify.abandoned is not None:
+            self._classify.abandoned()  # restores the debug manager, which the features need
         iteration = debug_iteration()
         watched = self._watched
         layers = watched.layers[id(module)]
-        if compiled is not None and id(module) in watched.armed and kind is not ForwardKind.EVALUATION:
+        if compiled is not None and kind is not ForwardKind.EVALUATION:
             self.answers.enter_compiled(module, kind, compiled)
         changed = watched.fused.get(id(module))
         if changed != () and not watched.is_on_fused_path(module, iteration):
@@ -264,8 +278,7 @@ class ForwardHooks:
         module.__dict__["next_iter_when_debug_should_be_run"] = min(upcoming, default=None)
         if not needed:
             return ()
-        if id(module) in self.answers.new_states:
-            self.answers.check_scales(module, iteration)
+        self.answers.check_scales(module, iteration)
         if self.answers.current.has_quantized_input and (0, "activation") in needed:
             self.answers.report_quantized_input(module)
         return needed
@@ -342,8 +355,8 @@ class ForwardHooks:
             self._classify.paused = True
             self._is_capturing = True
             self._graphs.restore()
-            self._watched.rest_all()
-            self._tap.listen()
+            self._watched.query_none()
+            self._tap.remove()
             upstream()
 
         return set_capture_start
@@ -351,7 +364,7 @@ class ForwardHooks:
     def _end_capture(self) -> None:
         self._classify.paused = self._paused_before
         self._is_capturing = False
-        self.arm()
+        self.query_all()
 
     def _make_capture_end(self, upstream: Callable[[], None]) -> Callable[[], None]:
         @functools.wraps(upstream)
@@ -368,9 +381,9 @@ class ForwardHooks:
 
         @functools.wraps(upstream)
         def capture_begin(cuda_graph: Any, *arguments: Any, **keywords: Any) -> Any:
-            # Arm all modules, so that each captured one is noticed: a replay does not call its forward.
+            # Query all modules, so that each captured one is noticed: a replay does not call its forward.
             if not graph.is_graph_capturing():
-                self.arm()
+                self.query_all()
             return upstream(cuda_graph, *arguments, **keywords)
 
         return capture_begin
@@ -379,12 +392,14 @@ class ForwardHooks:
         self._release()
         self._seams.restore()
         self.answers.forget()
+        self._audit.write()
+        self._audit.modules = {}
 
     def _release(self) -> None:
         self._graphs.restore()
         self._watched.release()
         self.products.close()
-        self._tap.listen()
+        self._tap.remove()
 
 
 def require(owner: Any, *names: str) -> None:
@@ -394,26 +409,6 @@ def require(owner: Any, *names: str) -> None:
             f"This Transformer Engine has no {', '.join(missing)} in {owner.__name__}, which the session needs."
             " Install Transformer Engine 2.20, or a te-precision-callbacks release for your version."
         )
-
-
-class ExecutionOrder:
-    """Listener of the tap that records the execution order of layers.
-
-    Attributes:
-        forward, backward: layer -> position of its first forward or backward.
-        has_grown: whether layers were added; the reader of the positions resets it.
-    """
-
-    def __init__(self) -> None:
-        self.forward: dict[str, int] = {}
-        self.backward: dict[str, int] = {}
-        self.has_grown = False
-
-    def __call__(self, event: GemmEvent) -> None:
-        places = self.forward if event.gemm == "fprop" else self.backward
-        if event.layer not in places and event.kind in (ForwardKind.OBSERVED, ForwardKind.SILENT):
-            places[event.layer] = len(places)
-            self.has_grown = True
 
 
 class _NotDebugging:

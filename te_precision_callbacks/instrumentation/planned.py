@@ -1,23 +1,22 @@
-"""Plans of observed GEMMs: what to do for a GEMM like an earlier one, without events and listeners.
+"""Plans of observed GEMMs: what to do for a GEMM like an earlier one, without an event.
 
-A GEMM that the listeners observed leaves a plan under a key: the classes and formats of its operands, the recipe, and
-the features that are due. A later GEMM with this key, in this step or another, follows the plan: its formats are noted,
-and its tensors are measured into the same slots. Anything else about a tensor, such as its shape, is checked when it is
-measured; a GEMM that differs goes to the listeners. A plan holds no tensor.
+A GEMM that was observed by its event leaves a plan under a key: the classes and formats of its operands, the recipe,
+and the features that are due. A later GEMM with this key, in this step or another, follows the plan: its tensors are
+measured into the same slots. Anything else about a tensor, such as its shape, is checked when it is measured; a GEMM
+that differs is observed by its event. A plan holds no tensor.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.numerics.layouts import PLAIN, scaling_mode
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit, SeenGemm, seen_gemm
 from te_precision_callbacks.engine.engine import Differs, PreparedGemm, StatisticsEngine
-from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, Forward
+from te_precision_callbacks.instrumentation.current_call import Forward
 from te_precision_callbacks.instrumentation.fused import FusedObservation
 from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms
 from te_precision_callbacks.layers.forwards import ForwardKind
@@ -38,34 +37,22 @@ _PLACES = {
 """GEMM and index of its layer -> layer index and name of operands A and B."""
 
 
-class GemmPlan(NamedTuple):
-    seen: SeenGemm
-    prepared: PreparedGemm
-
-
-Plans: TypeAlias = dict[Key, GemmPlan | None]
-"""The plans of a module's GEMMs; None for a GEMM that always goes to the listeners."""
+Plans: TypeAlias = dict[Key, PreparedGemm | None]
+"""The plans of a module's GEMMs; None for a GEMM that always needs an event."""
 
 
 class GemmPlans:
     """The plans of a session.
 
     Attributes:
-        declined: why a GEMM went to the listeners -> number of GEMMs.
+        declined: why a GEMM needed an event -> number of GEMMs.
         followed: number of GEMMs that followed a plan.
         of_modules: id of a module -> its plans; None if a feature selects GEMMs of its layers.
     """
 
-    def __init__(
-        self,
-        audit: PrecisionAudit,
-        fused: FusedObservation,
-        engine: StatisticsEngine,
-        selected: SelectedGemms,
-    ) -> None:
+    def __init__(self, fused: FusedObservation, engine: StatisticsEngine, selected: SelectedGemms) -> None:
         self.declined: Counter[str] = Counter()
         self.followed = 0
-        self._audit = audit
         self._fused = fused
         self._engine = engine
         self._selected = selected
@@ -77,13 +64,18 @@ class GemmPlans:
     def add_module(self, module: Any, layers: Sequence[str]) -> None:
         try:
             selects = any(map(self._selected.of_layer, layers))
-        except Exception:  # a listener fails likewise, and reports it
+        except Exception:  # the event fails likewise, and reports it
             return
         self.of_modules[id(module)] = None if selects else {}
 
-    def follow(self, forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Key | None:
-        """Observe a GEMM by its plan; return the key of a GEMM that must go to the listeners."""
-        half = forward.half
+    def follow(
+        self, forward: Forward, half: int, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any
+    ) -> Key | None:
+        """Observe a GEMM by its plan; return the key of a GEMM that needs an event.
+
+        Args:
+            half: :attr:`Forward.half` before the GEMM.
+        """
         key: Key = ()
         plans = forward.plans or {}
         read = forward.read
@@ -92,10 +84,7 @@ class GemmPlans:
             gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
             if forward.kind is not ForwardKind.OBSERVED or (half == 2 and gemm == "fprop"):
                 raise Differs("recomputed")
-            index = 0
-            if forward.halves:
-                index = NEXT_HALF[gemm, half]
-                forward.half = index
+            index = forward.half if forward.halves else 0
             due = self._fused.due.get(forward.layers[index])
             out = result[0]
             key = gemm, index, forward.recipe, None if due is None else due.number, type(out)
@@ -119,29 +108,23 @@ class GemmPlans:
             if plan is None:
                 raise Differs("not planned" if key in plans else _difference(key, plans))
             values.append(out)
-            self._engine.measure_again(plan.prepared, values, operands, self._fused.iteration)
+            self._engine.measure_again(plan, values, operands, self._fused.iteration)
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:
-            forward.half = half
             reason = str(error) if isinstance(error, Differs) else type(error).__name__
             self.declined[reason] += 1
             if reason in ("placement", "dtype"):
                 plans.pop(key, None)
             return key
-        if forward.recipe:
-            self._audit.seen.append(plan.seen)
-        else:
-            self._audit.note_seen(plan.seen)
         self.followed += 1
-        forward.events += 1
         read.update(places)
         for place in places:
             high.pop(place, None)
         return None
 
     def record(self, forward: Forward, key: Key, event: GemmEvent) -> None:
-        """Record the plan of a GEMM that the listeners have observed."""
+        """Record the plan of a GEMM that was observed by its event."""
         plans = forward.plans
         if plans is None or not key or key in plans:
             return
@@ -153,7 +136,7 @@ class GemmPlans:
                 self.declined[type(error).__name__] += 1
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        plans[key] = None if prepared is None else GemmPlan(seen_gemm(event), prepared)
+        plans[key] = prepared
 
 
 def _has_known_format(operand: GemmOperand) -> bool:

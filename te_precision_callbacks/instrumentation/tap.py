@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,17 +37,16 @@ from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
+from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
 from te_precision_callbacks.coverage.precision_audit import recipe_of_operator, recipe_text
-from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.arguments import (
     GEMM,
     GROUPED_GEMM,
     GROUPED_TENSOR_GEMM,
     FindTensors,
     GemmsOfCall,
-    GemmTensors,
     PlainTensors,
     argument_namer,
     autograd_functions,
@@ -57,84 +57,96 @@ from te_precision_callbacks.instrumentation.arguments import (
     single_gemm,
 )
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
-from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, Forward, Running, unobserved_forward
+from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, UNOBSERVED, Forward, Running
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.planned import GemmPlans, Key
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
-from te_precision_callbacks.layers.forwards import Classify, ForwardKind, absent_from_graphs, outside_of_dynamo
-from te_precision_callbacks.layers.gemm_events import (
-    OUTSIDE,
-    BeforeSum,
-    GemmEvent,
-    Listener,
+from te_precision_callbacks.layers.forwards import (
+    NO_BACKWARD,
+    ForwardClassifier,
+    ForwardKind,
+    absent_from_graphs,
+    compiled_in_callers_only,
+    outside_of_dynamo,
 )
+from te_precision_callbacks.layers.gemm_events import BeforeSum, GemmEvent
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te import modules as te_modules
-from te_precision_callbacks.te.state import recipe_in_use
+from te_precision_callbacks.te.state import is_in_autocast, recipe_in_use
 
 logger = logging.getLogger(__name__)
 
 ReadT = TypeVar("ReadT")
 
 
-class _Listening(NamedTuple):
-    """See :meth:`GemmTap.listen`."""
-
-    listeners: tuple[Listener, ...] = ()
-    before: BeforeSum | None = None
-    plans: GemmPlans | None = None
-
-
 class GemmTap:
-    """Calls listeners after each GEMM.
+    """Sees each GEMM, and passes it on: first its formats and magnitudes, then an event to the features that are due.
 
     Args:
-        enter: called in each forward with events, after ``prepare_forward``, with the module, the kind, its input, and
-            the arguments of its operator in a compiled graph, or None; returns the tensors that listeners need before
+        consume: gets the events of GEMMs that features observe, or that are counted.
+        before: called before a GEMM accumulates into its result.
+        enter: called in each forward that is due, after ``prepare_forward``, with the module, the kind, its input, and
+            the arguments of its operator in a compiled graph, or None; returns the tensors that features need before
             quantization, as (layer index, tensor name); None for a forward without events.
-        silent: called after a training forward or backward without events, for example of an operation with its own
-            GEMM kernel, with the layers, the operation, and whether it was the backward.
-        every_step: gets the GEMMs of training forwards of its modules, with and without listeners.
+        products: counts the products of the model.
+        every_step: gets the GEMMs of all training forwards.
+        plans: of GEMMs that need no event.
     """
 
     def __init__(
         self,
-        classify: Classify,
+        classify: ForwardClassifier,
         report: Report,
-        running: Running | None = None,
+        every_step: EveryStep,
+        consume: Callable[[GemmEvent], None],
         *,
+        before: BeforeSum | None = None,
         enter: Callable[[torch.nn.Module, ForwardKind, Any, Any], Collection[tuple[int, str]] | None] | None = None,
-        silent: Callable[[Sequence[str], str, bool], None] | None = None,
-        attention: ModelProducts | None = None,
-        every_step: EveryStep | None = None,
+        products: ModelProducts | None = None,
+        plans: GemmPlans | None = None,
     ) -> None:
         self._classify = classify
-        self._every_step = EveryStep(Ring(), report) if every_step is None else every_step
+        self._every_step = every_step
         self._report = report
-        self._running = Running() if running is None else running
+        self._running = Running()
+        self._consume = consume
+        self._before = before
         self._enter = enter
-        self._silent = silent
-        self._attention = AttentionTap(classify, report, self._running, attention)
+        self._products = products
+        self._plans = plans
+        self._attention = AttentionTap(classify, report, self._running, products)
         self._unfused = UnfusedTensors(self._running, report)
         self.operations = OperationsTap(classify, self._running, self._report_silent)
-        self._listening = _Listening()
         self._layers: Mapping[int, Sequence[str]] = {}
         self._mlps: set[int] = set()
         self._may_delay_wgrad = False
-        self._observed: Mapping[int, Any] = {}
-        self._name_of_recipe: tuple[Any, str] = (None, "")
+        self._due: Mapping[int, Any] = {}
+        self._counts = False
         self._compiled = CompiledLinears(self._begin_compiled)
         self._seams = Replacements(keeps_later=True)
+        self._seams_when_due = Replacements(keeps_later=True)
         self._warned_captured = False
+        self._process = os.getpid()
 
     @property
     def installed(self) -> bool:
         return bool(self._seams)
 
-    def observe(self, modules: Mapping[int, Any], attentions: Mapping[int, str] | None = None) -> None:
-        """Set the modules with reported GEMMs, and attention modules' names, by id; both may change per step."""
-        self._observed = modules
+    def observe(self, due: Mapping[int, Any], *, counts: bool, attentions: Mapping[int, str] | None = None) -> None:
+        """Choose the modules to observe in a step.
+
+        Args:
+            due: the modules with a feature that may act, by id.
+            counts: whether the products of all modules are counted.
+            attentions: names of attention modules, by id, whose products are counted.
+        """
+        self._due = due
+        self._counts = counts
+        self.operations.counts = counts
         self._attention.names = attentions or {}
+        self._seams_when_due.restore()
+        if self._seams:
+            self._install_when_due()
 
     def watch(
         self,
@@ -142,45 +154,28 @@ class GemmTap:
         layers: Mapping[int, Sequence[str]],
         operations: Iterable[NamedOperation],
     ) -> None:
-        """Set the modules and their layers by id, and the ``te.ops`` operations; their GEMMs are always reported."""
+        """Set the modules and their layers by id, and the ``te.ops`` operations."""
         self._layers = layers
         self._mlps = {key for key, module in modules.items() if te_modules.of(module).is_mlp}
         self._may_delay_wgrad = any(map(te_modules.may_delay_wgrad, modules.values()))
         self._compiled.modules = [module for module in modules.values() if te_modules.is_compiled_operator(module)]
         self.operations.watch(operations)
 
-    def begin_iteration(self, *, all_operations: bool) -> None:
-        """Reset the count of GEMMs, and check whether the next few (or all) operations ran in another recipe."""
+    def begin_iteration(self) -> None:
         self._running.begin_iteration()
         self._compiled.begin_iteration()
-        self.operations.check_recipes(check_all=all_operations)
-
-    def listen(
-        self,
-        *listeners: Listener,
-        before: BeforeSum | None = None,
-        plans: GemmPlans | None = None,
-        watches: bool = False,
-    ) -> None:
-        """Set the listeners; without listeners and watch, remove the tap.
-
-        Args:
-            *listeners: called after each GEMM.
-            before: called before a GEMM accumulates into its result.
-            plans: the plans of GEMMs that need no listener.
-            watches: whether the watch of every step gets the GEMMs of its modules.
-        """
-        self._listening = _Listening(listeners, before, plans)
-        is_needed = listeners or (watches and self._every_step.is_on)
-        if is_needed and not self._seams:
-            self._install()
-        elif not is_needed and self._seams:
-            self._seams.restore()
-            self._running.forget()
 
     # ------------------------------------------------------------------ installation
 
-    def _install(self) -> None:
+    def remove(self) -> None:
+        self._seams_when_due.restore()
+        if self._seams:
+            self._seams.restore()
+            self._running.forget()
+
+    def install(self) -> None:
+        if self._seams:
+            return
         from te_precision_callbacks.te.seams import (
             _common,
             backends,
@@ -214,8 +209,6 @@ class GemmTap:
             self._seams.replace(module, name, wrapped[id(own)])
         module_class = base.TransformerEngineBaseModule
         self._seams.replace(module_class, "prepare_forward", self._wrap_prepare(module_class.prepare_forward))
-        attention_class = te_modules.attention_class()
-        self._seams.replace(attention_class, "end_forward", self._wrap_end(attention_class.end_forward))
         if linear._linear_op is None:
             self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
         attention = backends.FusedAttnFunc, lambda: _find_none, ()
@@ -225,7 +218,6 @@ class GemmTap:
             self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward, weights)))
         for owner in (layernorm_linear, layernorm_mlp):
             self._seams.replace(owner, "apply_normalization", self._unfused.wrap_norm(owner.apply_normalization))
-        self._seams.replace(layernorm_mlp, "_act_func", self._unfused.wrap_act_func(layernorm_mlp._act_func))
         for owner in (grouped_linear, layernorm_linear, linear):
             self._seams.replace(
                 owner, "materialize_weight_for_forward", self._wrap_gather(owner.materialize_weight_for_forward)
@@ -239,90 +231,129 @@ class GemmTap:
         for operation, name, method in operation_methods(tuple(operation_wrappers)):
             self._seams.replace(operation, name, operation_wrappers[name](method))
 
+        self._install_when_due()
+
+    def _install_when_due(self) -> None:
+        """Install what only steps with features or counted products need."""
+        from te_precision_callbacks.te.seams import layernorm_mlp
+
+        if self._due:
+            wrapped = self._unfused.wrap_act_func(layernorm_mlp._act_func)
+            self._seams_when_due.replace(layernorm_mlp, "_act_func", wrapped)
+        if self._attention.names:
+            owner = te_modules.attention_class()
+            self._seams_when_due.replace(owner, "end_forward", self._wrap_end(owner.end_forward))
+
     # ------------------------------------------------------------------ forwards and backwards
 
     def _wrap_prepare(self, upstream: AnyFunction) -> AnyFunction:
+        in_graph = torch.compiler.is_dynamo_compiling
+        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+        recipes: dict[type, str] = {}
+
         @functools.wraps(upstream)
         def prepare_forward(module: Any, *arguments: Any, **keywords: Any) -> Any:
+            if in_graph():
+                return upstream(module, *arguments, **keywords)
+            if callback() is not None:  # something is compiled in this thread
+                return not_compiled(module, *arguments, **keywords)
             if modes_are_active():  # in the first forward, it makes quantizers with operators that are no products
                 with hide_operators():
                     result = upstream(module, *arguments, **keywords)
             else:
                 result = upstream(module, *arguments, **keywords)
-            if id(module) in self._attention.names:
-                self._running.thread_state.entered = self._attention.enter(module)
-            elif id(module) in self._observed:
-                given = arguments[0] if arguments else keywords.get("inp")
-                self._running.thread_state.entered = self._make_forward(module, given)
-            else:
-                self._running.thread_state.entered = self._unobserved_forward(module)
-            if self._every_step.cast_hides_nan and id(module) in self._layers:
-                row = te_modules.of(module)
-                if not row.groups and not row.has_norm:
-                    self._every_step.note_before_cast(self._running.thread_state.entered, result)
+            key = id(module)
+            state = self._running.thread_state
+            state.entered = UNOBSERVED
+            layers = self._layers.get(key)
+            if layers is None:
+                if key in self._attention.names:
+                    state.entered = self._attention.enter(module)
+                return result
+            try:
+                kind = ForwardKind.OBSERVED  # of the usual forward, without a further call
+                is_training = module.training and torch.is_grad_enabled() and _task() == NO_BACKWARD
+                if not is_training or self._classify.paused or os.getpid() != self._process:
+                    kind = self._classify(module)
+                call = None if self._products is None else self._products.note_forward(module, result, kind)
+                if kind is ForwardKind.UNTOUCHED:
+                    return result
+                entered = Forward()
+                entered.layers = layers
+                entered.module = key
+                entered.kind = kind
+                entered.halves = key in self._mlps
+                if call is not None:
+                    entered.call = call
+                    entered.begun = made_in_thread()
+                recipe = recipe_in_use(module)
+                if recipe is not None:
+                    if type(recipe) not in recipes:
+                        recipes[type(recipe)] = recipe_text(recipe)
+                    entered.recipe = recipes[type(recipe)]
+                elif kind is ForwardKind.OBSERVED and is_in_autocast():
+                    self._every_step.audit.excluded.update(layers)
+                if kind is ForwardKind.OBSERVED:
+                    self._every_step.audit.forwards[key] = result.requires_grad
+                    if self._every_step.is_on:
+                        entered.watched = set()
+                        if self._every_step.cast_hides_nan:
+                            row = te_modules.of(module)
+                            if not row.groups and not row.has_norm:
+                                self._every_step.note_before_cast(entered, result)
+                state.entered = entered
+                if key in self._due or self._counts:
+                    self._observe_forward(entered, module, arguments[0] if arguments else keywords.get("inp"), None)
+            except ObservationError:
+                raise
+            except Exception as error:
+                state.entered = UNOBSERVED
+                self._report("observing the forward of", str(getattr(module, "name", "a module")), error)
             return result
 
-        return absent_from_graphs(prepare_forward, upstream)
+        not_compiled = outside_of_dynamo(prepare_forward)
+        for defaults in ("__defaults__", "__kwdefaults__"):  # which a graph that was compiled before reads
+            setattr(prepare_forward, defaults, getattr(upstream, defaults))
+        return compiled_in_callers_only(prepare_forward)
 
-    def _unobserved_forward(self, module: Any, compiled: Any = None) -> Forward:
-        """Make the forward of a module without events: for the watch of every step."""
-        layers = self._layers.get(id(module))
-        if layers is None or not self._every_step.is_on:
-            return unobserved_forward()
+    def _observe_forward(self, entered: Forward, module: Any, tensor: Any, compiled: Any) -> None:
+        """Ask the features that are due, given the module's input, and the arguments of its operator in a graph."""
+        key = entered.module
+        entered.read = set()
+        entered.kept = {}
+        wanted = self._enter(module, entered.kind, tensor, compiled) if key in self._due and self._enter else ()
+        entered.is_due = wanted is not None and bool(self._counts or key in self._due)
+        if wanted:
+            entered.wanted = wanted
+            entered.high = {}
+            if self._plans is not None and compiled is None and not self._counts:
+                if key not in self._plans.of_modules:
+                    self._plans.add_module(module, entered.layers)
+                entered.plans = self._plans.of_modules.get(key)
+
+    def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
+        """Make the forward of a compiled ``te.Linear``, given the arguments of its operator."""
         try:
-            halves = id(module) in self._mlps
-            entered = Forward(layers, ForwardKind.UNTOUCHED, "", halves=halves, has_events=False)
-            kind = self._classify(module) if compiled is None else self._kind(module, compiled)
-            if kind is ForwardKind.OBSERVED:
-                entered.watched = set()
-        except Exception as error:
-            self._report("watching the forward of", str(getattr(module, "name", "a module")), error)
-            return unobserved_forward()
-        return entered
-
-    def _kind(self, module: Any, compiled: Any) -> ForwardKind:
-        with torch.set_grad_enabled(compiled.is_grad_enabled):
-            return self._classify(module)
-
-    def _make_forward(self, module: Any, tensor: Any, compiled: Any = None) -> Forward:
-        """Make the forward of a module, given its input; ``compiled``: the arguments of its operator in a graph."""
-        try:
-            if compiled is None:
+            with torch.set_grad_enabled(arguments.is_grad_enabled):
                 kind = self._classify(module)
-                recipe = recipe_in_use(module)
-                name = self._name_of_recipe
-                if name[0] is not recipe:
-                    name = recipe, recipe_text(recipe)
-                    self._name_of_recipe = name
-                in_force = name[1]
-            else:
-                kind = self._kind(module, compiled)
-                in_force = recipe_of_operator(module, compiled)
-            entered = Forward(self._layers[id(module)], kind, in_force, halves=id(module) in self._mlps)
-            if kind is ForwardKind.OBSERVED and self._every_step.is_on:
-                entered.watched = set()
-            wanted = () if self._enter is None else self._enter(module, kind, tensor, compiled)
-            if wanted is None:
-                return self._unobserved_forward(module, compiled)
-            if wanted:
-                entered.wanted = wanted
-                entered.high = {}
-                plans = self._listening.plans
-                if plans is not None and compiled is None:
-                    if id(module) not in plans.of_modules:
-                        plans.add_module(module, entered.layers)
-                    entered.plans = plans.of_modules.get(id(module))
+            if kind is ForwardKind.UNTOUCHED:
+                return UNOBSERVED
+            entered = Forward()
+            entered.layers = self._layers[id(module)]
+            entered.module = id(module)
+            entered.kind = kind
+            entered.recipe = recipe_of_operator(module, arguments)
+            if kind is ForwardKind.OBSERVED:
+                self._every_step.audit.forwards[id(module)] = arguments.input_requires_grad
+                entered.watched = set() if self._every_step.is_on else None
+            if id(module) in self._due or self._counts:
+                self._observe_forward(entered, module, None, arguments)
         except ObservationError:
             raise
         except Exception as error:
             self._report("observing the forward of", str(getattr(module, "name", "a module")), error)
-            return unobserved_forward()
+            return UNOBSERVED
         return entered
-
-    def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
-        if id(module) in self._observed:
-            return self._make_forward(module, None, arguments)
-        return self._unobserved_forward(module, arguments)
 
     def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
         """Make the forward of a compiled ``te.Linear`` with delayed scaling: its graph ends before the autograd
@@ -354,30 +385,43 @@ class GemmTap:
             return None
 
     def _wrap_forward(self, upstream: AnyFunction, find_tensors: FindTensors | None) -> AnyFunction:
+        running = self._running
+
         @functools.wraps(upstream)
         def forward(ctx: Any, *arguments: Any) -> Any:
-            state = self._running.thread_state
-            entered = state.entered or self._forward_in_graph(arguments) or unobserved_forward()
+            state = running.thread_state
+            entered = state.entered or self._forward_in_graph(arguments) or UNOBSERVED
             if find_tensors is not _find_none:
                 state.entered = None
-            entered.half = -1
+            if find_tensors is None:  # its parameters have other names
+                entered = UNOBSERVED
             if ctx is not None:
                 ctx.te_precision_forward = entered
+            if entered is UNOBSERVED:
+                return running.call(entered, upstream, ctx, *arguments)
+            entered.half = -1
             before = entered.events
-            if find_tensors is None:
-                entered.wanted = ()
-                entered.high = None
-                entered.kind = ForwardKind.UNTOUCHED
-            elif entered.high is not None:
+            if entered.high is not None and find_tensors is not None:
                 try:
                     entered.high = find_tensors((ctx, *arguments))
                 except Exception as error:
                     entered.high = {}
                     self._report("finding the tensors of", entered.layers[0], error)
+            outer = state.running
+            state.running = entered
             try:
-                result = self._running.call(entered, upstream, ctx, *arguments)
+                if modes_are_active():
+                    with hide_operators():
+                        result = upstream(ctx, *arguments)
+                else:
+                    result = upstream(ctx, *arguments)
             finally:
-                entered.high = None if entered.high is None else {}
+                state.running = outer
+                if entered.high is not None:
+                    entered.high = {}
+                if entered.call is not None:
+                    entered.call.nodes -= made_in_thread() - entered.begun
+                    entered.call = None
             if entered.events == before and entered.kind is ForwardKind.OBSERVED:
                 self._report_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), False)
             return result
@@ -386,24 +430,41 @@ class GemmTap:
 
     def _wrap_backward(self, upstream: AnyFunction, weights: Sequence[int]) -> AnyFunction:
         """Wrap a backward; ``weights``: the places of the weights among its results."""
+        running = self._running
+        last = max(weights, default=-1)
 
         @functools.wraps(upstream)
         def backward(ctx: Any, *arguments: Any) -> Any:
-            entered = getattr(ctx, "te_precision_forward", None) or unobserved_forward()
-            entered.half = 2
-            if entered.watched is not None and weights and not self._may_delay_wgrad:
-                entered.has_wgrad = _needs_all(ctx, weights)
-            if entered.high is None:
-                return self._running.call(entered, upstream, ctx, *arguments)
             try:
-                entered.high = gradients(ctx, arguments[0], len(entered.layers))
-            except Exception as error:
-                entered.high = {}
-                self._report("finding the tensors of", entered.layers[0], error)
+                entered = ctx.te_precision_forward
+            except AttributeError:
+                entered = UNOBSERVED
+            state = running.thread_state
+            outer = state.running
+            state.running = entered
             try:
-                return self._running.call(entered, upstream, ctx, *arguments)
+                if entered.layers:
+                    entered.half = 2
+                    needs = ctx.needs_input_grad
+                    entered.has_wgrad = not self._may_delay_wgrad and -1 < last < len(needs)
+                    for place in weights:
+                        entered.has_wgrad = entered.has_wgrad and needs[place]
+                    if entered.kind is ForwardKind.EVALUATION and self._products is not None:
+                        self._products.note_backward_in_evaluation(entered.module)
+                if entered.high is not None:
+                    try:
+                        entered.high = gradients(ctx, arguments[0], len(entered.layers))
+                    except Exception as error:
+                        entered.high = {}
+                        self._report("finding the tensors of", entered.layers[0], error)
+                if not modes_are_active():
+                    return upstream(ctx, *arguments)
+                with hide_operators():
+                    return upstream(ctx, *arguments)
             finally:
-                entered.high = {}
+                state.running = outer
+                if entered.high is not None:
+                    entered.high = {}
 
         return backward
 
@@ -446,10 +507,11 @@ class GemmTap:
         return put
 
     def _report_silent(self, forward: Forward, what: str, backward: bool) -> None:
-        if self._silent is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
+        if self._products is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
             return
         try:
-            self._silent(forward.layers, f"the GEMMs of {what}, which runs them in a separate kernel", backward)
+            why = f"the GEMMs of {what}, which runs them in a separate kernel"
+            self._products.note_silent(forward.layers, why, backward)
         except Exception as error:
             self._report("noting the unseen GEMMs of", forward.layers[0], error)
 
@@ -458,7 +520,7 @@ class GemmTap:
     def _wrap_gemm(
         self, upstream: AnyFunction, known: Sequence[str], gemms: GemmsOfCall, *, grouped: bool = False
     ) -> AnyFunction:
-        """Wrap a GEMM function to report to the listeners.
+        """Wrap a GEMM function.
 
         Args:
             known: the function's first parameters in TE 2.20.
@@ -468,85 +530,134 @@ class GemmTap:
         name_arguments = self._reader(upstream, lambda: argument_namer(upstream, known))
         if name_arguments is None:
             return upstream
+        running = self._running
+        every_step = self._every_step
 
         def named(operands: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
             return {"layout": "TN", **name_arguments(operands), **keywords}
 
-        def watch(forward: Forward, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-            note = self._every_step.note
-            if not grouped and len(operands) == 2:
-                layout = keywords.get("layout", "TN")
-                note(forward, layout, ((*operands, result[0]),), accumulates=keywords.get("accumulate"))
-            elif any(map(is_grouped_tensor, (*operands, *keywords.values()))) and torch.cuda.is_available():
-                self._every_step.ring.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
-            else:
-                arguments = named(operands, keywords)
-                accumulates = arguments.get("accumulate")
-                note(forward, arguments["layout"], _lazily(gemms, arguments, result), accumulates=accumulates)
-
         @functools.wraps(upstream)
         def tapped(*operands: Any, **keywords: Any) -> Any:
             call = upstream
-            if not grouped and hasattr(keywords.get("quantization_params"), "take_own_wgrad"):
+            accumulates = keywords.get("accumulate")
+            if accumulates and hasattr(keywords.get("quantization_params"), "take_own_wgrad"):
                 call = functools.partial(_with_own_wgrad, upstream)
-            current = self._running.thread_state
-            if current.in_gemm:
+            state = running.thread_state
+            if state.in_gemm:
                 return call(*operands, **keywords)
-            forward = current.running or current.entered
-            listeners = self._listening.listeners
-            is_compiled = (
-                forward is None
-                and not grouped
-                and bool(self._compiled.modules and (listeners or self._every_step.is_on))
-            )
+            forward = state.running or state.entered
+            is_compiled = forward is None and not grouped and bool(self._compiled.modules)
             if is_compiled:
-                layout = named(operands, keywords)["layout"]
-                forward = self._find_compiled(GEMM_OF_LAYOUT[layout])
-            has_no_events = forward is not None and not forward.has_events
-            if has_no_events or not listeners:
-                if forward is None or forward.watched is None:
-                    if has_no_events and forward is not None and forward.kind is ForwardKind.OBSERVED:
-                        self._every_step.ring.unwatched["operations that fuse several layers"] += 1
-                    return call(*operands, **keywords)
-                current.in_gemm = True
-                try:
-                    result = call(*operands, **keywords)
-                finally:
-                    current.in_gemm = False
-                if forward.halves:
-                    forward.half = NEXT_HALF[GEMM_OF_LAYOUT[keywords.get("layout", "TN")], forward.half]
-                watch(forward, operands, keywords, result)
-                return result
-            planned = not grouped and forward is not None and forward.plans is not None and len(operands) == 2
-            plans = self._listening.plans if planned else None
-            before: Sequence[Any] = ()  # no listener needs the sums of modules with plans
-            if plans is None:
-                arguments = named(operands, keywords)
-                before = self._before_sums(forward, arguments, grouped=grouped)
-            current.in_gemm = True
+                forward = self._find_compiled(GEMM_OF_LAYOUT[named(operands, keywords)["layout"]])
+            if forward is None or not forward.layers:
+                return upstream(*operands, **keywords)
+            if forward.is_fused:
+                every_step.ring.unwatched["operations that fuse several layers"] += 1
+                return upstream(*operands, **keywords)
+            before: Sequence[Any] = ()
+            if forward.is_due and (grouped or forward.plans is None):  # no feature needs the sums of GEMMs with plans
+                before = self._before_sums(forward, named(operands, keywords), grouped=grouped)
+            state.in_gemm = True
             try:
                 result = call(*operands, **keywords)
             finally:
-                current.in_gemm = False
-            if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
-                self._warn_captured(forward)
-                return result
-            key: Key | None = ()
-            if plans is not None and forward is not None:
-                key = plans.follow(forward, operands, keywords, result)
-                if key is None:
-                    if forward.watched is not None:
-                        watch(forward, operands, keywords, result)
-                    return result
-                arguments = named(operands, keywords)
-            self._emit(forward, arguments, result, gemms, before, grouped=grouped, key=key)
-            if forward is not None:
-                watch(forward, operands, keywords, result)
-            if is_compiled and forward is not None and forward.high:
-                forward.high = {}
+                state.in_gemm = False
+            forward.events += 1
+            half = forward.half
+            if not grouped and len(operands) == 2:
+                gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
+                index = 0
+                if forward.halves:
+                    index = NEXT_HALF[gemm, half]
+                    forward.half = index
+                out = None if accumulates else result[0]
+                every_step.note(forward, gemm, index, operands[0], operands[1], out)
+            else:
+                self._note_several(forward, named(operands, keywords), result, gemms, grouped=grouped)
+            if forward.is_due:
+                self._observe(forward, half, operands, keywords, result, named, gemms, before, grouped=grouped)
+                if is_compiled and forward.high:
+                    forward.high = {}
             return result
 
         return tapped
+
+    def _note_several(
+        self, forward: Forward, arguments: Mapping[str, Any], result: Any, gemms: GemmsOfCall, *, grouped: bool
+    ) -> None:
+        """Pass the GEMMs of a call to the watch of every step."""
+        every_step = self._every_step
+        if any(map(is_grouped_tensor, arguments.values())) and torch.cuda.is_available():
+            every_step.ring.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
+            return
+        gemm = GEMM_OF_LAYOUT[arguments["layout"]]
+        try:
+            for number, (a, b, out) in enumerate(gemms(arguments, result)):
+                index = forward.next_layer_index(gemm, number if grouped else None)
+                if grouped and gemm == "fprop" and out is not None and forward.watched is not None:
+                    every_step.ring.add_tokens(forward.layers[index], out.numel() // out.shape[-1])
+                every_step.note(forward, gemm, index, a, b, None if arguments.get("accumulate") else out)
+        except Exception as error:
+            every_step.fail(forward.layers[0], error)
+
+    def _observe(
+        self,
+        forward: Forward,
+        half: int,
+        operands: Sequence[Any],
+        keywords: Mapping[str, Any],
+        result: Any,
+        named: Callable[[Sequence[Any], Mapping[str, Any]], dict[str, Any]],
+        gemms: GemmsOfCall,
+        before: Sequence[Any],
+        *,
+        grouped: bool,
+    ) -> None:
+        """Pass a GEMM to the features that are due: by its plan, or as an event.
+
+        Args:
+            half: :attr:`Forward.half` before the GEMM.
+            named: names the arguments of the call.
+        """
+        key: Key | None = ()
+        if forward.plans is not None and self._plans is not None and not grouped and len(operands) == 2:
+            key = self._plans.follow(forward, half, operands, keywords, result)
+            if key is None:
+                return
+        if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
+            self._warn_captured(forward)
+            return
+        try:
+            arguments = named(operands, keywords)
+            layout = arguments["layout"]
+            gemm = GEMM_OF_LAYOUT[layout]
+            tensor_b, tensor_a = OPERANDS[gemm]
+            # LayerNormMLP(checkpoint=True) recomputes fc1 in its own backward.
+            is_recomputed = gemm == "fprop" and half == 2
+            forward.half = half
+            for number, (a, b, out) in enumerate(gemms(arguments, result)):
+                index = forward.next_layer_index(gemm, number if grouped else None)
+                event = GemmEvent(
+                    forward.layers[index],
+                    gemm,
+                    number if grouped else None,
+                    forward.operand(index, tensor_a, a, columnwise=layout[0] != "T"),
+                    forward.operand(index, tensor_b, b, columnwise=layout[1] == "T"),
+                    out,
+                    ForwardKind.SILENT if is_recomputed else forward.kind,
+                    forward.recipe,
+                    arguments,
+                    gelu_input=None if grouped else result[2],
+                    before=before[number] if before else None,
+                    kept=forward.kept,
+                )
+                self._consume(event)
+                if self._plans is not None and key:
+                    self._plans.record(forward, key, event)
+        except ObservationError:  # reported already; must be raised
+            raise
+        except Exception as error:
+            self._report("observing the GEMMs of", forward.layers[0], error)
 
     def _find_compiled(self, gemm: GemmName) -> Forward | None:
         try:
@@ -555,12 +666,12 @@ class GemmTap:
             raise
         except Exception as error:
             self._report("finding the layer of", "a GEMM in a compiled graph", error)
-            return unobserved_forward()
+            return UNOBSERVED
 
-    def _before_sums(self, forward: Forward | None, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
+    def _before_sums(self, forward: Forward, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
         """Call ``before`` with each tensor that a GEMM of this call accumulates into, and return the results."""
-        before = self._listening.before
-        if before is None or forward is None or not forward.layers or not arguments.get("accumulate"):
+        before = self._before
+        if before is None or not arguments.get("accumulate"):
             return ()
         try:
             gemm = GEMM_OF_LAYOUT[arguments["layout"]]
@@ -574,76 +685,23 @@ class GemmTap:
             self._report("reading the sums of", forward.layers[0], error)
             return ()
 
-    def _warn_captured(self, forward: Forward | None) -> None:
+    def _warn_captured(self, forward: Forward) -> None:
         """Warn that GEMMs are not observed: reading experts' row counts from the device would end the capture."""
         if not self._warned_captured:
             self._warned_captured = True
             logger.warning(
                 "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph, because"
                 " the rows per expert are unknown during capture. Capture after the first step.",
-                OUTSIDE if forward is None else forward.layers[0],
+                forward.layers[0],
             )
 
-    def _emit(
-        self,
-        forward: Forward | None,
-        arguments: Mapping[str, Any],
-        result: Any,
-        gemms: GemmsOfCall,
-        before: Sequence[Any],
-        *,
-        grouped: bool,
-        key: Key | None,
-    ) -> None:
-        try:
-            layout = arguments["layout"]
-            gemm = GEMM_OF_LAYOUT[layout]
-            tensor_b, tensor_a = OPERANDS[gemm]
-            owner = forward or Forward((OUTSIDE,), ForwardKind.UNTOUCHED, "", halves=False)
-            owner.events += 1
-            # LayerNormMLP(checkpoint=True) recomputes fc1 in its own backward.
-            is_recomputed = gemm == "fprop" and owner.half == 2
-            for index, (a, b, out) in enumerate(gemms(arguments, result)):
-                expert = index if grouped and forward is not None else None
-                layer_index = owner.next_layer_index(gemm, expert)
-                event = GemmEvent(
-                    owner.layers[layer_index],
-                    gemm,
-                    expert,
-                    owner.operand(layer_index, tensor_a, a, columnwise=layout[0] != "T"),
-                    owner.operand(layer_index, tensor_b, b, columnwise=layout[1] == "T"),
-                    out,
-                    ForwardKind.SILENT if is_recomputed else owner.kind,
-                    owner.recipe,
-                    arguments,
-                    gelu_input=None if grouped else result[2],
-                    before=before[index] if before else None,
-                    kept=owner.kept,
-                )
-                for listener in self._listening.listeners:
-                    listener(event)
-                if self._listening.plans is not None and key:
-                    self._listening.plans.record(owner, key, event)
-        except ObservationError:  # reported already; must be raised
-            raise
-        except Exception as error:
-            layer = OUTSIDE if forward is None else forward.layers[0]
-            self._report("observing the GEMMs of", layer, error)
 
-
-def _needs_all(ctx: Any, places: Sequence[int]) -> bool:
-    """Return whether a backward has to compute the gradients of the inputs at these places."""
-    needs = getattr(ctx, "needs_input_grad", ())
-    return max(places) < len(needs) and all(map(needs.__getitem__, places))
+_task = torch._C._current_graph_task_id
 
 
 def _find_none(arguments: Sequence[Any]) -> PlainTensors:
     """Find the tensors of attention, which has no GEMMs."""
     return {}
-
-
-def _lazily(gemms: GemmsOfCall, arguments: Mapping[str, Any], result: Any) -> Iterator[GemmTensors]:
-    yield from gemms(arguments, result)
 
 
 def _with_own_wgrad(upstream: AnyFunction, *operands: Any, **keywords: Any) -> Any:

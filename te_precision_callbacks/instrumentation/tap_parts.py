@@ -21,12 +21,11 @@ from te_precision_callbacks.base.replaced import AnyFunction
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.instrumentation.arguments import forward_arguments
-from te_precision_callbacks.instrumentation.current_call import Forward, Running, unobserved_forward
+from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward, Running
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind
 from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
 from te_precision_callbacks.layers.naming import NamedOperation
-from te_precision_callbacks.layers.round_robin import RoundRobin
-from te_precision_callbacks.te.state import current_recipe, recipe_of_module
+from te_precision_callbacks.te.state import current_recipe
 
 
 class OperationsTap:
@@ -36,19 +35,17 @@ class OperationsTap:
         report_silent: called with each forward without events, the operation, and whether it was the backward.
 
     Attributes:
-        has_new: whether operations were added, or ran in another recipe, since the last iteration.
+        counts: whether the products of the operations are counted in this step.
     """
 
     def __init__(
         self, classify: Classify, running: Running, report_silent: Callable[[Forward, str, bool], None]
     ) -> None:
-        self.has_new = False
+        self.counts = False
         self._classify = classify
         self._running = running
         self._report_silent = report_silent
         self._operations: dict[int, NamedOperation] = {}
-        self._round_robin = RoundRobin[NamedOperation](())
-        self._recipes: dict[int, Any] = {}
 
     @property
     def layers(self) -> list[str]:
@@ -56,20 +53,6 @@ class OperationsTap:
 
     def watch(self, operations: Iterable[NamedOperation]) -> None:
         self._operations = {id(operation.module): operation for operation in operations}
-        self._round_robin = RoundRobin(list(self._operations.values()))
-        self._recipes = self._recipes_now()
-        self.has_new = bool(self._operations)
-
-    def check_recipes(self, *, check_all: bool) -> None:
-        checked = self._operations.values() if check_all else self._round_robin.take()
-        self.has_new = any(
-            recipe_of_module(operation.module) != self._recipes[id(operation.module)] for operation in checked
-        )
-        if self.has_new:
-            self._recipes = self._recipes_now()
-
-    def _recipes_now(self) -> dict[int, Any]:
-        return {key: recipe_of_module(operation.module) for key, operation in self._operations.items()}
 
     def wrap_call(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
@@ -96,11 +79,10 @@ class OperationsTap:
     def wrap_backward(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def fuser_backward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
-            forward = getattr(contexts[0], "te_precision_forward", None) or unobserved_forward()
+            forward = getattr(contexts[0], "te_precision_forward", UNOBSERVED)
             layers = self._layers_in(operation)
-            if len(layers) > 1 and forward.has_events:  # only the backward is fused
-                named = tuple(itertools.chain(*layers))
-                forward = Forward(named, forward.kind, forward.recipe, halves=False, has_events=False)
+            if len(layers) > 1 and not forward.is_fused:  # only the backward is fused
+                forward = self._forward_of(layers, forward.kind, forward.recipe)
             before = forward.events
             result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
             if forward.events == before:
@@ -115,12 +97,21 @@ class OperationsTap:
 
     def _make_forward(self, operation: Any) -> Forward:
         layers = self._layers_in(operation)
-        if not layers:
-            return unobserved_forward()
-        named = tuple(itertools.chain(*layers))
         kind = self._running.thread_state.kind
-        forward = Forward(named, kind, recipe_text(current_recipe()), halves=False, has_events=len(layers) == 1)
-        if kind is ForwardKind.OBSERVED and forward.has_events:
+        if not layers or kind is ForwardKind.UNTOUCHED:
+            return UNOBSERVED
+        return self._forward_of(layers, kind, recipe_text(current_recipe()))
+
+    def _forward_of(self, layers: Sequence[Sequence[str]], kind: ForwardKind, recipe: str) -> Forward:
+        forward = Forward()
+        forward.layers = tuple(itertools.chain(*layers))
+        forward.kind = kind
+        forward.recipe = recipe
+        forward.is_fused = len(layers) > 1
+        forward.read = set()
+        forward.kept = {}
+        forward.is_due = self.counts and not forward.is_fused
+        if kind is ForwardKind.OBSERVED:
             forward.watched = set()
         return forward
 
@@ -144,12 +135,14 @@ class AttentionTap:
     def enter(self, module: Any) -> Forward:
         layer = self.names[id(module)]
         try:
-            entered = Forward((layer,), self._classify(module), "", halves=False)
+            entered = Forward()
+            entered.layers = (layer,)
+            entered.kind = self._classify(module)
             if self._listener is not None:
                 self._listener.enter_attention(layer)
         except Exception as error:
             self._report("observing the forward of", layer, error)
-            return unobserved_forward()
+            return UNOBSERVED
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:

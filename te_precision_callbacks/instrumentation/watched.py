@@ -1,7 +1,7 @@
-"""The modules that the session acts on: armed, resting, or refused.
+"""The modules that the session acts on.
 
-A module is *armed* in iterations with a feature that may act on it. Otherwise it *rests*: it runs Transformer Engine's
-own methods, without calling the session.
+A module is *due* when a feature may act on it: Transformer Engine keeps the next iteration in its
+``next_iter_when_debug_should_be_run``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.coverage.model_watch import TrainingForward
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
-from te_precision_callbacks.instrumentation.resting_layers import RestingLayers
 from te_precision_callbacks.instrumentation.upstream import reset_schedule
-from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.te.modules import is_compiled_operator
@@ -27,46 +22,40 @@ from te_precision_callbacks.te.modules import is_compiled_operator
 LEAVES_GRAPHS = "te_precision_leaves_graphs"
 """Set in compiled ``te.Linear`` modules with features that need the debug path, which graphs do not have."""
 
+_NEVER = float("inf")
+
 
 class WatchedModules:
-    """Arms modules, and lets them rest.
+    """The modules that the session acts on, and which of them are due.
 
     Attributes:
         refused: ids of modules that the session does not act on.
         fused: id of a module observed on its fused path -> steps on the debug path, to change its precision.
+        due: id of a module with a feature that may act in this iteration -> the module.
     """
 
-    def __init__(
-        self,
-        is_debug_iter: Callable[[Any], bool],
-        classify: ForwardClassifier,
-        audit: PrecisionAudit,
-        failures: ObservationFailures,
-    ) -> None:
+    def __init__(self, is_debug_iter: Callable[[Any], bool]) -> None:
         self.modules: dict[int, torch.nn.Module] = {}
         self.layers: dict[int, tuple[str, ...]] = {}
         self.names: dict[int, str] = {}
         self.fused: dict[int, tuple[Schedule, ...]] = {}
-        self.armed: dict[int, torch.nn.Module] = {}
-        self.resting = RestingLayers(audit, self.query_again)
-        self._audit = audit
+        self.due: dict[int, torch.nn.Module] = {}
         self._is_debug_iter = is_debug_iter
-        self._failures = failures
         self.refused: set[int] = set()
-        self._to_arm: dict[int, dict[int, torch.nn.Module]] = {}
+        self._next: float = 0  # the next iteration in which a module is due
 
     def watch(
         self, modules: Sequence[NamedModule], refused: Iterable[int], fused: Mapping[int, tuple[Schedule, ...]]
     ) -> None:
-        """Set the modules after :meth:`release`, without arming them; see :meth:`ForwardHooks.watch`."""
+        """Set the modules, after :meth:`release`; see :meth:`ForwardHooks.watch`."""
         self.modules = {id(named.module): named.module for named in modules}
         self.layers = {id(named.module): named.names for named in modules}
         self.names = {id(named.module): named.name for named in modules}
         self.fused = dict(fused)
         self.refused = set(refused).intersection(self.modules)
-        self.resting.watch(self.modules, self.layers, self.refused)
         for key in self.refused:
             self.exclude(self.modules[key])
+        self.query_all()
 
     def leave_graphs(self, acting: Mapping[int, Sequence[str]]) -> None:
         """Set :data:`LEAVES_GRAPHS`; ``acting``: id of a module -> its layers with features."""
@@ -88,55 +77,38 @@ class WatchedModules:
         for module in self.modules.values():
             module.__dict__.pop("is_debug_iter", None)
             module.__dict__.pop(LEAVES_GRAPHS, None)
-        self.armed.clear()
-        self._to_arm.clear()
+        self.due = {}
         self.modules = {}
 
-    def arm_all(self) -> None:
-        self._to_arm.clear()
-        for module in self.modules.values():
-            self.query_again(module)
-
-    def rest_all(self) -> None:
-        for module in list(self.armed.values()):
-            self._rest(module)
-
-    def begin(
-        self, iteration: int, ran: Mapping[int, set[TrainingForward]] | None, *, all_at_once: bool, excluded: bool
-    ) -> None:
-        """Arm the modules with a feature that may act in an iteration; the others rest.
-
-        Args:
-            ran: see :meth:`RestingLayers.check_resting`.
-            excluded: see :attr:`AutocastRegions.excludes_more`.
-        """
-        ended_iteration = iteration - 1
-        was_armed = frozenset(self.armed)
-        new_at_rest = self.resting.take_new(was_armed)
-        upcoming = {key: module.__dict__["next_iter_when_debug_should_be_run"] for key, module in self.armed.items()}
-        idle = [key for key, step in upcoming.items() if step is None or step > iteration]
-        mixed = self._audit.newly_mixed(ended_iteration) if idle else set()
-        for key in idle:
-            module = self.armed[key]
-            if not mixed.isdisjoint(self.layers[key]):
-                self.query_again(module)  # whether the next step is so too cannot be told at rest
-                continue
-            self._rest(module)
-            step = upcoming[key]
-            if step is not None:
-                self._to_arm.setdefault(step, {})[key] = module
-        for module in self._to_arm.pop(iteration, {}).values():
-            self._arm(module)
-        with self._failures.guard("checking the precision of", f"iteration {ended_iteration}"):
-            self.resting.check_resting(
-                ended_iteration, was_armed, new_at_rest, ran, all_at_once=all_at_once, excluded=excluded
-            )
-
-    def query_again(self, module: torch.nn.Module) -> None:
-        """Arm a module unless it is refused, so that its features are queried in its next forward."""
-        if id(module) not in self.refused:
+    def query_all(self) -> None:
+        """Query the features of all modules in their next forwards."""
+        self.due = {key: module for key, module in self.modules.items() if key not in self.refused}
+        for module in self.due.values():
             reset_schedule(module)
-            self._arm(module)
+            self._answer(module)
+
+    def query_none(self) -> None:
+        due = self.due
+        self.due = {}
+        for module in due.values():
+            self._answer(module)
+
+    def begin(self, iteration: int) -> None:
+        """Find the modules that are due in an iteration; without a look at each, if none can be."""
+        if not self.due and iteration < self._next:
+            return
+        before = self.due
+        self.due = {}
+        self._next = _NEVER
+        for key, module in self.modules.items():
+            step = module.__dict__["next_iter_when_debug_should_be_run"]
+            is_due = step is not None and step <= iteration and key not in self.refused
+            if is_due:
+                self.due[key] = module
+            elif step is not None:
+                self._next = min(step, self._next)
+            if is_due is not (key in before):
+                self._answer(module)
 
     def watch_again(self, module: torch.nn.Module, changed_steps: tuple[Schedule, ...] | None) -> None:
         """Watch a module again after :meth:`exclude`.
@@ -147,30 +119,24 @@ class WatchedModules:
         self.refused.discard(id(module))
         if changed_steps is not None:
             self.fused[id(module)] = changed_steps
-        self.query_again(module)
+        reset_schedule(module)
+        self.due[id(module)] = module
+        self._answer(module)
 
     def exclude(self, module: torch.nn.Module) -> None:
         self.refused.add(id(module))
         self.fused.pop(id(module), None)
-        self.armed.pop(id(module), None)
+        self.due.pop(id(module), None)
         module.__dict__.pop(LEAVES_GRAPHS, None)
-        self._answer(module, _always_false(module))
+        self._answer(module)
 
-    def _arm(self, module: torch.nn.Module) -> None:
-        self.armed[id(module)] = module
-        is_debug_iter = _ModuleIsDebugIter(self._is_debug_iter, module)
-        self._answer(module, _always_false(module) if self.is_always_fused(module) else is_debug_iter)
-
-    def _rest(self, module: torch.nn.Module) -> None:
-        del self.armed[id(module)]
-        self.resting.add(module)
-        self._answer(module, _always_false(module))
-
-    @staticmethod
-    def _answer(module: torch.nn.Module, is_debug_iter: functools.partial[bool]) -> None:
+    def _answer(self, module: torch.nn.Module) -> None:
         """Set a module's ``is_debug_iter``, except where ``torch.compile`` would compile again for each."""
         if not is_compiled_operator(module):
-            module.__dict__["is_debug_iter"] = is_debug_iter
+            is_asked = id(module) in self.due and not self.is_always_fused(module)
+            # operator.is_ answers False without a Python call
+            answer = (self._is_debug_iter, module) if is_asked else (operator.is_, module, None)
+            module.__dict__["is_debug_iter"] = _ModuleIsDebugIter(*answer)
 
 
 class _ModuleIsDebugIter(functools.partial):  # type: ignore[type-arg]
@@ -178,11 +144,6 @@ class _ModuleIsDebugIter(functools.partial):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[bool]:
         return functools.partial(_class_is_debug_iter, copy.deepcopy(self.args[0], memo))
-
-
-def _always_false(module: torch.nn.Module) -> _ModuleIsDebugIter:
-    """``is_debug_iter`` of a module that stays on its fused path: always False, without a Python call."""
-    return _ModuleIsDebugIter(operator.is_, module, None)
 
 
 def _class_is_debug_iter(module: Any) -> bool:

@@ -79,7 +79,6 @@ class ForwardClassifier:
 
     Attributes:
         paused: whether the integration is evaluating.
-        was_paused: whether ``paused`` was set since it was last reset.
         eval_mode_counts: whether a module in eval mode counts as evaluation. False if the integration reports
             evaluations, since a model may be trained in eval mode.
         abandoned: returns whether the session no longer observes this process.
@@ -88,28 +87,17 @@ class ForwardClassifier:
 
     def __init__(self, *, precision_features_in_eval: bool) -> None:
         self._evaluation = ForwardKind.EVALUATION if precision_features_in_eval else ForwardKind.UNTOUCHED
-        self._paused = False
-        self.was_paused = False
+        self.paused = False
         self.eval_mode_counts = True
         self.abandoned: Callable[[], bool] | None = None
         self.in_training_call: Callable[[], bool] = bool
 
     def begin(self, *, abandoned: Callable[[], bool]) -> None:
         self.abandoned = abandoned
-        self.was_paused = self._paused
 
     def end(self) -> None:
         self.abandoned = lambda: True
         self.in_training_call = bool
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
-
-    @paused.setter
-    def paused(self, value: bool) -> None:
-        self._paused = value
-        self.was_paused = self.was_paused or value
 
     def pause_during(self, function: FunctionT) -> FunctionT:
         @functools.wraps(function)
@@ -126,7 +114,7 @@ class ForwardClassifier:
     def __call__(self, module: torch.nn.Module) -> ForwardKind:
         if self.abandoned is not None and self.abandoned():
             return ForwardKind.UNTOUCHED
-        if self._paused or (self.eval_mode_counts and not module.training):
+        if self.paused or (self.eval_mode_counts and not module.training):
             return self._evaluation
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             # A forward inside a backward is recomputed for an activation checkpoint. A reentrant checkpoint (an

@@ -1,7 +1,7 @@
 """Events of Transformer Engine's GEMMs and attention, and the tensors that features observe.
 
-Transformer Engine frees operands right after a GEMM and reuses their memory, so listeners must read or copy them during
-the call.
+Transformer Engine frees operands right after a GEMM and reuses their memory, so they must be read or copied during the
+call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from te_precision_callbacks.base.numerics.layouts import gemm_operand, has_scale
 from te_precision_callbacks.base.vocabulary import GemmName, OperandName
 from te_precision_callbacks.layers.forwards import ForwardKind
 
-OUTSIDE = "outside"
-"""Layer name of a GEMM outside of the model's layers, such as in a custom autograd function."""
-
 
 class GemmOperand(NamedTuple):
     """An operand of a GEMM.
@@ -31,7 +28,7 @@ class GemmOperand(NamedTuple):
         given: the object that Transformer Engine's Python code passed: a plain or quantized tensor, or the wrapper of
             its debug path.
         columnwise: whether the GEMM reads columnwise data.
-        high: the tensor before quantization, if it exists and a listener requested it.
+        high: the tensor before quantization, if it exists and a feature requested it.
         first: whether this is the first GEMM of the forward and its backward that reads the tensor.
     """
 
@@ -42,17 +39,13 @@ class GemmOperand(NamedTuple):
     first: bool = True
 
     @property
-    def on_debug_path(self) -> bool:
-        return hasattr(self.given, "rowwise_gemm_tensor")
-
-    @property
     def data(self) -> Any:
         """The plain or quantized tensor or storage that the extension reads; None if it lacks this direction."""
         return gemm_operand(self.given, columnwise=self.columnwise)
 
 
 class Kept(TypedDict, total=False):
-    """Data that listeners keep from the forward of a layer until its backward.
+    """Data that is kept from the forward of a layer until its backward.
 
     Attributes:
         iteration: the iteration of the forward.
@@ -72,7 +65,7 @@ class GemmEvent:
     """A GEMM that has run.
 
     Attributes:
-        layer: the name of the layer, or :data:`OUTSIDE`.
+        layer: the name of the layer.
         expert: index of the expert in its module; None outside of grouped GEMMs.
         a, b: the operands, as the extension names them: it multiplies B by A.
         out: the result, in high precision or quantized, including a sum that it was added to. None if a grouped GEMM
@@ -80,8 +73,8 @@ class GemmEvent:
         recipe: the recipe of the forward, as spelled in names of statistics; empty in high precision.
         arguments: all arguments of the call (``transformer_engine/pytorch/cpp_extensions/gemm.py``).
         gelu_input: the result before GELU, if the GEMM applies it.
-        before: the return value of the :data:`BeforeSum` listener; None if the GEMM does not accumulate.
-        kept: data that listeners keep from the forward until its backward.
+        before: the return value of :data:`BeforeSum`; None if the GEMM does not accumulate.
+        kept: data that is kept from the forward until its backward.
     """
 
     layer: str
@@ -161,11 +154,8 @@ class AttentionEvent:
 
 
 BeforeSum = Callable[[str, GemmName, Any, Kept], Any]
-"""Listener called before a GEMM accumulates, with the layer, the GEMM, the sum so far, and ``kept`` of the forward; its
+"""Called before a GEMM accumulates, with the layer, the GEMM, the sum so far, and ``kept`` of the forward; its
 return value becomes ``before`` of the event."""
-
-Listener = Callable[[GemmEvent], None]
-"""Listener called after each GEMM. Its exceptions are reported and do not reach training."""
 
 
 def _matrix(data: Any) -> tuple[int, int]:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import NVFP4, PLAIN, is_quantized, read_stored, scaling_mode
-from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.columns import FORMATS, MAGNITUDE, Largest
 
 ROWS = 32
 ELEMENTS = 1024
@@ -209,27 +207,18 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
 
 def largest_of_each(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Yield the indices of dense tensors with elements, and their largest absolute values, which are inf or nan if an
-    element is; those of other devices and dtypes apart."""
-    in_cpp: list[int] = []
-    given: list[Largest] = []
+    element is; those of other devices and dtypes apart. The loop calls no function for a tensor."""
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        dtype = tensor.dtype
-        if tensor.layout is not torch.strided or not tensor.numel():
-            continue
-        # C++ is many times as fast, but a tensor of another class may have no memory of its own.
-        if dtype in FORMATS and tensor.is_cpu and type(tensor) in PLAIN:
-            one = tensor, FORMATS[dtype], None, len(in_cpp), 0, MAGNITUDE
-            given.append(tuple.__new__(Largest, one))  # Largest() would call a Python function
-            in_cpp.append(place)
-        elif dtype.is_floating_point:
-            places.setdefault((tensor.device, dtype), []).append(place)
-    if in_cpp:
-        row = largest.new_rows(1, len(in_cpp), torch.device("cpu"))[0]
-        largest.add(given, row)
-        yield in_cpp, row[:, MAGNITUDE].contiguous().view(torch.float32)
-    for group in places.values():
-        yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))
+        kind = tensor.device, tensor.dtype
+        if kind in places:
+            places[kind] += (place,)
+        else:
+            places[kind] = [place]
+    for (_, dtype), group in places.items():
+        group = [place for place in group if tensors[place].layout is torch.strided and tensors[place].nbytes]
+        if group and dtype.is_floating_point:
+            yield group, torch.stack(torch._foreach_norm([tensors[place] for place in group], float("inf")))
 
 
 def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

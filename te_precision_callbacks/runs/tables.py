@@ -238,7 +238,7 @@ def column(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Ar
 
 
 def batch(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
-    """Return rows as a batch; what a row does not have is null."""
+    """Return rows as a batch; columns that a row lacks are null."""
     columns = [column([row.get(field.name) for row in rows], field.type) for field in schema]
     return pa.record_batch(columns, schema=schema)
 

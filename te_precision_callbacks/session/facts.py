@@ -150,7 +150,7 @@ class RunFacts:
     @property
     def _expects_by_region(self) -> str:
         hooks = self._model.hooks
-        if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not hooks.order.forward):
+        if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not self._results.audit.order[0]):
             return ""
         return "the script enters te.autocast(enabled=True)"
 

@@ -208,6 +208,7 @@ class ObservedModel:
         self._unobserved: dict[str, str] = {}
         self._uncounted: dict[str, str] = {}
         self._added: dict[str, str] = {}
+        self._ordered = 0  # layers with a place in the order of forwards, or of backwards
 
     # ------------------------------------------------------------------ attach
 
@@ -270,6 +271,7 @@ class ObservedModel:
         modules = self.layers.modules
         by_layer = {entry.layer.name: entry for entry in plan.layers}
         infos = []
+        forward, backward = self._results.audit.order
         for layer in self.layers.own:
             entry = by_layer.get(layer.name, LayerPlan(layer, (), {}))
             info = LayerInfo(
@@ -280,8 +282,8 @@ class ObservedModel:
                 scope=layer.scope,
                 given=self.layers.given.get(layer.name, ""),
                 refused=self._why_unobserved(layer.name),
-                exec_fwd=self.hooks.order.forward.get(layer.name),
-                exec_bwd=self.hooks.order.backward.get(layer.name),
+                exec_fwd=forward.get(layer.name),
+                exec_bwd=backward.get(layer.name),
             )
             infos.append(info)
         self._results.layers = tuple(infos)
@@ -371,11 +373,12 @@ class ObservedModel:
             logger.warning("%s. %s", text, remedy)
 
     def note_order(self) -> None:
-        order = self.hooks.order
-        if order.has_grown:
-            order.has_grown = False
+        forward, backward = self._results.audit.order
+        known = len(forward) + len(backward)
+        if known != self._ordered:
+            self._ordered = known
             self._results.layers = tuple(
-                replace(info, exec_fwd=order.forward.get(info.name), exec_bwd=order.backward.get(info.name))
+                replace(info, exec_fwd=forward.get(info.name), exec_bwd=backward.get(info.name))
                 for info in self._results.layers
             )
 
@@ -387,7 +390,7 @@ class ObservedModel:
         """
         forwards = self.hooks.products.unobserved
         reasons = forwards.reasons
-        observed = self.hooks.order.forward
+        observed = self._results.audit.order[0]
         unobserved: dict[str, str] = {}
         uncounted = dict(self._added)
         if self.hooks.products.has_double_backward:

@@ -136,7 +136,7 @@ class Run:
         self.context.inspector.iteration = iteration
         self.context.failures.iteration = iteration
         self.last_logging_step = None
-        self.hooks.arm()
+        self.hooks.query_all()
 
     def attach(self, model: Model) -> None:
         context = self.context
@@ -158,7 +158,7 @@ class Run:
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._checks_updates:
-            self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.armed))
+            self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.due))
         place = len(self.hooks.every_step.ring.order)
         self._parameters.before_optimizer_step(optimizer, self.context.iteration, place)
         self._scale_restore.before_step(optimizer)
@@ -238,7 +238,7 @@ class Run:
             return records
         except BaseException:  # the failed step counts as an iteration
             context.inspector.iteration = iteration + 1
-            self.hooks.arm()
+            self.hooks.query_all()
             self._deliver_local(ending)
             raise
 

@@ -159,16 +159,6 @@ def backward_override(module: Any) -> str | None:
     return recipe_of_module(module).backward_override if module.fp8 else None
 
 
-def last_forward(module: torch.nn.Module) -> tuple[object, ...] | None:
-    """Return the state that a module's last forward left, for comparison; None before the first forward."""
-    attributes = module.__dict__
-    dtype = attributes["activation_dtype"]
-    if dtype is None:
-        return None
-    fp8 = attributes["fp8"]
-    return fp8, attributes["quantizers"][FORWARD], attributes["fp8_meta"]["recipe"] if fp8 else None, dtype
-
-
 class CapturedPrecision(NamedTuple):
     """Precision of a graph's layers during the capture.
 
@@ -225,9 +215,10 @@ def enters_autocast(forward: Any) -> bool:
 
 def attends_in_fp8() -> bool:
     """Return whether Transformer Engine's attention would run in FP8 here, given a kernel for it (TE 2.20.2)."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    return bool(manager.is_fp8_enabled() and getattr(manager.get_fp8_recipe(), "fp8_dpa", False))
+    state = FP8GlobalStateManager.quantization_state
+    return bool(state.fp8_enabled and getattr(state.fp8_recipe, "fp8_dpa", False))
 
 
 def is_captured() -> bool:
@@ -266,11 +257,6 @@ def has_quantized_input(module: Any, tensor: Any) -> bool:
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 
     return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
-
-
-def quantizers_of_module(module: Any) -> tuple[list[Any], list[Any]]:
-    """Return a module's quantizers of the forward and of the backward."""
-    return module.quantizers[FORWARD], module.quantizers[BACKWARD]
 
 
 def quantizers_of_layers(module: Any, forward: list[Any], backward: list[Any]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 
+from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
@@ -26,9 +27,12 @@ from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.flight.ring import Ring
+from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers import forwards
-from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
 from te_precision_callbacks.layers.gemm_events import AttentionEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.te import modules as te_modules
@@ -546,14 +550,15 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[int,
 
 
 def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> torch.Tensor:
-    tap = GemmTap(
-        lambda module: ForwardKind.OBSERVED,
-        lambda doing, what, error: reported.append(f"{what}: {error}"),
-        attention=told,
-    )
+    def report(doing: str, what: str, error: Exception) -> None:
+        reported.append(f"{what}: {error}")
+
+    every_step = EveryStep(Ring(), PrecisionAudit(Iterations()), report)
+    classify = ForwardClassifier(precision_features_in_eval=True)
+    tap = GemmTap(classify, report, every_step, lambda event: None, products=told)
     tap.watch({}, {}, ())
-    tap.observe({}, {id(attention): "attention"})
-    tap.listen(lambda event: None)
+    tap.install()
+    tap.observe({}, counts=True, attentions={id(attention): "attention"})
     query, key, value = (
         torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
         .bfloat16()
@@ -565,7 +570,7 @@ def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> t
             out = attention(query, key, value, attn_mask_type="no_mask")
         out.sum().backward()
     finally:
-        tap.listen()
+        tap.remove()
     return query.grad
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,10 +19,21 @@ from te_precision_callbacks.engine.kernels.columns import (
     NEVER,
     RECIPROCAL,
     SCALE,
-    Largest,
 )
 from tests.drawn import normal
 from tests.engine.test_triton_kernel import interpreted
+
+
+class Largest(NamedTuple):
+    """A tensor to add to a row: a :data:`LargestOf` with names."""
+
+    values: torch.Tensor
+    format: int
+    scale: torch.Tensor | None
+    slot: int
+    order: int
+    column: int = MAGNITUDE
+
 
 Add = Callable[[Sequence[Largest], torch.Tensor], None]
 

@@ -30,8 +30,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 
+from te_precision_callbacks.base.spans import Iterations
+from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.flight.ring import Ring
+from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.tap import GemmTap
-from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 from te_precision_callbacks.session import GemmPrecision, InspectSession
@@ -328,16 +332,21 @@ def tapped(
 ) -> Iterator[list[GemmEvent]]:
     events: list[GemmEvent] = []
 
-    tap = GemmTap(lambda module: ForwardKind.OBSERVED, report)
+    def consume(event: GemmEvent) -> None:
+        for listener in (lambda event: event.sizes, events.append, *more):
+            listener(event)
+
+    every_step = EveryStep(Ring(), PrecisionAudit(Iterations()), report)
+    tap = GemmTap(ForwardClassifier(precision_features_in_eval=True), report, every_step, consume)
     modules = {id(named.module): named.module for named in named_te_modules(model)}
     layers = {id(named.module): [layer.name for layer in named.layers] for named in named_te_modules(model)}
     tap.watch(modules, layers, named_operations(model))
-    tap.observe(layers)
-    tap.listen(lambda event: event.sizes, events.append, *more)
+    tap.observe(layers, counts=True)
+    tap.install()
     try:
         yield events
     finally:
-        tap.listen()
+        tap.remove()
         assert not tap.installed
 
 

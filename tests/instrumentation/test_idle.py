@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch.module import linear
 
 import te_precision_callbacks
-from te_precision_callbacks.layers.round_robin import AT_ONCE
 from te_precision_callbacks.parameters.watch import is_due
 from te_precision_callbacks.session import InspectSession, facts
 from tests.conftest import Keeper, feature, statistics
@@ -89,7 +88,7 @@ def test_layers_without_features(tmp_path: Path) -> None:
             session.step()
         with calls() as counted:
             run(other)
-        of_the_tap = {"GemmTap", "Running", "Forward", "unobserved_forward", "UnfusedTensors", "_with_own_wgrad"}
+        of_the_tap = {"GemmTap", "EveryStep", "Running", "UnfusedTensors", "recipe_in_use"}
         assert {name.partition(".")[0] for name in counted} <= of_the_tap, "the GEMMs of layer 0 are seen"
         with calls() as counted:
             run(watched)
@@ -125,9 +124,7 @@ def test_a_copy_of_a_watched_module_is_not_watched(tmp_path: Path, keeper: Keepe
     assert "is_debug_iter" not in net.__dict__
 
 
-FEW, MANY, MOST = 2 * AT_ONCE, 3 * AT_ONCE, 7 * AT_ONCE
-SEEN_AT_LAST = MANY // AT_ONCE + 1
-"""Steps in which every module has had its turn."""
+FEW, MANY, MOST = 16, 24, 56
 
 MOST_AT_THE_END = 340
 """The most calls of Python and of C in ``stop()`` for a layer with statistics of three tensors."""
@@ -176,7 +173,7 @@ def session_of(net: torch.nn.Module, folder: Path, freq: int = 1000, *, every_st
 
 
 def calls_of(folder: Path, count: int) -> tuple[int, int]:
-    """The most calls in a step while each module has its turn, and the calls in ``stop()``.
+    """The most calls in a step without a forward, and the calls in ``stop()``.
 
     Without the few steps that are followed by another listing of the model's parameters.
     """
@@ -187,7 +184,7 @@ def calls_of(folder: Path, count: int) -> tuple[int, int]:
         session.step()
     session.step()  # without a forward: other autocast regions than before
     counts = []
-    for _ in range(count // AT_ONCE + 2):
+    for _ in range(6):
         samples_parameters = is_due(session.iteration)
         with called_functions() as result:
             session.step()
@@ -308,13 +305,14 @@ def test_a_layer_in_an_autocast_region_of_its_own_is_seen_at_once(tmp_path: Path
     assert in_high_precision(session, "layers.0") == []
 
 
-def test_a_layer_that_is_frozen_is_seen_when_it_has_its_turn(tmp_path: Path) -> None:
+def test_a_layer_that_is_frozen_is_seen_at_once(tmp_path: Path) -> None:
     net = Stack(MANY)
     frozen = net.layers[MANY - 1]
     with session_of(net, tmp_path) as session:
-        for step in range(3 + SEEN_AT_LAST):
+        for step in range(4):
             frozen.requires_grad_(step < 3)
             train(net)
             session.step()
-        not_run = {(e.layer, e.gemm) for e in session.precision(at=session.iteration - 1) if e.not_run}
-    assert (f"layers.{MANY - 1}", "wgrad") in not_run
+        not_run = [{(e.layer, e.gemm) for e in session.precision(at=at) if e.not_run} for at in (2, 3)]
+    assert (f"layers.{MANY - 1}", "wgrad") not in not_run[0]
+    assert (f"layers.{MANY - 1}", "wgrad") in not_run[1]

@@ -197,8 +197,10 @@ E4M3 = 3
 E5M2 = 4
 E8M0 = 5
 RECIPROCAL = 6
+AMAX = 7
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: 1, torch.float16: 2}
-"""dtype -> its number in the kernels; FP8 codes are uint8; ``RECIPROCAL`` is float32, of which 1/x counts."""
+"""dtype -> its number in the kernels; FP8 codes are uint8; ``RECIPROCAL`` is float32, of which 1/x counts, and ``AMAX``
+one float32 at any address."""
 
 NOT_ADDED = -1
 NEVER = 2**31 - 1
@@ -212,32 +214,13 @@ COLUMNS = 3
 """The columns of a row, and their number."""
 
 
-class Largest(NamedTuple):
-    """A tensor to add to a row.
-
-    Attributes:
-        values: as stored.
-        format: a number of :data:`FORMATS`, ``E4M3``, ``E5M2``, ``E8M0`` or ``RECIPROCAL``.
-        scale: float32, [1]: the factor of all codes; None without one.
-        slot: the place in the row.
-        order: the place in the order of execution.
-        column: ``MAGNITUDE``, or ``SCALE`` for the scales of blocks.
-    """
-
-    values: torch.Tensor
-    format: int
-    scale: torch.Tensor | None
-    slot: int
-    order: int
-    column: int = MAGNITUDE
+LargestOf: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int, int, int]
+"""A tensor to add to a row: its values as stored; their format, a number of :data:`FORMATS`, ``E4M3``, ``E5M2``,
+``E8M0``, ``RECIPROCAL`` or ``AMAX``; the factor of all codes, float32 [1], None without one; the place in the row; the
+place in the order of execution; and the column, ``MAGNITUDE``, or ``SCALE`` for the scales of blocks. It is a plain
+tuple, since one is made for each tensor of a step."""
 
 
 @functools.cache
 def single_one(device: torch.device) -> torch.Tensor:
     return torch.ones(1, dtype=torch.float32, device=device)
-
-
-def of_amax(amax: torch.Tensor, slot: int, order: int) -> Largest:
-    """Return a tensor's largest magnitude, float32 [1], as it is added: 1 in a scale that may have any address."""
-    one = single_one(amax.device), FLOAT32, amax, slot, order, MAGNITUDE
-    return tuple.__new__(Largest, one)  # Largest() would call a Python function

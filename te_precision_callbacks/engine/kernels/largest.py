@@ -1,6 +1,6 @@
 """The largest magnitude of a tensor as it is stored, and whether it has inf or nan: little enough for every step.
 
-    add([Largest(codes, E4M3, scale_inv, slot, order)], row)       # nothing waits for the device
+    add([(codes, E4M3, scale_inv, slot, order, MAGNITUDE)], row)       # nothing waits for the device
 
 A row is int32, [slots, 3]. The first column has the bits of the largest magnitude as a float32, which are in the order
 of the numbers, with inf above them and nan above inf; -1 if nothing was added. The second is the same for the scales of
@@ -9,14 +9,15 @@ blocks, and the third the least ``order`` of a tensor with inf or nan.
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 
 import torch
 
 from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.engine.kernels.columns import (
+    AMAX,
     COLUMNS,
     E4M3,
     E5M2,
@@ -27,7 +28,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     NEVER,
     NOT_ADDED,
     RECIPROCAL,
-    Largest,
+    LargestOf,
 )
 from te_precision_callbacks.engine.kernels.native import ONE_PASS
 
@@ -47,32 +48,33 @@ def reset(rows: torch.Tensor) -> None:
     rows[..., FIRST] = NEVER
 
 
-def add(tensors: Sequence[Largest], row: torch.Tensor) -> None:
+def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
     """Add tensors on one device to a row of :func:`new_rows` on this device."""
     if row.device.type == "cuda":
         _on_gpu(tensors, row)
         return
-    in_cpp = ONE_PASS.functions["te_precision_largest"] if ONE_PASS.is_compiled() else None
+    if not ONE_PASS.functions and not ONE_PASS.is_compiled():
+        _all_in_torch(tensors, row)
+        return
     begin = row.data_ptr()
-    numbers = array("q")
+    numbers: tuple[int, ...] = ()
     copies = []  # until they have been read
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
-        if in_cpp is None or number == E8M0:
+        if number == E8M0:
             _in_torch(tensor, row)
             continue
-        if not values.is_contiguous():
+        if number != AMAX and not values.is_contiguous():
             values = values.contiguous()
             copies.append(values)
         at = begin + 4 * COLUMNS * slot
         factor = 0 if scale is None else scale.data_ptr()
-        numbers.extend((values.data_ptr(), number, values.numel(), factor, at + 4 * column, at + 4 * FIRST, order))
-    if in_cpp is not None:
-        address, count = numbers.buffer_info()
-        in_cpp(address, count // 7, torch.get_num_threads())
+        numbers += (values.data_ptr(), number, values.nbytes, factor, at + 4 * column, at + 4 * FIRST, order)
+    count = len(numbers)
+    ONE_PASS.functions["te_precision_largest"]((ctypes.c_int64 * count)(*numbers), count // 7, torch.get_num_threads())
 
 
-def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
+def _with_triton(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
     """Add with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
     global _on_gpu, _launch
     try:
@@ -98,18 +100,18 @@ def _with_triton(tensors: Sequence[Largest], row: torch.Tensor) -> None:
         _all_in_torch(tensors, row)  # adding a tensor twice changes nothing
 
 
-def _all_in_torch(tensors: Sequence[Largest], row: torch.Tensor) -> None:
+def _all_in_torch(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
     for tensor in tensors:
         _in_torch(tensor, row)
 
 
-_on_gpu: Callable[[Sequence[Largest], torch.Tensor], None] = _with_triton
+_on_gpu: Callable[[Sequence[LargestOf], torch.Tensor], None] = _with_triton
 
-_launch: Callable[[Sequence[Largest], torch.Tensor], Sequence[Largest]] | None = None
+_launch: Callable[[Sequence[LargestOf], torch.Tensor], Sequence[LargestOf]] | None = None
 """Adds tensors with Triton, and returns those that are left."""
 
 
-def _in_torch(tensor: Largest, row: torch.Tensor) -> None:
+def _in_torch(tensor: LargestOf, row: torch.Tensor) -> None:
     values, number, scale, slot, order, column = tensor
     if number == E8M0:
         largest = values.amax().float()

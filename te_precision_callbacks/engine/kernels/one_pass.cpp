@@ -863,8 +863,9 @@ float magnitude_of(uint32_t word, int format) {
 extern "C" void te_precision_largest(const int64_t* tensors, int64_t tensor_count, int threads) {
   for (const int64_t* tensor = tensors; tensor != tensors + 7 * tensor_count; tensor += 7) {
     const char* values = reinterpret_cast<const char*>(tensor[0]);
-    const int format = static_cast<int>(tensor[1]);
-    const int64_t count = values == nullptr ? 0 : tensor[2];  // FSDP has freed the memory
+    const int format = tensor[1] == 7 ? 0 : static_cast<int>(tensor[1]);  // 7 is an amax
+    const int64_t width = format == 0 || format == 6 ? 4 : format <= 2 ? 2 : 1;
+    const int64_t count = values == nullptr ? 0 : tensor[2] / width;  // FSDP may have freed the memory
     const float* scale = reinterpret_cast<const float*>(tensor[3]);
     int32_t* largest = reinterpret_cast<int32_t*>(tensor[4]);
     int32_t* first = reinterpret_cast<int32_t*>(tensor[5]);

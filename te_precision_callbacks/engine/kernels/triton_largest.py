@@ -16,13 +16,14 @@ import triton.language as tl
 
 from te_precision_callbacks.base.devices import is_lost, raw_stream_of
 from te_precision_callbacks.engine.kernels.columns import (
+    AMAX,
     COLUMNS,
     E8M0,
     FIRST,
     FLOAT32,
     INFINITE,
     RECIPROCAL,
-    Largest,
+    LargestOf,
     single_one,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
@@ -63,11 +64,13 @@ _launchers: dict[torch.device, tuple[Callable[..., object], Sequence[Any]] | Non
 """Device -> how to launch the kernel without Triton's binder; None if that failed."""
 
 
-def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
+def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> list[LargestOf]:
     """Add tensors to a row; return tensors that the kernel cannot read."""
     if len(tensors) > TOGETHER:
         return add(tensors[:TOGETHER], row) + add(tensors[TOGETHER:], row)
     device = row.device
+    one = single_one(device)  # of which an amax is the scale, which may have any address
+    tensors = [(one, FLOAT32, tensor[0], *tensor[3:]) if tensor[1] == AMAX else tensor for tensor in tensors]
     words: list[int] = []
     pointers: list[int] = []
     of_scales: list[int] = []
@@ -81,7 +84,7 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
             return [tensor, *add(rest, row)] if rest else [tensor]
         words.append(size // 4)
         pointers.append(at)
-        of_scales.append((single_one(device) if scale is None else scale).data_ptr())
+        of_scales.append((one if scale is None else scale).data_ptr())
         begin = COLUMNS * slot
         of_tensors += number, begin + column, begin + FIRST, order
     unused = TOGETHER - len(words)  # they repeat the first
@@ -104,8 +107,8 @@ def add(tensors: Sequence[Largest], row: torch.Tensor) -> list[Largest]:
             _launchers[device] = None
             report_binder(error)
     padded = [*tensors, *[tensors[0]] * unused]
-    as_words = [tensor.values.detach().view(-1).view(torch.int32) for tensor in padded]
-    scales = [single_one(device) if tensor.scale is None else tensor.scale for tensor in padded]
+    as_words = [values.detach().view(-1).view(torch.int32) for values, *_ in padded]
+    scales = [one if scale is None else scale for _, _, scale, *_ in padded]
     with torch.cuda.device(as_words[0].get_device()):
         compiled = _add[(programs,)](*as_words, *scales, row, *words, *begins, *of_tensors, WORDS=_WORDS)
     if compiled is not None and device not in _launchers:  # None in the interpreter

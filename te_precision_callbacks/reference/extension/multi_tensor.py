@@ -94,7 +94,7 @@ def fused_amax_and_scale_update_after_reduction(
     reduced = torch.split(amax_reduction_buffer.view(-1), [scale.numel() for scale in scales])
     by_length = defaultdict(list)
     for module in zip(reduced, amax_histories, scales, strict=True):
-        by_length[len(module[1])].append(module)
+        by_length[module[1].shape[0]].append(module)
     for modules in by_length.values():
         newest, histories, own_scales = zip(*modules, strict=True)
         updated = delayed_scaling(
@@ -104,11 +104,10 @@ def fused_amax_and_scale_update_after_reduction(
             most_recent=amax_compute_algo == "most_recent",
             largest_number=scaled_max,
         )
-        counts = [len(amaxes) for amaxes in newest]
-        by_module = (torch.split(values, counts, dim=-1) for values in updated)
-        for history, scale, new_history, new_scale in zip(histories, own_scales, *by_module, strict=True):
-            overwrite(history, new_history)
-            overwrite(scale, new_scale.view(scale.shape))
+        counts = [amaxes.shape[0] for amaxes in newest]
+        with torch.inference_mode():  # in which some of them may have been made
+            torch._foreach_copy_(histories, torch.split(updated[0], counts, dim=-1))
+            torch._foreach_copy_([scale.view(-1) for scale in own_scales], torch.split(updated[1], counts, dim=-1))
 
 
 L2_REGULARIZATION = 0
