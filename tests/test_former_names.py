@@ -2,12 +2,15 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
 from te_precision_callbacks.base.former_names import FORMER_NAMES
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.cli import main
+from te_precision_callbacks.config import ConfigError, load_config
+from te_precision_callbacks.diagnosis.engine import OptionError, read_on_finding
 
 COMMANDS = [name for name in FORMER_NAMES if name.startswith("te-precision ")]
 PYTHON_NAMES = [name for name in FORMER_NAMES if name.startswith("te_precision_callbacks.")]
@@ -54,3 +57,24 @@ def test_a_former_name_in_a_config_or_a_keyword(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("te_precision_callbacks.base.suggestions.FORMER_NAMES", {"maximum": "Use max."})
     assert suggestion("maximum", ["max"]) == " It no longer exists. Use max."
     assert suggestion("maxima", ["max"]) == " Did you mean 'max'?"
+
+
+@pytest.mark.parametrize("body", ["true", "5", "{steps: 3}", "rollout.json"])
+@pytest.mark.parametrize("name", ["profile", "early_steps", "layer_names", "require_same", "on_broken"])
+def test_a_former_keyword_in_place_of_a_section(name: str, body: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    section = "s: {enabled: true, layers: {layer_types: [all]}, transformer_engine: {DisableFP8Layer: {enabled: true}}}"
+    file.write_text(f"{name}: {body}\n{section}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load_config(file)
+    is_key = name == "layer_names" and body != "{steps: 3}"  # it is a key of the config, above the sections
+    expected = "beside the sections must be 'path' or 'upstream'" if is_key else FORMER_NAMES[name]
+    assert expected in str(raised.value)
+    assert str(raised.value).count("\n") == 0, "a single error"
+
+
+@pytest.mark.parametrize("reaction", ["dump", "profile", "protect checkpoint"])
+def test_a_former_reaction_to_all_findings(reaction: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        read_on_finding(reaction)
+    assert FORMER_NAMES[reaction] in str(raised.value)

@@ -51,11 +51,11 @@ FORMER_NAMES: Mapping[str, str] = {
     "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
     "max_bytes": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
     "max_files": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
-    "on_broken": "Write it into the contract: require={'share': 'fp8 >= 95%', 'on_broken': 'warn'}.",
+    "on_broken": "Write on_broken: warn into the contract of require=.",
     "profile": "Use torch.profiler or Nsight Systems.",
     "protect checkpoint": "Use 'stop', which ends the run before it replaces good checkpoints.",
     "report": "Run te-precision report RUN after the training.",
-    "require_same": "Write it into the contract: require={'same_as': 'rollout.json'}.",
+    "require_same": "Write same_as: rollout.json into the contract of require=.",
     "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
     "te-precision check --calibrate": "Measure with torch.profiler or Nsight Systems.",
     "te-precision check --convert": (

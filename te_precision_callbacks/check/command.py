@@ -276,6 +276,7 @@ def plan_function(
     from te_precision_callbacks.config.contract import Contract
     from te_precision_callbacks.maps.alignment import read_alignment
     from te_precision_callbacks.maps.comparing import SameAs, read_requirements
+    from te_precision_callbacks.maps.precision_map import MapError
     from te_precision_callbacks.maps.sources import open_map
     from te_precision_callbacks.options import check_value
 
@@ -284,6 +285,8 @@ def plan_function(
         check_value("observe", observe)
         contract = read_requirements(require)
     if same_as is not None:
+        if contract is not None and contract.same_as is not None:
+            raise MapError("--require has a contract with same_as, so --same-as must not name another map.")
         required = SameAs(open_map(same_as), read_alignment(alignment))
         contract = (contract or Contract.model_validate({})).model_copy(update={"same_as": required})
     model, device = build_model(spec)

@@ -65,6 +65,7 @@ class ContractKeeper:
         self._contract = contract
         self._first: int | None = None
         self._changes = 0
+        self._known = 0  # changes at the end of the last step
         self._changed_at = 0
         self._checked = -1
         self._checked_until = -1
@@ -77,6 +78,8 @@ class ContractKeeper:
         """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes."""
         if self._first is None:
             self._first = iteration + self._contract.by_step - 1
+        if changes != self._known:
+            self._changed_at = iteration
         self._changes = changes
         ranks.request_check(note=iteration >= self._first and self._checked != changes)
 
@@ -99,6 +102,7 @@ class ContractKeeper:
         changed_at = self._changed_at
         if changes != self._changes:
             self._changed_at = iteration
+        self._known = changes
         if not noted:
             return None
         if not ranks.several:

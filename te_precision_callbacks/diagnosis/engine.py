@@ -369,6 +369,7 @@ def read_on_finding(on_finding: OnFinding) -> OfFinding:
         raise OptionError(
             f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', a function"
             f" of the finding, or a mapping of rules to 'warn', 'stop' or a function, not {on_finding!r}."
+            f"{suggestion(word.strip(), ())}"
         )
     known = [*SEVERITIES, *RULE_OF_ID]
     for name in names:

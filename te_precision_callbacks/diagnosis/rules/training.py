@@ -223,7 +223,7 @@ class GradientNorm(RuleCheck):
 class GradientSize(RuleCheck):
     """Checks the gradient norm against the limit of clipping, and the first loss against a uniform guess."""
 
-    needed, _kind_of_step = CLIPPED_STEPS, "step with clipping"
+    needed, _kind_of_step = CLIPPED_STEPS, "clipped step"
     applies = False
 
     def __init__(self) -> None:
