@@ -101,9 +101,11 @@ def _compiled(source: Path, flags: str) -> Path:
     key = repr((source.read_text(encoding="utf-8"), flags, compiler, os.stat(compiler).st_mtime_ns, processor))
     own_folder = f"{tempfile.gettempdir()}/te_precision_{os.getuid()}"
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", own_folder))
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if str(folder) == own_folder and folder.stat().st_uid != os.getuid():  # whose code would run here
+        raise PermissionError(f"{folder} belongs to another user")
     library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()}.so"
     if not library.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:  # another process may compile at the same time
             new = Path(place, library.name)
             done = subprocess.run([compiler, source, *flags.split(), "-o", new], capture_output=True, text=True)

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,16 @@ def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: P
     assert all(same.values()), same
     assert stderr.count("cannot be compiled") == 1, stderr
     assert "TORCHINDUCTOR_CACHE_DIR" in stderr
+
+
+def test_code_in_the_folder_of_another_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = os.getuid() + 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert native.ONE_PASS.load()
+    monkeypatch.setattr(os, "getuid", lambda: other)  # whose folder this user makes
+    with pytest.raises(PermissionError, match=f"te_precision_{other} belongs to another user"):
+        native.ONE_PASS.load()
 
 
 def test_processes_that_compile_at_once_leave_one_library(tmp_path: Path) -> None:
