@@ -70,7 +70,6 @@ class _ScalingSnapshot(NamedTuple):
         sums: [2, states]: of the scales' distances from 1, and of the amaxes of earlier steps.
     """
 
-    scale: torch.Tensor
     iteration: int
     sums: torch.Tensor
 
@@ -80,15 +79,18 @@ class DelayedScalingLayers:
 
     def __init__(self) -> None:
         self._snapshots: dict[int, _ScalingSnapshot] = {}
+        self._states: dict[int, Any] = {}  # of the recipe, in the last forward in FP8 of a module
 
     def snapshot(self, module: Any, iteration: int) -> None:
         """Read a module's state in a training forward, without waiting for the device."""
-        known = self._snapshots.get(id(module))
-        states = list(delayed_states(module)) if module.fp8 else []
-        if states and (known is None or known.scale is not states[0].scale):
+        state = meta_of(module).get(FORWARD)
+        if not module.fp8 or self._states.get(id(module)) is state:
+            return
+        self._states[id(module)] = state
+        if states := list(delayed_states(module)):
             with hide_operators():  # in the step whose operators are counted
                 sums = _sums_of_states(states)
-            self._snapshots[id(module)] = _ScalingSnapshot(states[0].scale, iteration, sums)
+            self._snapshots[id(module)] = _ScalingSnapshot(iteration, sums)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Iterable[str]) -> frozenset[str]:
         """Return the layers that ran without a scale in a step: their state was new and empty.
@@ -178,7 +180,6 @@ class DebugPathDecisions:
         self._upstream_is_debug_iter: Callable[[Any], bool] = bool
         self.ran: set[int] = set()
         self._checked_cache: set[int] = set()
-        self._states: dict[int, Any] = {}  # of the recipes, as of the last check of a module's scales
         self._failures = failures
         self._idle_in_evaluation: dict[int, int] = {}
         self._captured: dict[int, tuple[torch.nn.Module, tuple[Schedule, ...] | None]] = {}
@@ -190,7 +191,6 @@ class DebugPathDecisions:
     def forget_modules(self) -> None:
         self.unwatched.clear()
         self._idle_in_evaluation.clear()
-        self._states.clear()
         self._captured.clear()
 
     def forget(self) -> None:
@@ -312,10 +312,6 @@ class DebugPathDecisions:
 
     def check_scales(self, module: Any, iteration: int) -> None:
         """Read a module's state of delayed scaling, if it is new."""
-        state = meta_of(module).get(FORWARD)
-        if self._states.get(id(module)) is state:
-            return
-        self._states[id(module)] = state
         try:
             self.delayed_scaling.snapshot(module, iteration)
         except Exception as error:

@@ -96,6 +96,16 @@ def test_a_layer_that_begins_delayed_scaling_later_has_none_in_its_first_step(
     }
 
 
+def test_a_state_from_before_a_step_in_high_precision_has_no_scale(tmp_path: Path, keeper: Keeper) -> None:
+    net = te.Linear(128, 128)
+    with torch.no_grad(), te.autocast(recipe=DELAYED):
+        net(torch.randn(128, 128))
+    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
+        for recipe in (None, DELAYED, DELAYED):
+            train(session, net, 1, x=torch.randn(128, 128), recipe=recipe)
+    assert [records.unscaled for records in keeper.steps] == [set(), {"linear"}, set()]
+
+
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (7, 4)])
 def test_neither_quantized_weights_nor_an_evaluation_give_it_a_scale(
     tmp_path: Path, keeper: Keeper, start: int, length: int
