@@ -41,9 +41,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
     PrecisionHistory,
 )
 from te_precision_callbacks.te import modules as te_modules
-from te_precision_callbacks.te.state import (
-    recipe_of_module,
-)
+from te_precision_callbacks.te.state import recipe_of_module
 
 MODIFIED = " (modified)"
 

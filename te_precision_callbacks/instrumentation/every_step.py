@@ -167,7 +167,7 @@ class EveryStep:
                         found += ((quantizer.amax, AMAX, None, slot, now, MAGNITUDE),)
             if found:
                 device = found[0][0].device
-                on = ring.devices.get(device)
+                on = ring.devices.get(device)  # as in Ring.add, mostly without a call of it
                 if on is None or len(ring.slots) > on.slots or on.handle_now() not in on.streams or on.captures():
                     ring.add(found)
                 else:

@@ -140,7 +140,8 @@ class ForwardHooks:
             products=self.products,
             plans=self.plans,
         )
-        self._failed: set[str] = set()  # consumers of events
+        self._consumers: list[Callable[[GemmEvent], None]]
+        self._consumers = [self._fused_observation, self._gemm_records, self.gemm_errors, self.products.note]
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.due))
         self._graphs = CudaGraphs()
         self._seams = Replacements()
@@ -219,16 +220,13 @@ class ForwardHooks:
 
     def _consume(self, event: GemmEvent) -> None:
         """Pass an event on; a consumer that fails gets no more."""
-        for consumer in (self._fused_observation, self._gemm_records, self.gemm_errors, self.products.note):
-            name = type(consumer).__name__
-            if name in self._failed:
-                continue
+        for consumer in list(self._consumers):
             try:
                 consumer(event)
             except ObservationError:  # reported already; must be raised
                 raise
             except Exception as error:
-                self._failed.add(name)
+                self._consumers.remove(consumer)
                 self._failures.report("observing the GEMMs of", event.layer, error)
 
     def end_step(self) -> None:

@@ -705,8 +705,7 @@ def _find_none(arguments: Sequence[Any]) -> PlainTensors:
 
 
 def _with_own_wgrad(upstream: AnyFunction, *operands: Any, **keywords: Any) -> Any:
-    """Call ``general_gemm``; before, compute the wgrad of the micro-batch for a quantizer that needs it."""
-    if keywords.get("accumulate"):
-        alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
-        keywords["quantization_params"].take_own_wgrad(lambda: upstream(*operands, **{**keywords, **alone})[0])
+    """Call an accumulating ``general_gemm``; before, compute the wgrad alone, for a quantizer that needs it."""
+    alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
+    keywords["quantization_params"].take_own_wgrad(lambda: upstream(*operands, **{**keywords, **alone})[0])
     return upstream(*operands, **keywords)
