@@ -31,8 +31,8 @@ from te_precision_callbacks.config.schemas import LogGemmError, known_features
 from te_precision_callbacks.config.steps import with_early_steps
 from te_precision_callbacks.coverage.contract_keeper import broken_clauses, require_layers
 from te_precision_callbacks.coverage.coverage import Coverage
+from te_precision_callbacks.coverage.formats import recipe_text
 from te_precision_callbacks.coverage.planned_products import PlannedProducts, plan_products
-from te_precision_callbacks.coverage.precision_audit import recipe_text
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.instrumentation.fused import choose, format_paths

@@ -15,7 +15,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.coverage import Coverage
-from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.coverage.formats import recipe_text
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
 from te_precision_callbacks.te import modules as te_modules

@@ -88,6 +88,7 @@ class Product:
         not_run: the reason if the step skipped it, as in ``session.precision``, or if it is not counted.
         reason: the reason for high precision; None in low precision, and if it does not run.
         reason_ref: the details: the section with its file and line, the dimension, the variable.
+        recipe: the recipe of a layer of Transformer Engine, as in :class:`GemmPrecision`; else empty.
     """
 
     layer: str
@@ -105,6 +106,7 @@ class Product:
     not_run: str = ""
     reason: Reason | None = None
     reason_ref: str = ""
+    recipe: str = ""
 
     @classmethod
     def left_out(cls, layer: str, family: Family, gemm: ProductName, why: str) -> Product:

@@ -40,7 +40,6 @@ class GemmPrecision:
             of a custom recipe, or :data:`HIGH_PRECISION`; several are joined by arrows. Empty for a GEMM that has not
             run.
         excluded: whether the layer ran in high precision because its forward is inside ``te.autocast(enabled=False)``.
-        outside: the share of its calls in an iteration outside of ``te.autocast``, if others were inside; else 0.
     """
 
     layer: str
@@ -52,7 +51,6 @@ class GemmPrecision:
     until: int | None = None
     recipe: str = ""
     excluded: bool = False
-    outside: float = 0.0
 
 
 def format_operands(operands: Mapping[str, str]) -> str:
@@ -95,23 +93,14 @@ class Format(NamedTuple):
 
 
 class GemmFact(NamedTuple):
-    """The operands of a GEMM in an iteration, each with its formats; or the reason why the GEMM did not run.
-
-    ``outside`` is the share of its calls outside of ``te.autocast``, if others were inside; else 0.
-    """
+    """The operands of a GEMM in an iteration, each with its formats; or the reason why the GEMM did not run."""
 
     operands: tuple[tuple[str, tuple[Format, ...]], ...] = ()
     not_run: str = ""
-    outside: float = 0.0
 
     @property
     def is_left_out(self) -> bool:
         return self.not_run not in ("", NO_BACKWARD)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Return whether the calls of the iteration had several recipes, or some of them none."""
-        return len({form.recipe for _, formats in self.operands for form in formats}) > 1
 
 
 LayerFacts = tuple[GemmFact | None, ...]
@@ -233,7 +222,7 @@ def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
             begin = end
 
 
-_Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool, float]
+_Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
 
 
 def _merge_spans(spans: Sequence[_Span]) -> _Fields:
@@ -250,9 +239,9 @@ def _merge_spans(spans: Sequence[_Span]) -> _Fields:
     if ran:
         not_run = ""
     operands, recipe = _join_facts(ran)
-    outside = spans[0].fact.outside if len(spans) == 1 else 0.0
-    excluded &= recipe == HIGH_PRECISION or outside > 0
-    return spans[0].gemm, operands, bool(ran), not_run, spans[0].since, spans[-1].until, recipe, excluded, outside
+    in_one_span = len(spans) == 1 and HIGH_PRECISION in recipe.split(" -> ")  # of some of its micro-batches
+    excluded &= recipe == HIGH_PRECISION or in_one_span
+    return spans[0].gemm, operands, bool(ran), not_run, spans[0].since, spans[-1].until, recipe, excluded
 
 
 def _join_facts(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:

@@ -1,41 +1,30 @@
-"""The matrix products of a run's model by step: the products of its calls, in the precision of the step."""
+"""The matrix products of a run's model by step: Transformer Engine's from the table of each step, and torch's."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.vocabulary import LOW_PRECISION
 from te_precision_callbacks.config.effects import Acting
-from te_precision_callbacks.coverage.coverage import (
-    ESTIMATED,
-    EXCLUDED,
-    NOT_OBSERVED,
-    Coverage,
-    Product,
-    ProductName,
-    Reason,
-    StateRow,
-    precision_of,
-)
-from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION, GemmPrecision
-from te_precision_callbacks.coverage.micro_batches import Kind, Parts
+from te_precision_callbacks.coverage.coverage import EXCLUDED, NOT_OBSERVED, Coverage, Product, Reason, StateRow
+from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION
+from te_precision_callbacks.coverage.micro_batches import Parts
 from te_precision_callbacks.coverage.other_steps import ProductSpan
-from te_precision_callbacks.coverage.products import CountedKinds, CountedStep
+from te_precision_callbacks.coverage.products import CountedKinds
+from te_precision_callbacks.coverage.step_table import NO_GEMMS, StepGemms, StepTable
 from te_precision_callbacks.statistics.schedule import Schedule, any_due
 
 _OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
+MOST_TABLES = 64
+"""The most steps that differ in their products. Later ones are kept as means, of the steps with the same formats."""
+
 MOST_SPANS = 64
-"""The most parts of a run with different calls; the steps after them are one part, with their mean."""
-
-_OF_TE = ("te", "te_ops")
-
-MIXED = f"{ESTIMATED}micro-batches of one step differ in precision"
+"""The most changes of products that are listed, counted from the last one."""
 
 
 @dataclass(frozen=True)
@@ -59,108 +48,203 @@ class HighPrecisionFacts:
     recomputed_outside: bool = False
 
 
-@dataclass
-class CountedSteps:
-    """The products of consecutive steps with equal calls, and the facts about layers.
+NO_FACTS = HighPrecisionFacts({})
+
+
+class CountedStep(NamedTuple):
+    """The products of a step.
 
     Attributes:
-        since, until: the first and the last step; ``until`` is None while the span is open.
-        parts: kind -> the number of calls and backwards in a step; if steps differ, in all ``steps`` together.
-        steps: the number of steps that ``parts`` sums up.
+        gemms: those of Transformer Engine; None if some may be missing.
+        parts: the calls of the model, by kind.
+        kinds: torch's products in each kind of call.
+        state: the rows of state, in the first step.
+        why_not: the reason if torch's products are not counted; else empty.
     """
 
-    since: int
-    kinds: CountedKinds
+    gemms: StepGemms | None
     parts: Parts
-    layers: Mapping[str, HighPrecisionFacts]
-    state: tuple[StateRow, ...]
+    kinds: CountedKinds
+    state: tuple[StateRow, ...] | None
+    why_not: str = ""
+
+    @property
+    def has_backward(self) -> bool:
+        if self.gemms is None:
+            return any(backwards for _, backwards in self.parts.values())
+        return self.gemms.has_backward or any(
+            backwards and self.kinds.has_backward(kind) is not False for kind, (_, backwards) in self.parts.items()
+        )
+
+
+@dataclass(eq=False)
+class StepProducts:
+    """The products of steps alike, or the sum over steps with other sizes.
+
+    Attributes:
+        step: the first of these steps; the counts of a sum are in ``gemms`` and ``parts``.
+        facts: layer -> facts about it.
+        since: the iteration of the first step.
+        steps: the number of steps that the counts sum up.
+    """
+
+    table: StepTable
+    step: CountedStep
+    gemms: StepGemms
+    parts: Parts
+    facts: Mapping[str, HighPrecisionFacts]
+    since: int
     steps: int = 1
-    until: int | None = None
     _products: tuple[tuple[int, int], tuple[Product, ...]] | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
-        version = self.kinds.changes, self.steps
+        version = self.step.kinds.changes, self.steps
         if self._products is None or self._products[0] != version:
-            self._products = version, self.kinds.products(self.parts, self.steps)
+            self._products = version, tuple(self._make_products())
         return self._products[1]
 
-    @property
-    def has_backward(self) -> bool:
-        return any(backwards for _, backwards in self.parts.values())
+    def _make_products(self) -> Iterator[Product]:
+        of_torch, uncounted = self.step.kinds.products(self.parts, self.steps)
+        placed = [*of_torch, *self.table.products(self.gemms, self.steps)]
+        for _, product in sorted(placed, key=lambda entry: entry.place):
+            if product.recipe:
+                product = explain(
+                    product,
+                    self.facts.get(product.layer, NO_FACTS),
+                    self.since,
+                    excluded=product.layer in self.gemms.excluded,
+                )
+            yield product
+        yield from uncounted
+        yield from self.table.uncounted(self.gemms)
+        if self.step.why_not:
+            yield self.step.kinds.uncounted(self.step.why_not)
 
-    def add(self, parts: Parts) -> None:
-        added = dict(self.parts)
-        for key, (calls, backwards) in parts.items():
-            before = self.parts.get(key, (0, 0))
-            added[key] = before[0] + calls, before[1] + backwards
-        self.parts = added
+    @property
+    def counts(self) -> Counter[object]:
+        """The multiply-adds of each GEMM, in any precision."""
+        counts: Counter[object] = Counter()
+        for product in self.products:
+            counts[product.layer, product.gemm, product.backward] += product.macs
+        return counts
+
+    def is_like(self, step: CountedStep, gemms: StepGemms) -> bool:
+        return self.steps == 1 and self.gemms == gemms and (self.parts, self.step.why_not) == (step.parts, step.why_not)
+
+    def add(self, step: CountedStep, gemms: StepGemms) -> None:
+        self.gemms = self.gemms.plus(gemms)
+        parts = dict(self.parts)
+        for kind, (calls, backwards) in step.parts.items():
+            calls_before, backwards_before = parts.get(kind, (0, 0))
+            parts[kind] = calls_before + calls, backwards_before + backwards
+        self.parts = parts
         self.steps += 1
 
 
-class CoverageHistory:
-    """The matrix products of each step, kept as changes: a step like the one before takes no memory.
+class _Span(NamedTuple):
+    """Consecutive steps.
 
     Attributes:
+        since: their first iteration.
+        counts_since: the first iteration of the steps up to these with the same multiply-adds.
+    """
+
+    since: int
+    of_step: StepProducts
+    counts_since: int
+
+
+class CoverageHistory:
+    """The matrix products of each step, kept as changes: a step like an earlier one takes a few bytes.
+
+    Attributes:
+        state: the dtypes of the state of the model and its optimizers, after the first step.
         other_ranks_products: products of pipeline stages on other ranks.
         changes: number of changes so far.
     """
 
-    def __init__(self) -> None:
-        self._counted: list[CountedSteps] = []
-        self._met: set[tuple[int, frozenset[tuple[Kind, tuple[int, int]]]]] = set()
-        self._kinds_changes = 0
+    def __init__(self, table: StepTable) -> None:
+        self.state: tuple[StateRow, ...] = ()
         self.other_ranks_products: tuple[Product, ...] = ()
-        self._unobserved: tuple[Product, ...] = ()
         self.changes = 0
+        self._table = table
+        self._spans: list[_Span] = []
+        self._tables: dict[object, StepProducts] = {}
+        self._means: dict[object, StepProducts] = {}
+        self._kinds_changes = 0
+        self._unobserved: tuple[Product, ...] = ()
 
-    def put(
-        self,
-        iteration: int,
-        step: CountedStep,
-        facts: Callable[[], Mapping[str, HighPrecisionFacts]],
-    ) -> None:
-        """Record the calls of a step, which are valid until a step differs.
+    @property
+    def has_changed(self) -> bool:
+        return len(self._spans) > 1
+
+    def put(self, iteration: int, step: CountedStep, facts: Callable[[], Mapping[str, HighPrecisionFacts]]) -> None:
+        """Record the products of a step, which are valid until a step differs.
 
         A step without a backward, such as a skipped batch, is treated like the step before it; before the first
         backward, like the step after it.
         """
-        while self._counted and self._counted[-1].since >= iteration:
-            self._counted.pop()
-        last = next(reversed(self._counted), None)
-        now = CountedSteps(iteration, step.kinds, step.parts, {}, step.state or (), 1)
-        if step.kinds.changes != self._kinds_changes and last is not None and last.kinds is step.kinds:
+        while self._spans and self._spans[-1].since >= iteration:
+            self._spans.pop()
+        self.state = step.state or self.state
+        last = self._spans[-1].of_step if self._spans else None
+        gemms = step.gemms or NO_GEMMS
+        if last is not None and last.step.kinds is step.kinds:
+            gemms = step.gemms or last.gemms
+            if step.kinds.changes != self._kinds_changes:
+                self.changes += 1  # earlier steps may have had calls of the newly counted kind
+                last.facts = facts()
             self._kinds_changes = step.kinds.changes
-            self.changes += 1  # earlier steps may have had calls of the newly counted kind
-            last.layers = facts()
-        if last is not None and last.kinds is step.kinds:
-            if not now.has_backward and last.has_backward:
+            if not step.has_backward and last.step.has_backward:
                 return
-            if now.has_backward and not last.has_backward:
-                now.since = last.since
-                now.state = step.state or last.state
-                self._counted.pop()
-            elif last.steps == 1 and last.parts == step.parts:
+            if step.has_backward and not last.step.has_backward:
+                iteration = self._spans.pop().since
+            elif last.is_like(step, gemms):
                 return
-            elif len(self._counted) >= MOST_SPANS:
-                last.add(step.parts)
-                self.changes += not last.steps & (last.steps - 1)  # at powers of two: a change rewrites the record
-                return
-            else:
-                now.state = last.state
-        if self._counted and self._counted[-1].kinds is now.kinds and self._counted[-1].products == now.products:
-            return
-        now.layers = facts()
-        self._counted.append(now)
-        met = id(step.kinds), frozenset(step.parts.items())
-        self.changes += met not in self._met
-        self._met.add(met)
         self._kinds_changes = step.kinds.changes
+        of_step = self._find(iteration, step, gemms, facts)
+        before = self._spans[-1] if self._spans else None
+        if before is None:
+            self._spans.append(_Span(iteration, of_step, iteration))
+        elif before.of_step is not of_step:
+            is_same = before.of_step.counts == of_step.counts
+            self._spans.append(_Span(iteration, of_step, before.counts_since if is_same else iteration))
+
+    def _find(
+        self,
+        iteration: int,
+        step: CountedStep,
+        gemms: StepGemms,
+        facts: Callable[[], Mapping[str, HighPrecisionFacts]],
+    ) -> StepProducts:
+        """Return the products of an earlier step like this one, or new ones."""
+        kinds = id(step.kinds)
+        key = kinds, gemms.key, frozenset(step.parts.items()), step.why_not
+        if key in self._tables:
+            return self._tables[key]
+        of_step = StepProducts(self._table, step, gemms, step.parts, facts(), iteration)
+        if len(self._tables) < MOST_TABLES:
+            last = self._spans[-1].of_step if self._spans else None
+            if last is not None and last.products == of_step.products:
+                of_step = last
+            else:
+                self.changes += 1
+            self._tables[key] = of_step
+            return of_step
+        form: object = (kinds, gemms.forms)
+        if form not in self._means and len(self._means) >= MOST_TABLES:
+            form = kinds
+        mean = self._means.setdefault(form, of_step)
+        if mean is not of_step:
+            mean.add(step, gemms)
+        self.changes += not mean.steps & (mean.steps - 1)  # at powers of two: a change rewrites the record
+        return mean
 
     def put_other_ranks(self, products: Iterable[Product]) -> None:
         own: set[str] = set()
-        for counted in self._counted:
-            own.update(product.layer for product in counted.products)
+        for span in self._spans:
+            own.update(product.layer for product in span.of_step.products)
         self.other_ranks_products = tuple(product for product in products if product.layer not in own)
 
     def put_unobserved(self, layers: Mapping[str, str]) -> None:
@@ -169,184 +253,89 @@ class CoverageHistory:
         self._unobserved = tuple(products)
         self.changes += 1
 
-    def spans(self) -> list[CountedSteps]:
-        for counted, following in itertools.pairwise(self._counted):
-            counted.until = following.since - 1
-        return list(self._counted)
-
-    def by_span(self, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
+    def by_span(self, unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
         """Yield each product once for each span of steps without a change of it.
 
-        ``precision`` is ``PrecisionAudit.spans``; ``unconverted``: layer -> why the trainer's conversion to Transformer
-        Engine skipped it.
+        ``unconverted``: layer -> why the trainer's conversion to Transformer Engine skipped it.
         """
-        spans: dict[tuple[str, ProductName], list[GemmPrecision]]
-        spans = group_by_key(((entry.layer, entry.gemm), entry) for entry in precision)
-        for counted in self.spans():
-            left = dict(spans)
-            for order, product in enumerate(counted.products):
-                left.pop((product.layer, product.gemm), None)
-                entries: Sequence[GemmPrecision] = ()
-                if product.family in _OF_TE:
-                    entries = spans.get((product.layer, product.gemm), ())
-                yield from _split_by_precision(product, order, counted, entries, unconverted)
-            for layer_entries in left.values():
-                last = layer_entries[-1]
-                if last.not_run:
-                    left_out = Product.left_out(last.layer, "te", last.gemm, last.not_run)
-                    yield ProductSpan(left_out, len(counted.products), last, last.since, last.until)
+        earlier, listed = self._spans[:-MOST_SPANS], self._spans[-MOST_SPANS:]
+        begun: dict[Product, ProductSpan] = {}
+        if earlier:
+            first = earlier[0].since
+            alike = {id(span.of_step): set(span.of_step.products) for span in earlier}
+            in_all = set.intersection(*alike.values())
+            for order, product in enumerate(listed[0].of_step.products):
+                if product in in_all:
+                    begun[product] = ProductSpan(product, order, first, None)
+                else:  # which steps had it is not known any more
+                    yield ProductSpan(replace(product, operands={}), order, first, listed[0].since - 1)
+        for span in listed:
+            orders = {product: order for order, product in enumerate(span.of_step.products)}
+            for product in [product for product in begun if product not in orders]:
+                product_span = begun.pop(product)
+                yield product_span._replace(product=convert(product, unconverted), until=span.since - 1)
+            for product, order in orders.items():
+                if product not in begun:
+                    begun[product] = ProductSpan(product, order, span.since, None)
+        for product_span in begun.values():
+            yield product_span._replace(product=convert(product_span.product, unconverted))
         for order, product in enumerate((*self.other_ranks_products, *self._unobserved)):
-            yield ProductSpan(product, order, None, 0, None)
+            yield ProductSpan(product, order, 0, None)
 
-    def at(
-        self, iteration: int, last: int, precision: Iterable[GemmPrecision], unconverted: Mapping[str, str]
-    ) -> Coverage:
-        """The products of an iteration; ``last`` is the run's last iteration, ``precision`` is as of ``iteration``."""
-        if not self._counted:
+    def at(self, iteration: int, last: int, unconverted: Mapping[str, str]) -> Coverage:
+        """Return the products of an iteration; ``last`` is the run's last iteration."""
+        if not self._spans:
             return Coverage(self._unobserved)
-        number = max(0, bisect_right(self._counted, iteration, key=lambda counted: counted.since) - 1)
-        counted = self._counted[number]
-        products = apply_precision(counted.products, counted.layers, list(precision), unconverted)
-        return Coverage((*products, *self._unobserved), state=counted.state, steps=self._steps(number, last))
+        number = max(0, bisect_right(self._spans, iteration, key=lambda span: span.since) - 1)
+        products = (convert(product, unconverted) for product in self._spans[number].of_step.products)
+        return Coverage((*products, *self._unobserved), state=self.state, steps=self._steps(number, last))
 
     def _steps(self, number: int, last: int) -> str:
-        if len(self._counted) < 2:
+        """Return the steps with the multiply-adds of a span; empty if all steps have them."""
+        span = self._spans[number]
+        since = span.counts_since
+        if since == self._spans[0].since == self._spans[-1].counts_since:
             return ""
-        since = self._counted[number].since
-        until = max(since, last)
-        if number + 1 < len(self._counted):
-            until = self._counted[number + 1].since - 1
+        later = (following.since for following in self._spans[number:] if following.counts_since != since)
+        until = next(later, max(since, last) + 1) - 1
         steps = f"steps {since} to {until}"
         if since == until:
             steps = f"step {since}"
-        if self._counted[number].steps > 1:
+        if span.of_step.steps > 1:
             return f"the mean of {steps}"
         return steps
 
 
-def _split_by_precision(
-    product: Product,
-    order: int,
-    counted: CountedSteps,
-    entries: Sequence[GemmPrecision],
-    unconverted: Mapping[str, str],
-) -> Iterator[ProductSpan]:
-    facts = counted.layers.get(product.layer)
-    if not entries:
-        for part in _apply_precision(product, None, facts, unconverted):
-            yield ProductSpan(part, order, None, counted.since, counted.until)
-    for place, entry in enumerate(entries):
-        since = entry.since
-        until = entry.until
-        if not place and since <= counted.since + 1:
-            since = counted.since  # in the first step, the precision may become known one step late
-        elif not place:  # older changes were dropped, so the precision before this one is unknown
-            before = since - 1
-            if counted.until is not None:
-                before = min(before, counted.until)
-            yield ProductSpan(replace(product, operands={}), order, None, counted.since, before)
-        if until is None:
-            until = counted.until
-        elif counted.until is not None:
-            until = min(until, counted.until)
-        since = max(since, counted.since)
-        if until is None or until >= since:
-            for part in _apply_precision(product, entry, facts, unconverted):
-                yield ProductSpan(part, order, entry, since, until)
+def convert(product: Product, unconverted: Mapping[str, str]) -> Product:
+    """Return a product of torch with the reason why its layer was not converted to Transformer Engine, if known."""
+    if product.layer in unconverted and product.reason is Reason.NOT_TE and not product.is_low:
+        return replace(product, reason=Reason.NOT_CONVERTED, reason_ref=unconverted[product.layer])
+    return product
 
 
-def apply_precision(
-    products: Iterable[Product],
-    layers: Mapping[str, HighPrecisionFacts],
-    precision: Sequence[GemmPrecision],
-    unconverted: Mapping[str, str],
-) -> Iterator[Product]:
-    entries: dict[tuple[str, ProductName], GemmPrecision] = {(entry.layer, entry.gemm): entry for entry in precision}
-    for product in products:
-        entry = None
-        if product.family in _OF_TE:
-            entry = entries.pop((product.layer, product.gemm), None)
-        facts = layers.get(product.layer)
-        yield from _apply_precision(product, entry, facts, unconverted)
-        if entry is not None and _is_guessed(product, entry) and not (facts and facts.recomputed_outside):
-            yield Product.uncounted(product.layer, product.family, MIXED)
-    for entry in entries.values():
-        if entry.not_run:
-            yield Product.left_out(entry.layer, "te", entry.gemm, entry.not_run)
-
-
-def _apply_precision(
-    product: Product,
-    entry: GemmPrecision | None,
-    facts: HighPrecisionFacts | None,
-    unconverted: Mapping[str, str],
-) -> Iterator[Product]:
-    """Yield a product with its precision in a step; two, if some of its calls were outside of ``te.autocast``."""
-    if product.family not in _OF_TE:
-        if product.is_low:
-            product = replace(product, reason=None, reason_ref="")
-        elif product.layer in unconverted and product.reason is Reason.NOT_TE:
-            product = replace(product, reason=Reason.NOT_CONVERTED, reason_ref=unconverted[product.layer])
-        yield product
-    elif entry is None or (product.is_low and product.reason is None and product.operands == entry.operands):
-        yield product
-    elif entry.not_run:
-        yield replace(product, macs=0, calls=0, operands={}, runs="never", not_run=entry.not_run)
-    elif entry.outside and not (facts and facts.recomputed_outside):
-        yield from _split_calls(product, entry, facts)
-    else:
-        yield _with_reason(replace(product, operands=entry.operands), entry, facts)
-
-
-def _is_guessed(product: Product, entry: GemmPrecision) -> bool:
-    """Return whether micro-batches of a step differ in precision, and their shares do not follow from their number."""
-    if entry.outside:
-        return product.macs != product.n * product.m * product.k * product.batch * product.calls
-    return " -> " in entry.recipe
-
-
-def _split_calls(product: Product, entry: GemmPrecision, facts: HighPrecisionFacts | None) -> Iterator[Product]:
-    outside = replace(entry, recipe=HIGH_PRECISION)
-    calls = round(product.calls * entry.outside)
-    macs = round(product.macs * entry.outside)
-    for is_low, of_part, part in (
-        (True, entry, replace(product, calls=product.calls - calls, macs=product.macs - macs)),
-        (False, outside, replace(product, calls=calls, macs=macs)),
-    ):
-        operands = {}
-        for tensor, text in entry.operands.items():
-            formats = text.split(" -> ")
-            fitting = [one for one in formats if (precision_of(one) in LOW_PRECISION["quantized"]) is is_low]
-            operands[tensor] = " -> ".join(fitting or formats)
-        yield _with_reason(replace(part, operands=operands), of_part, facts)
-
-
-def _with_reason(product: Product, entry: GemmPrecision, facts: HighPrecisionFacts | None) -> Product:
+def explain(product: Product, facts: HighPrecisionFacts, since: int, *, excluded: bool = False) -> Product:
+    """Return a product of Transformer Engine with the reason if it is in high precision."""
     if product.is_low:
         return product
-    reason, ref = _reason(entry, facts)
+    reason, ref = _reason(product, facts, since, excluded=excluded)
     return replace(product, reason=reason, reason_ref=ref)
 
 
-def _reason(entry: GemmPrecision, facts: HighPrecisionFacts | None) -> tuple[Reason, str]:
-    if facts is None:
-        facts = HighPrecisionFacts({})
-    if facts.recomputed_outside and HIGH_PRECISION in entry.recipe.split(" -> "):
-        return Reason.RECOMPUTED, Reason.RECOMPUTED.value
-    if entry.recipe == HIGH_PRECISION:
-        if entry.excluded:
+def _reason(product: Product, facts: HighPrecisionFacts, since: int, *, excluded: bool) -> tuple[Reason, str]:
+    if product.recipe == HIGH_PRECISION:
+        if facts.recomputed_outside:
+            return Reason.RECOMPUTED, Reason.RECOMPUTED.value
+        if excluded:
             return Reason.NO_AUTOCAST, EXCLUDED
         return Reason.NO_AUTOCAST, Reason.NO_AUTOCAST.value
-    for feature in facts.kept.get(entry.gemm, ()):
-        if any_due(feature.schedules, entry.since):
+    for feature in facts.kept.get(product.gemm, ()):
+        if any_due(feature.schedules, since):
             return Reason.SECTION, feature.feature
-    if facts.backward_override and entry.gemm != "fprop":
+    if facts.backward_override and product.gemm != "fprop":
         if os.environ.get(_OVERRIDE) == facts.backward_override:  # the default of all recipes
             return Reason.ENVIRONMENT, f"{_OVERRIDE}={facts.backward_override}"
         return Reason.BACKWARD_OVERRIDE, f"backward_override={facts.backward_override!r}"
-    if entry.recipe:
-        return Reason.RECIPE_EXCEPTION, f"the recipe {entry.recipe} leaves it in high precision"
-    return Reason.UNKNOWN, ""
+    return Reason.RECIPE_EXCEPTION, f"the recipe {product.recipe} leaves it in high precision"
 
 
 def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[KeepingFeature, ...]]:

@@ -33,8 +33,6 @@ NOT_CALLED = (
     " not the model itself"
 )
 
-OUTSIDE = "outside"
-
 
 class Kind(NamedTuple):
     """The kind of a call.
@@ -45,7 +43,7 @@ class Kind(NamedTuple):
         nodes: the number of autograd nodes, except Transformer Engine's, which depend on the precision.
     """
 
-    form: int | str
+    form: int
     path: int = 0
     nodes: int = 0
 
@@ -68,7 +66,7 @@ class ModelCall:
         producers: the calls that produced its inputs.
     """
 
-    form: int | str
+    form: int
     is_counted: bool
     path: int = 0
     nodes: int = 0
@@ -145,10 +143,8 @@ class ModelCalls:
         self.is_first = True
         self.has_graphs = False
         self.thread_call = _RunningCall()
-        self.outside = ModelCall(OUTSIDE, True)
-        self._forms: dict[int | str, _CallSearch] = {OUTSIDE: _CallSearch()}
-        self._forms[OUTSIDE].is_new = False
-        self._base: dict[int | str, int] = {}  # form -> the form without the integers in the input
+        self._forms: dict[int, _CallSearch] = {}
+        self._base: dict[int, int] = {}  # form -> the form without the integers in the input
         self._equal_counts: dict[int, int] = {}  # base -> how often other integers gave equal products
         self._known: set[Kind] = set()
         self._lack_backward: set[Kind] = set()
@@ -219,8 +215,8 @@ class ModelCalls:
         self._forms[call.form].is_data_dependent |= call.has_data_dependent_sizes
         self._look_up(call)
 
-    def _look_up(self, call: ModelCall) -> bool:
-        """Record the kind of a call that has ended; returns whether a new search began."""
+    def _look_up(self, call: ModelCall) -> None:
+        """Record the kind of a call that has ended."""
         form = self._forms[call.form]
         kind = call.kind
         if call.is_counted:
@@ -228,8 +224,6 @@ class ModelCalls:
             self._known.add(kind)
         elif kind not in self._known:
             form.seek(kind)
-            return True
-        return False
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
         current = self.current  # a backward inside a call, as with manual optimization in a training step
@@ -277,19 +271,6 @@ class ModelCalls:
             for call in calls:
                 self._forms[call.form].is_new = True
         return calls
-
-    def begin_step(self, *, counts_outside: bool) -> None:
-        """Begin a step; ``counts_outside`` if all GEMMs of Transformer Engine are seen in it."""
-        self.outside = ModelCall(OUTSIDE, counts_outside)
-
-    def end_outside(self, *, has_products: bool) -> Kind | None:
-        if not has_products and not self.outside.path:
-            return None
-        if self.has_graphs:
-            self.outside.path = 0
-            self.outside.nodes = 0
-        self._left -= self._look_up(self.outside)
-        return self.outside.kind
 
     def differ_in_integers(self, kind: Kind, other: Kind) -> bool:
         base = self._base.get(kind.form)

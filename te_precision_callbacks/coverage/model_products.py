@@ -1,58 +1,43 @@
-"""The matrix products of a model's steps: GEMMs of Transformer Engine from the tap, all others from torch."""
+"""The matrix products of a model's steps: Transformer Engine's from the step's table, torch's from its operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.failures import Report
-from te_precision_callbacks.coverage.coverage import Family
-from te_precision_callbacks.coverage.matrix_products import Role
-from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
+from te_precision_callbacks.coverage.formats import format_of
+from te_precision_callbacks.coverage.history import CountedStep
+from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, Kind, ModelCall, Parts
 from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
-from te_precision_callbacks.coverage.precision_audit import format_of, quantizer_format
-from te_precision_callbacks.coverage.products import FUSED, OTHER_KERNEL, CountedKinds, CountedStep, SeenProduct
+from te_precision_callbacks.coverage.products import ATTENTION, OTHER_KERNEL, CountedKinds, SeenProduct
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
-from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes, GemmEvent
+from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedTorchModule, modules_of, named_attention, roots_of
 
 
 class ModelProducts(ModelWatch):
-    """The matrix products of a model's steps: a listener of the tap, and of torch's operators.
+    """The matrix products of a model's steps.
 
     Attributes:
         attentions: id of a module of Transformer Engine's attention -> its path.
-        recomputed_outside: the layers that a reentrant checkpoint of torch, which does not restore autocast, recomputed
-            without the recipe of their first forward.
     """
 
-    def __init__(
-        self,
-        report: Report,
-        is_paused: Callable[[], bool],
-        count: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(report, is_paused, count)
-        self.attentions: Mapping[int, str] = {}
-        self.recomputed_outside: set[str] = set()
-        self._first_in_recipe: set[str] = set()
-        self._operations: frozenset[str] = frozenset()
-        self._kinds = CountedKinds("")
+    attentions: Mapping[int, str] = {}
+    _kinds = CountedKinds("")
 
-    def watch_model(self, model: Model, names: Mapping[int, str], operations: Iterable[str]) -> None:
+    def watch_model(self, model: Model, names: Mapping[int, str]) -> None:
         """Count the products of a model from the next step on, and stop counting any other model.
 
-        ``names`` maps ids of modules to paths; ``operations`` are the layers of ``te.ops``.
+        ``names`` maps ids of modules to paths.
         """
         self.close()
         named: dict[int, NamedTorchModule] = {}
         for module in modules_of(model):
             if id(module) in names:
                 named[id(module)] = names[id(module)], module
-        self._operations = frozenset(operations)
         self.attentions = named_attention(model, names)
         for key, path in self.attentions.items():
             for part in named[key][1].modules():
@@ -61,29 +46,21 @@ class ModelProducts(ModelWatch):
         self.watch(model, named)
 
     def take_step(self) -> CountedStep | None:
-        """End a step. None if it had no products, or if counting has failed."""
-        if not self.active or (self.failure and not self.counting):
+        """End a step; None if it had no products."""
+        if not self.active:
             return None
         try:
+            gemms = self.table.step_gemms()
             is_first = self.calls.is_first
             step_calls = self.calls.end_step()
-            parts: Parts
-            if self.failure:
-                kind = Kind(self.failure)
-                parts = {kind: (1, 1)}
-                self._kinds.put_failed(kind, [seen for seen in self.operators.seen if seen.family in ("te", "te_ops")])
-            else:
-                parts = self._keep_products(step_calls)
-            if not parts:
+            parts: Parts = {} if self.failure else self._keep_products(step_calls)
+            has_gemms = gemms is not None and bool(gemms.calls or gemms.attention or gemms.unseen)
+            if not parts and not has_gemms and not self.failure:
                 return None
-            state = None
-            if is_first:
-                state = self.state.rows()
-            return CountedStep(parts, self._kinds, state)
+            why_not = self.failure or ("" if parts else NOT_CALLED)
+            return CountedStep(gemms, parts, self._kinds, self.state.rows() if is_first else None, why_not)
         finally:
             self.end_step()
-            if not self.counting:
-                self._first_in_recipe = set()
 
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         calls = self.calls
@@ -95,11 +72,6 @@ class ModelProducts(ModelWatch):
             parts[call.kind] = forwards + 1, backwards + call.may_have_backward
             if call.is_counted:
                 counted.setdefault(call.kind, []).append((call, by_call.get(call, [])))
-        outside = calls.end_outside(has_products=bool(by_call.get(None)))
-        if outside is not None:
-            parts[outside] = 1, 1
-            if calls.outside.is_counted:
-                counted[outside] = [(calls.outside, by_call.get(None, []))]
         for kind, products in counted.items():
             has_equal_products = self._kinds.put(kind, products, calls.differ_in_integers)
             if has_equal_products is not None:
@@ -113,127 +85,39 @@ class ModelProducts(ModelWatch):
     def close(self) -> None:
         super().close()
         self.attentions = {}
-        self.recomputed_outside = set()
-        self._first_in_recipe = set()
-        self._operations = frozenset()
 
-    # ------------------------------------------------------------------ what runs
-
-    def note(self, event: GemmEvent) -> None:
-        if not self.counting:
-            return
-        if event.gemm == "fprop":
-            self._note_recomputed(event)
-        if event.kind is not ForwardKind.OBSERVED:
-            return
-        call = self._call_of(event)
-        if call is None or call.is_counted:
-            a = format_of(event.a.data, columnwise=event.a.columnwise)
-            b = format_of(event.b.data, columnwise=event.b.columnwise)
-            seen = SeenProduct(event.layer, self._family(event.layer), event.gemm, (b, a), (*event.sizes, 1), call=call)
-            self.operators.seen.append(seen)
-
-    def _call_of(self, event: GemmEvent) -> ModelCall | None:
-        if self.failure:
-            return None
-        if event.gemm == "fprop" or "call" not in event.kept:
-            event.kept["call"] = self.operators.current_call()
-        call: ModelCall | None = event.kept["call"]
-        return call
-
-    def _note_recomputed(self, event: GemmEvent) -> None:
-        """Compare the recipes of both forwards of a reentrant checkpoint, and keep the model call for the second."""
-        if event.kind is ForwardKind.SILENT and not is_in_backward():
-            if event.recipe:
-                self._first_in_recipe.add(event.layer)
-            self._note_running(event.layer)
-        again = event.kind is ForwardKind.OBSERVED and not event.recipe and is_in_backward()
-        if again and event.layer in self._first_in_recipe:
-            self.recomputed_outside.add(event.layer)
-
-    def _note_running(self, layer: str) -> None:
-        seen = SeenProduct(layer, "attention", call=self.operators.forward_call())
-        self.operators.nodes.note_running(seen)
-
-    def _family(self, layer: str) -> Family:
-        if layer in self._operations:
-            return "te_ops"
-        return "te"
+    # ------------------------------------------------------------------ attention
 
     def enter_attention(self, layer: str) -> None:
         self.operators.with_product.discard(layer)
 
-    def note_attention(self, event: AttentionEvent) -> None:
-        self.operators.with_product.add(event.layer)
-        call = self.operators.current_call()
-        if not self.counting or event.kind is not ForwardKind.OBSERVED or (call is not None and not call.is_counted):
-            return
-        query, key, value = _formats_of(event.query, event.key, event.value)
-        if event.backward:
-            gradient = format_of(event.gradient, columnwise=False)
-            scores = format_made_by(event.scores, gradient)
-            self.see_attention(
-                event.layer, event.sizes, (scores, key), (gradient, value), FUSED, backward=True, call=call
-            )
-        else:
-            probabilities = format_made_by(event.probabilities, query)
-            self.see_attention(event.layer, event.sizes, (query, key), (probabilities, value), FUSED, call=call)
-
-    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
+    def leave_attention(self, layer: str, kind: ForwardKind, arguments: Mapping[str, Any]) -> None:
+        """Count the products of an attention whose kernel is unknown, by the arguments of its forward."""
         if not self.counting or not is_seen_by(self):
             return
         call = self.operators.forward_call()
         if kind is ForwardKind.SILENT and not is_in_backward():  # a checkpoint recomputes it in the backward
-            self._note_running(layer)
+            self.operators.nodes.note_running(SeenProduct(layer, "attention", call=call))
         if kind is not ForwardKind.OBSERVED or (call is None and is_in_backward()):
             return
         if layer in self.operators.with_product:
             return
-        tensors = given["query_layer"], given["key_layer"], given["value_layer"]
-        sizes = AttentionSizes.of(*tensors, given["qkv_format"])
-        query, key, value = _formats_of(*tensors)
-        self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, call=call)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self.see_attention(layer, sizes, (query, key), (query, value), OTHER_KERNEL, backward=True, call=call)
-
-    def see_attention(
-        self,
-        layer: str,
-        sizes: AttentionSizes,
-        qk: tuple[str, str],
-        pv: tuple[str, str],
-        kind: str,
-        *,
-        backward: bool = False,
-        call: ModelCall | None = None,
-    ) -> None:
-        """Count the two products of attention, given the formats of their operands; in a backward, twice as many."""
-        batch, rows, columns, size, size_v = sizes
-        products: tuple[tuple[Role, tuple[str, str], tuple[int, int, int, int]], ...] = (
-            ("qk", qk, (rows, columns, size, batch)),
-            ("pv", pv, (rows, size_v, columns, batch)),
-        )
-        for role, formats, forward_sizes in products:
-            for _ in range(1 + backward):  # in a backward, a gradient for each operand, with equal multiply-adds
-                self.operators.seen.append(
-                    SeenProduct(layer, "attention", role, formats, forward_sizes, kind, backward=backward, call=call)
+        tensors = arguments["query_layer"], arguments["key_layer"], arguments["value_layer"]
+        sizes = AttentionSizes.of(*tensors, arguments["qkv_format"])
+        query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
+        has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        for gemm, formats in zip(ATTENTION, ((query, key), (query, value)), strict=True):
+            # In a backward, a gradient for each operand, with equal multiply-adds.
+            for backward in (False, *((True, True) if has_backward else ())):
+                self.operators.see(
+                    SeenProduct(
+                        layer,
+                        "attention",
+                        gemm,
+                        formats,
+                        getattr(sizes, gemm),
+                        OTHER_KERNEL,
+                        backward=backward,
+                        call=call,
+                    )
                 )
-
-    def note_silent(self, layers: Iterable[str], what: str, backward: bool) -> None:
-        """Note layers of Transformer Engine that ran without a GEMM event; ``what`` names the kernel and the reason."""
-        call = self.operators.current_call()
-        if self.counting and (call is None or call.is_counted):
-            for layer in layers:
-                seen = SeenProduct(layer, self._family(layer), backward=backward, call=call, not_counted=what)
-                self.operators.seen.append(seen)
-
-
-def _formats_of(*tensors: Any) -> list[str]:
-    return [format_of(tensor, columnwise=False) for tensor in tensors]
-
-
-def format_made_by(quantizer: Any, otherwise: str) -> str:
-    """The format that a quantizer gives an inner tensor of attention; ``otherwise`` without one, as in MXFP8."""
-    if quantizer is None:
-        return otherwise
-    return quantizer_format(quantizer, torch.float32, columnwise=False)

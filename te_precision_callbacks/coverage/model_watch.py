@@ -33,6 +33,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
 from te_precision_callbacks.coverage.operator_products import REDUCING, KeptState, OperatorProducts
+from te_precision_callbacks.coverage.step_table import StepTable, Unseen
 from te_precision_callbacks.layers.forwards import (
     ForwardKind,
     compiled_in_callers_only,
@@ -41,7 +42,7 @@ from te_precision_callbacks.layers.forwards import (
 )
 from te_precision_callbacks.layers.naming import SURROUNDS, Model, NamedTorchModule, roots_of
 from te_precision_callbacks.te import modules as te_modules
-from te_precision_callbacks.te.state import attends_in_fp8, has_state
+from te_precision_callbacks.te.state import has_state
 
 ResultT = TypeVar("ResultT")
 
@@ -94,6 +95,7 @@ class ModelWatch:
 
     Args:
         is_paused: returns whether the integration evaluates.
+        table: of the step, which gets the layers without a visible GEMM.
         count: called before the first counted call of a step, to enable the tap.
 
     Attributes:
@@ -112,14 +114,16 @@ class ModelWatch:
         self,
         report: Report,
         is_paused: Callable[[], bool],
-        count: Callable[[], None],
+        table: StepTable,
+        count: Callable[[], None] = lambda: None,
     ) -> None:
+        self.table = table
         self.active = False
         self.counting = False
         self.failure = ""
         self.state = KeptState(report, lambda: self.operators.current_call())
         self.calls = ModelCalls()
-        self.operators = OperatorProducts({}, self.state, self.calls)
+        self.operators = OperatorProducts({}, self.state, self.calls, table)
         self.unobserved = UnobservedForwards()
         self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
         self.begin_call: Callable[[int], object] = lambda _: None
@@ -138,7 +142,7 @@ class ModelWatch:
         """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
         self._modules = modules
         self.calls = ModelCalls()
-        self.operators = OperatorProducts(modules, self.state, self.calls)
+        self.operators = OperatorProducts(modules, self.state, self.calls, self.table)
         self.state.watch(model)
         self.active = True
         self.counting = True
@@ -154,11 +158,10 @@ class ModelWatch:
 
     def end_step(self) -> None:
         if self.counting:
-            self.operators = OperatorProducts(self._modules, self.state, self.calls)
+            self.operators = OperatorProducts(self._modules, self.state, self.calls, self.table)
         if self.counting and not self.calls.is_first:
             self.state.close()
         self.counting = self.active and not self.failure and self.calls.should_count
-        self.calls.begin_step(counts_outside=self.counting)
 
     def close(self) -> None:
         self.active = False
@@ -169,29 +172,26 @@ class ModelWatch:
         self._replaced.restore()
         self.failure = ""
         self.calls = ModelCalls()
-        self.operators = OperatorProducts({}, self.state, self.calls)
+        self.operators = OperatorProducts({}, self.state, self.calls, self.table)
 
     def _wrap_module(self, number: int, module: Any) -> None:
         own = module._compiled_call_impl
         upstream = own or module._call_impl
         here = self.calls.thread_call
         is_te = has_state(module)
-        attends = attends_in_fp8 if te_modules.is_attention(module) else None
+        is_unknown = is_te and te_modules.is_unknown(type(module))
 
         def part(*arguments: Any, **keywords: Any) -> Any:
             call = here.call
+            if is_unknown and module.training and self.is_watching() and torch.is_grad_enabled():
+                self.note_unknown(module)
             if call is None:
-                if not is_te or not self.is_watching() or not torch.is_grad_enabled() or is_in_backward():
-                    return upstream(*arguments, **keywords)
-                call = self.calls.outside
+                return upstream(*arguments, **keywords)
             try:
                 values = (*arguments, *keywords.values())
                 are_tensors, are_options = _kinds_of(tuple(map(type, values)))
                 shapes = map(_SHAPE, itertools.compress(values, are_tensors))
-                path = hash((call.path, number, *shapes, *itertools.compress(values, are_options)))
-                if attends is not None:
-                    path = hash((path, attends()))
-                call.path = path
+                call.path = hash((call.path, number, *shapes, *itertools.compress(values, are_options)))
             except Exception as error:
                 self.fail(error)
             if not is_te:
@@ -199,8 +199,6 @@ class ModelWatch:
             call.nodes += made_in_thread()
             result = upstream(*arguments, **keywords)
             call.nodes -= made_in_thread()
-            if self.counting and module.training and te_modules.is_unknown(type(module)):
-                self.operators.note_unknown(module)
             return result
 
         compiled_in_callers_only(part)  # after a graph break its module is compiled, without it
@@ -224,21 +222,20 @@ class ModelWatch:
         is_composed = kind.__module__.startswith("transformer_engine.") and ".ops." not in kind.__module__
         return not is_composed or te_modules.is_attention(module) or te_modules.is_unknown(kind)
 
-    def note_forward(self, module: Any, given: torch.Tensor, kind: ForwardKind) -> ModelCall | None:
-        """Note a forward of a module of Transformer Engine with known GEMMs, given its input; return its call."""
+    def note_forward(self, module: Any, kind: ForwardKind) -> ModelCall | None:
+        """Note a forward of a module of Transformer Engine with known GEMMs; return its call."""
         call = self.calls.thread_call.call
         if kind is ForwardKind.EVALUATION or kind is ForwardKind.UNTOUCHED:
             if self.is_watching():
                 self.unobserved.note(module, in_call=call is not None)
             return None
-        if not self.is_tapped:
-            return None
-        if call is None:
-            if is_in_backward() or not self.is_watching():
-                return None
-            call = self.calls.outside
-        call.path = hash((call.path, id(module), given.shape))
-        return call
+        return call if self.is_tapped else None
+
+    def note_unknown(self, module: torch.nn.Module) -> None:
+        """Note the forward, and the backward, of a module of Transformer Engine with unknown GEMMs."""
+        path, _ = self._modules[id(module)]
+        why = f"GEMMs of {type(module).__name__}, an unknown module of Transformer Engine"
+        self.table.unseen |= {Unseen(path, backward, why) for backward in (False, True)}
 
     def note_backward_in_evaluation(self, module: int) -> None:
         """Note a backward of a module's forward in evaluation mode, given the module's id."""

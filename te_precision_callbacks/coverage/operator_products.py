@@ -19,6 +19,7 @@ import torch.nn.modules.conv
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
 from te_precision_callbacks.coverage.coverage import Family, StateRow
+from te_precision_callbacks.coverage.formats import dtype_name, format_of
 from te_precision_callbacks.coverage.marks import (
     Marks,
     NodesOfProducts,
@@ -35,8 +36,8 @@ from te_precision_callbacks.coverage.matrix_products import (
     why_not_counted,
 )
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
-from te_precision_callbacks.coverage.precision_audit import dtype_name, format_of
 from te_precision_callbacks.coverage.products import UNFUSED, SeenProduct, kind_of
+from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
 from te_precision_callbacks.layers.naming import Model, NamedTorchModule, parameters_of
 from te_precision_callbacks.te import modules as te_modules
@@ -58,12 +59,15 @@ class OperatorProducts:
         with_product: the layers that have run a product in their current forward.
     """
 
-    def __init__(self, modules: Mapping[int, NamedTorchModule], state: KeptState, calls: ModelCalls) -> None:
+    def __init__(
+        self, modules: Mapping[int, NamedTorchModule], state: KeptState, calls: ModelCalls, table: StepTable
+    ) -> None:
         self.seen: list[SeenProduct] = []
         self.with_product: set[str] = set()
         self.nodes = NodesOfProducts()
         self.calls = calls
         self._modules = modules
+        self._table = table
         self._state = state
         self._backward_of: ModelCall | None = None
         self.weights = WeightMarks()
@@ -119,14 +123,9 @@ class OperatorProducts:
         else:
             self._note_backward(operator, products, uncounted=uncounted)
 
-    def note_unknown(self, module: torch.nn.Module) -> None:
-        """Note the forward, and the backward, of a module of Transformer Engine with unknown GEMMs."""
-        call = self.current_call()
-        if call is None or call.is_counted:
-            layer = self._modules[id(module)][0]
-            what = f"GEMMs of {type(module).__name__}, an unknown module of Transformer Engine"
-            for backward in (False, True):
-                self.seen.append(SeenProduct(layer, "te", backward=backward, call=call, not_counted=what))
+    def see(self, product: SeenProduct) -> None:
+        product.after = len(self._table.calls)
+        self.seen.append(product)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and attention scores through the softmax."""
@@ -176,14 +175,14 @@ class OperatorProducts:
             seen = SeenProduct(inside[0], "functional", call=call, not_counted=f"{operator} {uncounted}")
             self.nodes.note(seen, arguments, result)
             if not recomputed:
-                self.seen.append(seen)
+                self.see(seen)
         for product, seen_product in placed:
             if seen_product is None:
                 continue
             seen_product.call = call
             self.with_product.add(seen_product.layer)
             if not recomputed:
-                self.seen.append(seen_product)
+                self.see(seen_product)
             self.nodes.note(seen_product, arguments, result)
             if seen_product.weight is not None:
                 known = self._activations.get(product.a) or []
@@ -243,7 +242,7 @@ class OperatorProducts:
         if uncounted:
             of = at_node[0]
             what = f"{operator} {uncounted}"
-            self.seen.append(SeenProduct(of.layer, of.family, of=of, backward=True, call=of.call, not_counted=what))
+            self.see(SeenProduct(of.layer, of.family, of=of, backward=True, call=of.call, not_counted=what))
         for product in products:
             of = self._find_forward_product(product, at_node)
             role: Role = product.role
@@ -252,7 +251,7 @@ class OperatorProducts:
             of.gradients += role != "dgrad"
             formats = (dtype_name(product.a.dtype), dtype_name(product.b.dtype))
             sizes = product[2:6]
-            self.seen.append(
+            self.see(
                 SeenProduct(
                     of.layer,
                     of.family,

@@ -1,6 +1,6 @@
 """Steps with a precision unlike the last step's, for example because a section acts only in some steps.
 
-for steps in other_steps(history.by_span(audit.spans(), {})):
+for steps in other_steps(history.by_span({})):
     print(steps)                          # In steps 1 to 2 and 4: FP8 in 66.7 % of the multiply-adds (...)
 """
 
@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason
-from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.statistics.schedule import Schedule
 
@@ -34,13 +33,11 @@ class ProductSpan(NamedTuple):
 
     Attributes:
         order: its place in the step.
-        precision: of its GEMM; None if unknown for the layer.
         since, until: the first and the last iteration; ``until`` is None while the span is open.
     """
 
     product: Product
     order: int
-    precision: GemmPrecision | None
     since: int
     until: int | None
 
@@ -146,7 +143,7 @@ def other_steps_of_run(run: RecordedRun) -> list[str]:
         return []  # the usual case, without a loop over thousands of products
     spans = []
     for row, product in recorded_products(run.gemms, run.operands):
-        spans.append(ProductSpan(product, row["order"] or 0, None, row["since"] or 0, row["until"]))
+        spans.append(ProductSpan(product, row["order"] or 0, row["since"] or 0, row["until"]))
     return format_other_steps(other_steps(spans))
 
 
@@ -170,4 +167,5 @@ def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> 
         row["not_run"] or "",
         reason,
         row["reason_ref"] or "",
+        row["recipe"] or "",
     )

@@ -9,18 +9,15 @@ planned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
-from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName, class_names
+from te_precision_callbacks.base.vocabulary import OPERANDS, class_names
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
-from te_precision_callbacks.coverage.gemm_precision import FROZEN, Format, GemmPrecision
-from te_precision_callbacks.coverage.gemm_precision import HIGH_PRECISION as NO_RECIPE
-from te_precision_callbacks.coverage.history import HighPrecisionFacts, apply_precision, kept_by_sections
-from te_precision_callbacks.coverage.precision_audit import (
+from te_precision_callbacks.coverage.formats import (
     MODIFIED,
     LayerGemm,
     LayerOperand,
@@ -29,7 +26,9 @@ from te_precision_callbacks.coverage.precision_audit import (
     gemms_left_out,
     recipe_text,
 )
-from te_precision_callbacks.coverage.products import kind_of
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, HIGH_PRECISION, Format
+from te_precision_callbacks.coverage.history import HighPrecisionFacts, explain, kept_by_sections
+from te_precision_callbacks.coverage.products import gemm_sizes, kind_of
 from te_precision_callbacks.layers.naming import (
     Model,
     NamedModule,
@@ -93,8 +92,7 @@ def plan_products(
     for path, other in others.items():
         if any(p.ndim > 1 and id(p) not in counted for p in other.parameters(recurse=False)):
             not_counted.append(path)
-    products = apply_precision(planner.products, planner.facts, planner.precision, {})
-    return PlannedProducts(Coverage(products), tuple(not_counted), _attention(names, by_id))
+    return PlannedProducts(Coverage(planner.products), tuple(not_counted), _attention(names, by_id))
 
 
 class _ProductPlanner:
@@ -102,8 +100,6 @@ class _ProductPlanner:
 
     def __init__(self, acting: Mapping[str, Sequence[Acting]], recipe: Any, tokens: int, *, trains: bool) -> None:
         self.products: list[Product] = []
-        self.precision: list[GemmPrecision] = []
-        self.facts: dict[str, HighPrecisionFacts] = {}
         self._acting = acting
         self._recipe = recipe
         self._override = getattr(recipe, "backward_override", None)
@@ -151,7 +147,7 @@ class _ProductPlanner:
         for section in sections:
             for effect in section.effects.values():
                 modified.update(effect.modifies)
-        self.facts[layer] = HighPrecisionFacts(kept, self._override or "")
+        facts = HighPrecisionFacts(kept, self._override or "")
         rows = max(1, self._tokens // groups)
         macs = self._tokens * sizes[0] * sizes[1] // groups
         for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():
@@ -159,7 +155,6 @@ class _ProductPlanner:
             if not_run:
                 self.products.append(Product.left_out(layer, family, gemm, not_run))
                 continue
-            self.products.append(Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, {}, "planned"))
             operands: dict[str, str] = {}
             for tensor in OPERANDS[gemm]:
                 text = formats[LayerOperand("", gemm, tensor)].text
@@ -168,7 +163,9 @@ class _ProductPlanner:
                 if (gemm, tensor) in modified:
                     text += MODIFIED
                 operands[tensor] = text
-            self.precision.append(GemmPrecision(layer, gemm, operands, seen=False, recipe=recipe or NO_RECIPE))
+            backward = gemm != "fprop"
+            product = Product(layer, family, gemm, backward, n, m, k, 1, 1, macs, operands, "planned")
+            self.products.append(explain(replace(product, recipe=recipe or HIGH_PRECISION), facts, 0))
 
     # ------------------------------------------------------------------ torch
 
@@ -203,11 +200,3 @@ def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -
         if not is_inner and any("Attention" in name for name in class_names(below[key])):
             paths.append(path)
     return tuple(paths)
-
-
-def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:
-    return {
-        "fprop": (tokens, out_features, in_features),
-        "dgrad": (tokens, in_features, out_features),
-        "wgrad": (out_features, in_features, tokens),
-    }

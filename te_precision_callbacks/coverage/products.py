@@ -7,17 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.vocabulary import OPERANDS
-from te_precision_callbacks.coverage.coverage import ESTIMATED, Family, Product, ProductName, Reason, StateRow
+from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
+from te_precision_callbacks.coverage.coverage import ESTIMATED, Family, Product, ProductName, Reason
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT, join_with_arrows
 from te_precision_callbacks.coverage.marks import Weight
 from te_precision_callbacks.coverage.matrix_products import Role, Sizes
-from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, OUTSIDE, Kind, ModelCall, Parts
+from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
 
 OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "fprop": OPERANDS["fprop"],
@@ -29,7 +29,22 @@ OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "lookup": ("indices", "weight"),
 }
 
-_OF_BACKWARD = ("gradient", "saved")
+ATTENTION: tuple[Literal["qk", "pv"], ...] = ("qk", "pv")
+
+
+def operand_names(gemm: ProductName, *, backward: bool) -> tuple[str, str]:
+    if backward and gemm not in OPERANDS:
+        return "gradient", "saved"
+    return OPERAND_NAMES[gemm]
+
+
+def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[GemmName, tuple[int, int, int]]:
+    """Return n, m and k of each GEMM of a layer."""
+    return {
+        "fprop": (tokens, out_features, in_features),
+        "dgrad": (tokens, in_features, out_features),
+        "wgrad": (out_features, in_features, tokens),
+    }
 
 
 UNFUSED = "UnfusedDotProductAttention"
@@ -52,6 +67,7 @@ class SeenProduct:
         of: for a product of a backward by torch, the forward product.
         gradients: the number of its products that have run in the backward, except dgrad.
         not_counted: the operator and the reason if it is not counted.
+        after: the number of Transformer Engine's GEMMs of the step that had run for the first time before it.
     """
 
     layer: str
@@ -67,6 +83,7 @@ class SeenProduct:
     call: ModelCall | None = None
     not_counted: str = ""
     sequences: tuple[Sizes, ...] | None = None
+    after: int = 0
 
     @property
     def is_of_backward(self) -> bool:
@@ -85,9 +102,9 @@ class SeenProduct:
 
     @property
     def reason(self) -> Reason | None:
-        if self.family in ("te", "te_ops", "lookup"):
+        if self.family == "lookup":
             return None
-        if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL):
+        if self.kind in (UNFUSED_KERNEL, OTHER_KERNEL):
             return Reason.ATTENTION
         return Reason.NOT_TE
 
@@ -107,7 +124,14 @@ def kind_of(module: torch.nn.Module) -> str:
     return kind.__name__
 
 
-def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]:
+class PlacedProduct(NamedTuple):
+    """A product of a step, and its place among the step's products of Transformer Engine, counted from 0."""
+
+    place: float
+    product: Product
+
+
+def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[PlacedProduct]:
     """Sum the calls of a step by product, given each call's product and how often it ran."""
     by_name = group_by_key(((call.layer, call.gemm, call.is_of_backward), (call, times)) for call, times in seen)
     has_backward = any(backward for _, _, backward in by_name)
@@ -116,11 +140,8 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
         # Sizes come from the largest call: others may have no rows, as for an expert without tokens.
         first: SeenProduct = max(calls, key=lambda call: math.prod(call.sizes))
         n, m, k, batch = first.sizes
-        names = OPERAND_NAMES[gemm]
-        if backward and gemm not in OPERANDS:
-            names = _OF_BACKWARD
         formats = map(join_with_arrows, zip(*(call.formats for call in calls), strict=True))
-        yield Product(
+        product = Product(
             layer,
             first.family,
             gemm,
@@ -131,17 +152,21 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[Product]
             batch,
             round(sum(times)),
             round(sum(number * math.prod(call.sizes) for call, number in runs)),
-            dict(zip(names, formats, strict=True)),
+            dict(zip(operand_names(gemm, backward=backward), formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
         )
+        if product.is_low:
+            product = replace(product, reason=None, reason_ref="")
+        place = calls[0].after - 0.5
+        yield PlacedProduct(place, product)
         weight = first.weight
         if weight is None or gemm != "fprop" or not has_backward:
             continue
         if (layer, "dgrad", True) not in by_name:
-            yield Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT)
+            yield PlacedProduct(place, Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT))
         if not weight.trains:
-            yield Product.left_out(layer, first.family, "wgrad", FROZEN)
+            yield PlacedProduct(place, Product.left_out(layer, first.family, "wgrad", FROZEN))
 
 
 class _CountedCalls(NamedTuple):
@@ -150,7 +175,6 @@ class _CountedCalls(NamedTuple):
     seen: Sequence[SeenProduct]
     calls: int
     backwards: int
-    may_lack_backward: bool
 
     @property
     def sizes(self) -> Counter[object]:
@@ -196,21 +220,14 @@ class CountedKinds:
         if before is not None and (before.backwards or not backwards):
             return None
         other = next((other for other in self._counted if differ_in_integers(kind, other)), None)
-        lacks = kind.form != OUTSIDE and not backwards
-        self._put(kind, itertools.chain.from_iterable(products for _, products in calls), len(calls), backwards, lacks)
+        seen = []
+        for product in itertools.chain.from_iterable(products for _, products in calls):
+            seen += product.detached()
+        self._counted[kind] = _CountedCalls(seen, len(calls), backwards)
+        self.changes += 1
         if before is not None or other is None:
             return None
         return self._counted[kind].sizes == self._counted[other].sizes
-
-    def put_failed(self, kind: Kind, seen: Iterable[SeenProduct]) -> None:
-        self._put(kind, seen, 1, 1, False)
-
-    def _put(self, kind: Kind, products: Iterable[SeenProduct], calls: int, backwards: int, lacks: bool) -> None:
-        seen = []
-        for product in products:
-            seen += product.detached()
-        self._counted[kind] = _CountedCalls(seen, calls, backwards, lacks)
-        self.changes += 1
 
     def has_backward(self, kind: Kind) -> bool | None:
         counted = self._counted.get(kind)
@@ -218,60 +235,41 @@ class CountedKinds:
             return None
         return any(seen.is_of_backward for seen in reversed(counted.seen))  # they come last
 
-    def products(self, parts: Parts, steps: int = 1) -> tuple[Product, ...]:
-        """The products of a step with these calls, or their mean over several steps; uncounted products last."""
+    def products(self, parts: Parts, steps: int = 1) -> tuple[list[PlacedProduct], list[Product]]:
+        """Return torch's products of a step with these calls, or their mean over several steps, and uncounted ones."""
         weighted: list[tuple[SeenProduct, float]] = []
-        left: dict[tuple[str, str, bool], Product] = {}
+        uncounted: dict[tuple[str, str, bool], Product] = {}
         unknown = 0
         lacking = 0
-        texts: dict[str, None] = {}
         for kind, (forwards, backwards) in parts.items():
             counted = self._counted.get(kind)
             if counted is None:
                 unknown += forwards
                 alike = [self._counted[other] for other in self._counted if other.form == kind.form]
-                alike = alike or [self._counted[other] for other in self._counted if other.form != OUTSIDE]
+                alike = alike or list(self._counted.values())
             else:
                 alike = [counted]
-                lacking += backwards * counted.may_lack_backward
+                lacking += 0 if counted.backwards else backwards
             for known in alike:
                 for seen, times in known.step_runs(forwards, backwards):
                     if seen.not_counted:
-                        left_out = Product.uncounted(seen.layer, seen.family, seen.not_counted, backward=seen.backward)
-                        left.setdefault((seen.layer, seen.not_counted, seen.backward), left_out)
+                        product = Product.uncounted(seen.layer, seen.family, seen.not_counted, backward=seen.backward)
+                        uncounted.setdefault((seen.layer, seen.not_counted, seen.backward), product)
                     elif times:
                         weighted.append((seen, times / len(alike) / steps))
-            if isinstance(kind.form, str) and kind.form != OUTSIDE:
-                texts[kind.form] = None
         whole = sum(forwards for forwards, _ in parts.values())
+        texts = []
         if unknown:
-            texts[
+            texts.append(
                 f"{ESTIMATED}{unknown} of {whole} micro-batches have other layers, sizes or operations than the"
                 " counted ones"
-            ] = None
+            )
         if lacking:
-            texts[
+            texts.append(
                 f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, because no backward of this kind was"
                 " counted"
-            ] = None
-        if all(kind.form == OUTSIDE for kind in parts):
-            texts[NOT_CALLED] = None
-        return (
-            *sum_products(weighted),
-            *left.values(),
-            *(Product.uncounted(self._root, "functional", what) for what in texts),
-        )
+            )
+        return list(sum_products(weighted)), [*uncounted.values(), *map(self.uncounted, texts)]
 
-
-class CountedStep(NamedTuple):
-    """A step: its calls by kind, the products of kinds, and in the first step the rows of state."""
-
-    parts: Parts
-    kinds: CountedKinds
-    state: tuple[StateRow, ...] | None
-
-    @property
-    def has_backward(self) -> bool:
-        return any(
-            backwards and self.kinds.has_backward(kind) is not False for kind, (_, backwards) in self.parts.items()
-        )
+    def uncounted(self, why: str) -> Product:
+        return Product.uncounted(self._root, "functional", why)

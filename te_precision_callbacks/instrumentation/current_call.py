@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
+
 from te_precision_callbacks.base.vocabulary import OperandName
 from te_precision_callbacks.coverage.micro_batches import ModelCall
 from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
@@ -27,7 +29,8 @@ class Forward:
         module: the id of the module.
         call: the call of the model that it belongs to, until its autograd Function has run; None without one.
         begun: number of autograd nodes of this thread before it.
-        is_due: whether its GEMMs are observed by features, or counted.
+        attention: the path of a module of attention, which has no layers; else empty.
+        is_due: whether its GEMMs are observed by features.
         is_fused: whether it is an operation that fuses several layers, so that the layer of a GEMM is unknown.
         events: number of GEMMs so far.
         halves: whether the module is a LayerNormMLP, with two layers.
@@ -41,6 +44,7 @@ class Forward:
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
         micro_batch: number of the model's call, from 0; -1 if it is not known.
         norm: 1 / RMS of each token before the norm, which the ring gets with the next GEMM; None without one.
+        shapes: layer index -> shape of the result of its fprop, if the forward counts as a product.
         has_wgrad: whether the wgrad of each layer runs right after its dgrad.
     """
 
@@ -48,6 +52,7 @@ class Forward:
     module = 0
     call: ModelCall | None = None
     begun = 0
+    attention = ""
     kind = ForwardKind.UNTOUCHED
     recipe = ""
     is_due = False
@@ -63,6 +68,7 @@ class Forward:
     watched: set[tuple[int, str]] | None = None
     micro_batch = -1
     norm: Any = None
+    shapes: dict[int, torch.Size]
     has_wgrad = False
 
     def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:

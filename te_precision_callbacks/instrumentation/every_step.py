@@ -32,7 +32,8 @@ from te_precision_callbacks.base.numerics.layouts import (
     scaling_mode,
 )
 from te_precision_callbacks.base.vocabulary import GemmName
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit, format_of_operand
+from te_precision_callbacks.coverage.formats import format_of_operand
+from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.engine.kernels import largest
 from te_precision_callbacks.engine.kernels.columns import (
     AMAX,
@@ -59,9 +60,9 @@ class EveryStep:
         cast_hides_nan: whether a GEMM in NVFP4 has run, so that modules' inputs are added before the cast.
     """
 
-    def __init__(self, ring: Ring, audit: PrecisionAudit, report: Report) -> None:
+    def __init__(self, ring: Ring, table: StepTable, report: Report) -> None:
         self.ring = ring
-        self.audit = audit
+        self.table = table
         self.is_on = False
         self.cast_hides_nan = False
         self._report = report
@@ -92,7 +93,7 @@ class EveryStep:
             return
         layer = forward.layers[index]
         try:
-            formats = self.audit.formats
+            formats = self.table.formats
             kind_a = type(a)
             kind_b = type(b)
             if kind_a in PLAIN:
@@ -107,7 +108,13 @@ class EveryStep:
                 form_b = (kind_b, int(b._fp8_dtype)) if kind_b in self._quantized else None
                 if form_b not in formats:
                     form_b = self._form(b, columnwise=gemm == "wgrad")
-            self.audit.calls[layer, gemm, forward.recipe, form_a, form_b] += 1
+            shapes = forward.shapes
+            shape: torch.Size | None = None
+            if index in shapes:
+                shape = None if gemm == "fprop" else shapes[index]  # an fprop that is computed again
+            elif gemm == "fprop" and forward.kind is ForwardKind.OBSERVED:
+                shape = shapes[index] = out.shape if type(out) in PLAIN else (b if out is None else out).size()
+            self.table.calls[layer, gemm, forward.recipe, form_a, form_b, shape] += 1
             known = forward.watched
             if known is None or not self.is_on:
                 return
@@ -180,11 +187,11 @@ class EveryStep:
         text = format_of_operand(operand, columnwise=columnwise)
         mode = scaling_mode(operand)
         if mode in (None, NVFP4) or getattr(operand, "custom", False):
-            self.audit.formats[text] = text
+            self.table.formats[text] = text
             return text
         kind = type(operand)
         key = kind, int(operand._fp8_dtype)
-        self.audit.formats[key] = text
+        self.table.formats[key] = text
         if mode == PER_TENSOR:
             self._numbers[key] = E5M2 if fp8_format(operand) is E5M2_FORMAT else E4M3
             self._per_tensor.add(kind)

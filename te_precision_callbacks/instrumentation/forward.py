@@ -29,7 +29,7 @@ from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.model_products import ModelProducts
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.debug_path import DebugPathDecisions, scales_in_graph
@@ -102,7 +102,7 @@ class ForwardHooks:
         self,
         classify: ForwardClassifier,
         failures: ObservationFailures,
-        audit: PrecisionAudit,
+        table: StepTable,
         scalars: ScalarBuffer,
         engine: StatisticsEngine,
         *,
@@ -112,7 +112,7 @@ class ForwardHooks:
         self._classify = classify
         self._watches_every_step = every_step
         self._failures = failures
-        self._audit = audit
+        self._table = table
         self._scalars = scalars
         self.answers = DebugPathDecisions(classify, failures, scalars, strict=strict)
         self._watched = self.answers.watched
@@ -122,8 +122,8 @@ class ForwardHooks:
         self.gemm_errors = GemmErrors(engine, failures.report, self._selected_gemms)
         self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report, self._selected_gemms)
         self.plans = GemmPlans(self._fused_observation, engine, self._selected_gemms)
-        self.every_step = EveryStep(Ring(), audit, failures.report)
-        self.products = ModelProducts(failures.report, lambda: classify.paused, self._observe_step)
+        self.every_step = EveryStep(Ring(), table, failures.report)
+        self.products = ModelProducts(failures.report, lambda: classify.paused, table, self._observe_step)
         if every_step:
             self.products.begin_call = self.every_step.ring.begin_call
             self.products.on_failure = self.every_step.ring.forget_calls
@@ -141,7 +141,7 @@ class ForwardHooks:
             plans=self.plans,
         )
         self._consumers: list[Callable[[GemmEvent], None]]
-        self._consumers = [self._fused_observation, self._gemm_records, self.gemm_errors, self.products.note]
+        self._consumers = [self._fused_observation, self._gemm_records, self.gemm_errors]
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.due))
         self._graphs = CudaGraphs()
         self._seams = Replacements()
@@ -169,7 +169,7 @@ class ForwardHooks:
         self.answers.forget_modules()
         self._watched.watch(modules, refused, fused)
         self._watched.leave_graphs(self.answers.refused.acting)
-        self._audit.modules = {id(named.module): (named.module, named.names) for named in modules}
+        self._table.watch(modules, operations)
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
         self._has_gemms = bool(modules or operations)
         self.every_step.is_on = self._watches_every_step and self._has_gemms
@@ -183,7 +183,7 @@ class ForwardHooks:
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
         self.padding.names = names
-        self.products.watch_model(model, names, self._tap.operations.layers)
+        self.products.watch_model(model, names)
         self._observe_step()
 
     def query_all(self) -> None:
@@ -193,7 +193,7 @@ class ForwardHooks:
     def begin(self, iteration: int) -> None:
         if self._is_capturing:  # the capture has raised
             self._end_capture()
-        self._audit.leave(iteration - 1)
+        self._table.leave(iteration - 1)
         self._graphs.restore(self._watched.due, self.answers.ran)
         self.answers.forget_forwards()
         self.gemm_errors.operands.forget()
@@ -205,10 +205,10 @@ class ForwardHooks:
 
     def _observe_step(self) -> None:
         """Tell the tap and the graphs which modules are due, and whether products are counted."""
-        self._audit.enter(debug_iteration())
+        self._table.enter(debug_iteration())
         due = self._watched.due
         counts = self.products.counting
-        self._tap.observe(due, counts=counts, attentions=self.products.attentions if counts else {})
+        self._tap.observe(due, counts=counts, attentions=self.products.attentions)
         if self._has_gemms and (self._watches_every_step or due or counts):
             self._tap.install()
         else:
@@ -217,6 +217,7 @@ class ForwardHooks:
         if (due or counts) and not is_captured():
             self._graphs.bypass(due, all_graphs=counts)
             self.products.calls.has_graphs = bool(self._graphs)
+        self._table.is_complete = not self._has_gemms or (self._tap.installed and (counts or not self._graphs))
 
     def _consume(self, event: GemmEvent) -> None:
         """Pass an event on; a consumer that fails gets no more."""
@@ -390,8 +391,8 @@ class ForwardHooks:
         self._release()
         self._seams.restore()
         self.answers.forget()
-        self._audit.write()
-        self._audit.modules = {}
+        self._table.write()
+        self._table.modules = {}
 
     def _release(self) -> None:
         self._graphs.restore()

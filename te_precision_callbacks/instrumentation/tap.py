@@ -37,10 +37,11 @@ from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
+from te_precision_callbacks.coverage.formats import recipe_of_operator, recipe_text
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
-from te_precision_callbacks.coverage.precision_audit import recipe_of_operator, recipe_text
+from te_precision_callbacks.coverage.step_table import Unseen
 from te_precision_callbacks.instrumentation.arguments import (
     GEMM,
     GROUPED_GEMM,
@@ -83,7 +84,7 @@ class GemmTap:
     """Sees each GEMM, and passes it on: first its formats and magnitudes, then an event to the features that are due.
 
     Args:
-        consume: gets the events of GEMMs that features observe, or that are counted.
+        consume: gets the events of GEMMs that features observe.
         before: called before a GEMM accumulates into its result.
         enter: called in each forward that is due, after ``prepare_forward``, with the module, the kind, its input, and
             the arguments of its operator in a compiled graph, or None; returns the tensors that features need before
@@ -114,7 +115,7 @@ class GemmTap:
         self._enter = enter
         self._products = products
         self._plans = plans
-        self._attention = AttentionTap(classify, report, self._running, products)
+        self._attention = AttentionTap(report, self._running, every_step.table, products)
         self._unfused = UnfusedTensors(self._running, report)
         self.operations = OperationsTap(classify, self._running, self._report_silent)
         self._layers: Mapping[int, Sequence[str]] = {}
@@ -132,18 +133,17 @@ class GemmTap:
     def installed(self) -> bool:
         return bool(self._seams)
 
-    def observe(self, due: Mapping[int, Any], *, counts: bool, attentions: Mapping[int, str] | None = None) -> None:
+    def observe(self, due: Mapping[int, Any], *, counts: bool, attentions: Mapping[int, str]) -> None:
         """Choose the modules to observe in a step.
 
         Args:
             due: the modules with a feature that may act, by id.
-            counts: whether the products of all modules are counted.
-            attentions: names of attention modules, by id, whose products are counted.
+            counts: whether the products of torch are counted.
+            attentions: names of attention modules, by id.
         """
         self._due = due
         self._counts = counts
-        self.operations.counts = counts
-        self._attention.names = attentions or {}
+        self._attention.names = attentions
         self._seams_when_due.restore()
         if self._seams:
             self._install_when_due()
@@ -240,7 +240,7 @@ class GemmTap:
         if self._due:
             wrapped = self._unfused.wrap_act_func(layernorm_mlp._act_func)
             self._seams_when_due.replace(layernorm_mlp, "_act_func", wrapped)
-        if self._attention.names:
+        if self._counts and self._attention.names:
             owner = te_modules.attention_class()
             self._seams_when_due.replace(owner, "end_forward", self._wrap_end(owner.end_forward))
 
@@ -266,16 +266,22 @@ class GemmTap:
             state = self._running.thread_state
             state.entered = UNOBSERVED
             layers = self._layers.get(key)
-            if layers is None:
-                if key in self._attention.names:
-                    state.entered = self._attention.enter(module)
+            if layers is None and key not in self._attention.names:
                 return result
             try:
                 kind = ForwardKind.OBSERVED  # of the usual forward, without a further call
                 is_training = module.training and torch.is_grad_enabled() and _task() == NO_BACKWARD
                 if not is_training or self._classify.paused or os.getpid() != self._process:
                     kind = self._classify(module)
-                call = None if self._products is None else self._products.note_forward(module, result, kind)
+                if layers is None:
+                    entered = Forward()
+                    entered.attention = self._attention.names[key]
+                    entered.kind = kind
+                    state.entered = entered
+                    if self._counts and self._products is not None:
+                        self._products.operators.with_product.discard(entered.attention)
+                    return result
+                call = None if self._products is None else self._products.note_forward(module, kind)
                 if kind is ForwardKind.UNTOUCHED:
                     return result
                 entered = Forward()
@@ -283,6 +289,7 @@ class GemmTap:
                 entered.module = key
                 entered.kind = kind
                 entered.halves = key in self._mlps
+                entered.shapes = {}
                 if call is not None:
                     entered.call = call
                     entered.begun = made_in_thread()
@@ -292,9 +299,9 @@ class GemmTap:
                         recipes[type(recipe)] = recipe_text(recipe)
                     entered.recipe = recipes[type(recipe)]
                 elif kind is ForwardKind.OBSERVED and is_in_autocast():
-                    self._every_step.audit.excluded.update(layers)
+                    self._every_step.table.excluded.update(layers)
                 if kind is ForwardKind.OBSERVED:
-                    self._every_step.audit.forwards[key] = result.requires_grad
+                    self._every_step.table.forwards[key] = result.requires_grad
                     if self._every_step.is_on:
                         entered.watched = set()
                         if self._every_step.cast_hides_nan:
@@ -302,7 +309,7 @@ class GemmTap:
                             if not row.groups and not row.has_norm:
                                 self._every_step.note_before_cast(entered, result)
                 state.entered = entered
-                if key in self._due or self._counts:
+                if key in self._due:
                     self._observe_forward(entered, module, arguments[0] if arguments else keywords.get("inp"), None)
             except ObservationError:
                 raise
@@ -321,12 +328,12 @@ class GemmTap:
         key = entered.module
         entered.read = set()
         entered.kept = {}
-        wanted = self._enter(module, entered.kind, tensor, compiled) if key in self._due and self._enter else ()
-        entered.is_due = wanted is not None and bool(self._counts or key in self._due)
+        wanted = self._enter(module, entered.kind, tensor, compiled) if self._enter else ()
+        entered.is_due = wanted is not None
         if wanted:
             entered.wanted = wanted
             entered.high = {}
-            if self._plans is not None and compiled is None and not self._counts:
+            if self._plans is not None and compiled is None:
                 if key not in self._plans.of_modules:
                     self._plans.add_module(module, entered.layers)
                 entered.plans = self._plans.of_modules.get(key)
@@ -342,11 +349,12 @@ class GemmTap:
             entered.layers = self._layers[id(module)]
             entered.module = id(module)
             entered.kind = kind
+            entered.shapes = {}
             entered.recipe = recipe_of_operator(module, arguments)
             if kind is ForwardKind.OBSERVED:
-                self._every_step.audit.forwards[id(module)] = arguments.input_requires_grad
+                self._every_step.table.forwards[id(module)] = arguments.input_requires_grad
                 entered.watched = set() if self._every_step.is_on else None
-            if id(module) in self._due or self._counts:
+            if id(module) in self._due:
                 self._observe_forward(entered, module, None, arguments)
         except ObservationError:
             raise
@@ -370,7 +378,7 @@ class GemmTap:
         def end_forward(module: Any) -> Any:
             entered = self._running.thread_state.entered
             self._running.thread_state.entered = None
-            if id(module) in self._attention.names and entered is not None and entered.layers:
+            if entered is not None and entered.attention:
                 self._attention.leave(module, entered)
             return upstream(module)
 
@@ -507,13 +515,9 @@ class GemmTap:
         return put
 
     def _report_silent(self, forward: Forward, what: str, backward: bool) -> None:
-        if self._products is None or not forward.layers or forward.kind is not ForwardKind.OBSERVED:
-            return
-        try:
+        if forward.kind is ForwardKind.OBSERVED:
             why = f"the GEMMs of {what}, which runs them in a separate kernel"
-            self._products.note_silent(forward.layers, why, backward)
-        except Exception as error:
-            self._report("noting the unseen GEMMs of", forward.layers[0], error)
+            self._every_step.table.unseen.update(Unseen(layer, backward, why) for layer in forward.layers)
 
     # ------------------------------------------------------------------ GEMMs
 

@@ -14,16 +14,16 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.layouts import unquantized
 from te_precision_callbacks.base.replaced import AnyFunction
+from te_precision_callbacks.coverage.formats import format_made_by, format_of, recipe_text
 from te_precision_callbacks.coverage.model_products import ModelProducts
-from te_precision_callbacks.coverage.precision_audit import recipe_text
+from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable
 from te_precision_callbacks.instrumentation.arguments import forward_arguments
 from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward, Running
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind
-from te_precision_callbacks.layers.gemm_events import AttentionEvent, AttentionSizes
+from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te.state import current_recipe
 
@@ -33,15 +33,11 @@ class OperationsTap:
 
     Args:
         report_silent: called with each forward without events, the operation, and whether it was the backward.
-
-    Attributes:
-        counts: whether the products of the operations are counted in this step.
     """
 
     def __init__(
         self, classify: Classify, running: Running, report_silent: Callable[[Forward, str, bool], None]
     ) -> None:
-        self.counts = False
         self._classify = classify
         self._running = running
         self._report_silent = report_silent
@@ -108,50 +104,33 @@ class OperationsTap:
         forward.kind = kind
         forward.recipe = recipe
         forward.is_fused = len(layers) > 1
-        forward.read = set()
-        forward.kept = {}
-        forward.is_due = self.counts and not forward.is_fused
+        forward.shapes = {}
         if kind is ForwardKind.OBSERVED:
             forward.watched = set()
         return forward
 
 
 class AttentionTap:
-    """Reports fused attention, and the forwards of all attention modules."""
+    """Counts the products of fused attention, and reports the ends of the forwards of all attention modules.
 
-    def __init__(
-        self,
-        classify: Classify,
-        report: Report,
-        running: Running,
-        listener: ModelProducts | None,
-    ) -> None:
+    Attributes:
+        names: id of an attention module -> its path.
+    """
+
+    def __init__(self, report: Report, running: Running, table: StepTable, products: ModelProducts | None) -> None:
         self.names: Mapping[int, str] = {}
-        self._classify = classify
         self._report = report
         self._running = running
-        self._listener = listener
-
-    def enter(self, module: Any) -> Forward:
-        layer = self.names[id(module)]
-        try:
-            entered = Forward()
-            entered.layers = (layer,)
-            entered.kind = self._classify(module)
-            if self._listener is not None:
-                self._listener.enter_attention(layer)
-        except Exception as error:
-            self._report("observing the forward of", layer, error)
-            return UNOBSERVED
-        return entered
+        self._table = table
+        self._products = products
 
     def leave(self, module: Any, entered: Forward) -> None:
-        if self._listener is None:
+        if self._products is None:
             return
         try:
-            self._listener.leave_attention(entered.layers[0], entered.kind, forward_arguments(module))
+            self._products.leave_attention(entered.attention, entered.kind, forward_arguments(module))
         except Exception as error:
-            self._report("observing the forward of", entered.layers[0], error)
+            self._report("observing the forward of", entered.attention, error)
 
     def wrap(self, upstream: AnyFunction) -> AnyFunction:
         signature = inspect.signature(upstream)
@@ -160,38 +139,38 @@ class AttentionTap:
         def tapped(*operands: Any, **keywords: Any) -> Any:
             result = upstream(*operands, **keywords)
             running = self._running.thread_state.running
-            if running is not None and running.layers and self._listener is not None:
+            if running is not None and running.attention:
                 running.events += 1
                 try:
-                    given = signature.bind(*operands, **keywords)
-                    given.apply_defaults()
-                    self._listener.note_attention(_attention_event(running, given.arguments))
-                except ObservationError:  # reported already; must be raised
-                    raise
+                    if self._products is not None:
+                        self._products.operators.with_product.add(running.attention)
+                    if running.kind is ForwardKind.OBSERVED:
+                        bound = signature.bind(*operands, **keywords)
+                        bound.apply_defaults()
+                        self._table.attention[_attention_call(running.attention, bound.arguments)] += 1
                 except Exception as error:
-                    self._report("observing the products of", running.layers[0], error)
+                    self._report("observing the products of", running.attention, error)
             return result
 
         return tapped
 
 
-def _attention_event(forward: Forward, given: Mapping[str, Any]) -> AttentionEvent:
-    query = given["q"]
-    key = given["k"]
-    value = given["v"]
-    form = given["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
-    return AttentionEvent(
-        forward.layers[0],
-        "d_o" in given,
-        query,
-        key,
-        value,
-        given.get("d_o"),
-        given["s_quantizer"],
-        given.get("dp_quantizer"),
-        AttentionSizes.of(query, key, value, form),
-        forward.kind,
-    )
+def _attention_call(layer: str, arguments: Mapping[str, Any]) -> AttentionCall:
+    """Return the call of a kernel, given its arguments by name; its gradient ``d_o`` in a backward.
+
+    In a backward, the first operands are the gradients of the scores and of the result, in place of queries and
+    probabilities.
+    """
+    tensors = arguments["q"], arguments["k"], arguments["v"]
+    query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
+    layout = arguments["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
+    sizes = AttentionSizes.of(*tensors, layout)
+    if "d_o" not in arguments:
+        probabilities = format_made_by(arguments["s_quantizer"], query)
+        return AttentionCall(layer, False, (query, key), (probabilities, value), sizes)
+    gradient = format_of(arguments["d_o"], columnwise=False)
+    scores = format_made_by(arguments.get("dp_quantizer"), gradient)
+    return AttentionCall(layer, True, (scores, key), (gradient, value), sizes)
 
 
 _QUANTIZER_OF_NORM = 5  # position of the quantizer among the arguments of apply_normalization

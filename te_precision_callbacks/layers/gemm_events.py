@@ -49,13 +49,11 @@ class Kept(TypedDict, total=False):
 
     Attributes:
         iteration: the iteration of the forward.
-        call: the model's call of the forward.
         probed: (layer, GEMM) -> the products of operand A with the probes.
         sums: (layer, GEMM) -> a copy of the tensor that the GEMM adds to.
     """
 
     iteration: int
-    call: Any
     probed: dict[tuple[str, str], Any]
     sums: dict[tuple[str, str], torch.Tensor]
 
@@ -119,6 +117,16 @@ class AttentionSizes(NamedTuple):
     size: int
     size_v: int
 
+    @property
+    def qk(self) -> tuple[int, int, int, int]:
+        """n, m, k and the batch of the product of queries and keys."""
+        return self.rows, self.columns, self.size, self.batch
+
+    @property
+    def pv(self) -> tuple[int, int, int, int]:
+        """n, m, k and the batch of the product of probabilities and values."""
+        return self.rows, self.size_v, self.columns, self.batch
+
     @classmethod
     def of(cls, query: Any, key: Any, value: Any, form: str) -> AttentionSizes:
         """Return the sizes of operands in a format such as ``sbhd``, with a letter per dimension.
@@ -130,27 +138,6 @@ class AttentionSizes(NamedTuple):
         sequences = rows.get("b", 1) * rows["h"]
         length = "s" if "s" in form else "t"
         return cls(sequences, rows[length], columns[length], rows["d"], value.size()[-1])
-
-
-@dataclass(frozen=True)
-class AttentionEvent:
-    """The products of fused attention, in a forward or its backward.
-
-    Attributes:
-        gradient: the gradient of the result, in a backward.
-        probabilities, scores: the quantizers of the probabilities, and of the scores' gradient, or None.
-    """
-
-    layer: str
-    backward: bool
-    query: Any
-    key: Any
-    value: Any
-    gradient: Any
-    probabilities: Any
-    scores: Any
-    sizes: AttentionSizes
-    kind: ForwardKind
 
 
 BeforeSum = Callable[[str, GemmName, Any, Kept], Any]

@@ -114,7 +114,7 @@ def _modules(path: Path, given: Any) -> Sequence[Module]:
 
 
 def _modules_of(model: Any) -> list[Module]:
-    from te_precision_callbacks.coverage.precision_audit import dtype_name
+    from te_precision_callbacks.coverage.formats import dtype_name
 
     modules = []
     for name, module in model.named_modules():

@@ -17,8 +17,8 @@ import torch
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.coverage.planned_products import gemm_sizes
-from te_precision_callbacks.coverage.precision_audit import gemms_left_out
+from te_precision_callbacks.coverage.formats import gemms_left_out
+from te_precision_callbacks.coverage.products import gemm_sizes
 from te_precision_callbacks.layers.forwards import is_in_backward
 from te_precision_callbacks.layers.naming import Model, named_operations, named_te_modules
 from te_precision_callbacks.te import modules as te_modules

@@ -199,7 +199,7 @@ class ContractCheck:
 
     @property
     def _changes(self) -> int:
-        return self._results.audit.changes + self._results.coverage.changes
+        return self._results.table.changes + self._results.coverage.changes
 
     def begin_step(self, iteration: int) -> None:
         if self.keeper is not None:

@@ -13,7 +13,7 @@ from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.history import CoverageHistory
 from te_precision_callbacks.coverage.other_steps import OtherSteps, other_steps
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.instrumentation.upstream import Inspector
@@ -45,8 +45,8 @@ class RunResults:
     unconverted: Mapping[str, str] = field(default_factory=dict)
     expects_low: str = ""
     filters_loss: bool = False
-    audit: PrecisionAudit = field(init=False)
-    coverage: CoverageHistory = field(default_factory=CoverageHistory)
+    table: StepTable = field(init=False)
+    coverage: CoverageHistory = field(init=False)
     series: SeriesTable = field(default_factory=SeriesTable)
     statistics: RunStatistics = field(init=False)
     resume: ResumeReport | None = None
@@ -56,7 +56,8 @@ class RunResults:
     adds_eps: bool | None = None
 
     def __post_init__(self) -> None:
-        self.audit = PrecisionAudit(self.iterations)
+        self.table = StepTable(self.iterations)
+        self.coverage = CoverageHistory(self.table)
         self.statistics = RunStatistics(self.series)
 
     def coverage_at(self, iteration: int) -> Coverage:
@@ -65,17 +66,19 @@ class RunResults:
         Raises:
             IterationError: the iteration has not run.
         """
+        self.table.write()
+        self.iterations.require("coverage", iteration)
         last = iteration if self.iterations.last is None else self.iterations.last
-        return self.coverage.at(iteration, last, self.audit.history.at(iteration), self.unconverted)
+        return self.coverage.at(iteration, last, self.unconverted)
 
     def other_steps(self) -> list[OtherSteps]:
-        if len(self.coverage.spans()) < 2 and not self.audit.history.has_changed:
+        if not self.coverage.has_changed:
             return []  # the usual case, without a loop over thousands of layers
-        return other_steps(self.coverage.by_span(self.audit.history.spans(), self.unconverted))
+        return other_steps(self.coverage.by_span(self.unconverted))
 
     def coverage_with_other_ranks(self, iteration: int | None) -> Coverage:
         """Return :meth:`InspectSession.coverage` of an iteration; None for the last iteration."""
-        iteration = self.audit.history.iterations.last if iteration is None else iteration
+        iteration = self.table.history.iterations.last if iteration is None else iteration
         if iteration is None:
             return NOTHING
         own = self.coverage_at(iteration)

@@ -179,7 +179,7 @@ class ClosingReport:
         self._coverage = results.coverage_with_other_ranks(None)
         if self._coverage:
             self._other_steps = format_other_steps(results.other_steps())
-            if not self._other_steps and not results.audit.history.has_changed:
+            if not self._other_steps and not results.table.history.has_changed:
                 # The steps differ in sizes alone, as with a smaller last batch, so the line holds for all of them.
                 self._coverage = Coverage(self._coverage, state=self._coverage.state)
             for text in (str(self._coverage), *self._other_steps):

@@ -76,7 +76,7 @@ class RunFacts:
         """
         is_due = at_last or time.perf_counter() >= self._rests_until
         is_due |= self._results.scales_loss != self._scales_loss
-        is_due |= has_statistics and self._results.audit.changes != self._taken[0]
+        is_due |= has_statistics and self._results.table.changes != self._taken[0]
         return is_due and self._state != self._taken
 
     @property
@@ -84,7 +84,7 @@ class RunFacts:
         """The state that determines the facts; first the changes of precision."""
         results = self._results
         coverage = results.coverage
-        changes = results.audit.changes, results.layers, coverage.changes
+        changes = results.table.changes, results.layers, coverage.changes
         settings = results.scales_loss, results.adds_eps, self._model.hooks.gemm_errors.unmeasured
         return *changes, len(coverage.other_ranks_products), len(results.unconverted), *settings
 
@@ -93,8 +93,8 @@ class RunFacts:
         state = self._state
         self._rests_until = begun + REST_AFTER_A_FAILURE
         infos = self._results.layers
-        precision = list(self._results.audit.history.spans())
-        gemms, operands = self._products(precision)
+        precision = list(self._results.table.history.spans())
+        gemms, operands = self._products()
         layer_rows = list(self._layers(infos, gemms))
         scopes = {row["layer"]: row["scope"] for row in layer_rows}
         for row in gemms:
@@ -150,7 +150,7 @@ class RunFacts:
     @property
     def _expects_by_region(self) -> str:
         hooks = self._model.hooks
-        if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not self._results.audit.order[0]):
+        if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not self._results.table.order[0]):
             return ""
         return "the script enters te.autocast(enabled=True)"
 
@@ -240,11 +240,11 @@ class RunFacts:
                 columns[layer.name] = {"params": params, "weight_dtype": ", ".join(dtypes), "primary_weights": kind}
         return columns
 
-    def _products(self, precision: Iterable[GemmPrecision]) -> tuple[list[Row], list[Row]]:
+    def _products(self) -> tuple[list[Row], list[Row]]:
         gemms: list[Row] = []
         operands: list[Row] = []
         results = self._results
-        for product, order, seen, since, until in results.coverage.by_span(precision, results.unconverted):
+        for product, order, since, until in results.coverage.by_span(results.unconverted):
             number = len(gemms)
             shared = {"layer": product.layer, "gemm": product.gemm, "since": since, "until": until}
             gemms.append(
@@ -265,17 +265,16 @@ class RunFacts:
                     "precision": product.precision,
                     "reason": None if product.reason is None else product.reason.name,
                     "reason_ref": product.reason_ref,
-                    "recipe": seen.recipe if seen is not None else "",
+                    "recipe": product.recipe,
                 }
             )
-            shared = {**shared, "gemm_id": number, "source": "seen" if seen is None or seen.seen else "planned"}
+            shared = {**shared, "gemm_id": number, "source": "seen"}
             operands += [{**shared, "tensor": tensor, "format": text} for tensor, text in product.operands.items()]
         return gemms, operands
 
     def _states(self) -> list[Row]:
-        spans = self._results.coverage.spans()
-        state = spans[-1].state if spans else ()
-        return [{"subject": row.subject, "dtype": row.dtype, "bytes": row.bytes, "count": row.tensors} for row in state]
+        rows = self._results.coverage.state
+        return [{"subject": row.subject, "dtype": row.dtype, "bytes": row.bytes, "count": row.tensors} for row in rows]
 
     def _plan(self, infos: Sequence[LayerInfo]) -> Iterator[Row]:
         sections = {section.name: section for section in self._options.config.enabled_sections}

@@ -271,7 +271,7 @@ class ObservedModel:
         modules = self.layers.modules
         by_layer = {entry.layer.name: entry for entry in plan.layers}
         infos = []
-        forward, backward = self._results.audit.order
+        forward, backward = self._results.table.order
         for layer in self.layers.own:
             entry = by_layer.get(layer.name, LayerPlan(layer, (), {}))
             info = LayerInfo(
@@ -373,7 +373,7 @@ class ObservedModel:
             logger.warning("%s. %s", text, remedy)
 
     def note_order(self) -> None:
-        forward, backward = self._results.audit.order
+        forward, backward = self._results.table.order
         known = len(forward) + len(backward)
         if known != self._ordered:
             self._ordered = known
@@ -390,7 +390,7 @@ class ObservedModel:
         """
         forwards = self.hooks.products.unobserved
         reasons = forwards.reasons
-        observed = self._results.audit.order[0]
+        observed = self._results.table.order[0]
         unobserved: dict[str, str] = {}
         uncounted = dict(self._added)
         if self.hooks.products.has_double_backward:
@@ -424,14 +424,14 @@ class ObservedModel:
         return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
 
     def note_products(self) -> None:
-        outside = self.hooks.products.recomputed_outside
         step = self.hooks.products.take_step()
         if step is None:
             return
+        outside = frozenset() if step.gemms is None else step.gemms.recomputed_outside
         self._warn_of_recomputed(outside)
         self._results.coverage.put(self._inspector.iteration, step, lambda: self._layer_facts(outside))
         if step.has_backward:
-            self._results.audit.note_backward()
+            self._results.table.note_backward()
 
     def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
         sections = {section.name: section for section in self._options.config.enabled_sections}

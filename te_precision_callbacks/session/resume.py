@@ -123,7 +123,7 @@ class ResumeAudit:
         if not modules:
             return None
         try:
-            taken = with_recipes(self._with_layers(iteration), modules, self._results.audit.trained_in_fp8)
+            taken = with_recipes(self._with_layers(iteration), modules, self._results.table.trained_in_fp8)
             context = self._context
             unsaved = unsaved_layers(taken)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
@@ -219,7 +219,7 @@ class ResumeAudit:
         self._saved = None
         self._restored = None  # torch runs the hooks now; they are removed at the end of the step
         try:
-            now = with_recipes(restored, self._modules(), self._results.audit.trained_in_fp8)
+            now = with_recipes(restored, self._modules(), self._results.table.trained_in_fp8)
             report = compare(saved, now)
         except Exception as error:
             self._failures.report("auditing", "the resume", error)

@@ -92,7 +92,7 @@ class Run:
         engine.reports_quantized_only = not options.config.is_default
         self.observation = Observation(engine, Recorder(results.log_dir, report=failures.report))
         self.hooks = ForwardHooks(
-            classify, failures, results.audit, scalars, engine, strict=options.strict, every_step=options.every_step
+            classify, failures, results.table, scalars, engine, strict=options.strict, every_step=options.every_step
         )
         model = ObservedModel(context, self.hooks, engine)
         self.model = model
@@ -171,9 +171,9 @@ class Run:
         if self._parameters.have_updated(self.context.iteration):
             self.hooks.every_step.note_update()
         # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
-        audit = self.context.results.audit
-        if audit.lacks_backward and has_gradients(self.model.parameters()):
-            audit.note_backward()
+        table = self.context.results.table
+        if table.lacks_backward and has_gradients(self.model.parameters()):
+            table.note_backward()
 
     # ------------------------------------------------------------------ a step
 
@@ -449,7 +449,7 @@ class Run:
         leads_all = own_rank() == 0
         with Uninterrupted(), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
-                context.results.audit.abandon()
+                context.results.table.abandon()
             if not attached and ended_by is None:
                 logger.warning(
                     "The session ended without a model, so nothing was observed. Pass model=, or call attach(model)"
@@ -534,7 +534,7 @@ class Run:
         self.model.note_unobserved()
         self.model.note_products()
         if results.coverage.changes != before:
-            results.audit.leave(self.context.iteration)
+            results.table.leave(self.context.iteration)
 
     def _send_end(self, error: BaseException | None) -> None:
         iteration = self.context.iteration

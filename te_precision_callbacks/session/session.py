@@ -203,7 +203,7 @@ class InspectSession:
 
         ``session.precision(at=120)`` is for one iteration, and raises a LookupError if it has not run.
         """
-        history = self._results.audit.history
+        history = self._results.table.history
         return Precision(history.whole_run(), history.at)
 
     def coverage(self, at: int | None = None) -> Coverage:

@@ -196,7 +196,7 @@ class LoopChecks:
         """
         if not self.has_stepped:
             integration = self._context.loop.integration
-            if not (error or self._steps) and self._context.results.audit.order[0] and integration != "watch":
+            if not (error or self._steps) and self._context.results.table.order[0] and integration != "watch":
                 self._context.note_unobserved(
                     "no step was counted, so all that ran belongs to debug iteration"
                     f" {self._context.iteration}. {_REMEDIES.get(integration, _REMEDY)}"

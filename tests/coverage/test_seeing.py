@@ -1,7 +1,8 @@
 """Operators of torch under a session: where they are not aten's, where observing itself fails; attention."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
@@ -27,13 +28,13 @@ from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers import forwards
-from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
-from te_precision_callbacks.layers.gemm_events import AttentionEvent
+from te_precision_callbacks.layers.forwards import ForwardClassifier
+from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.te import modules as te_modules
 from tests.capability import any_capability, stand_for
@@ -483,15 +484,16 @@ def macs_of(micro_batches: list[list[int]]) -> list[int]:
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     attend = torch.ops.aten._efficient_attention_forward
     model = Net(lambda _, query: attend(query, query, query, None, bounds, bounds, 5, 5, 0.0, 0)[0])
-    products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False)
-    products.watch_model(model, {id(model): "model"}, ())
+    products = ModelProducts(lambda *told: pytest.fail(str(told)), lambda: False, StepTable(Iterations()))
+    products.watch_model(model, {id(model): "model"})
     with torch.enable_grad():
         for places in micro_batches:
             bounds.copy_(torch.tensor(places))  # as where a loader fills the same tensor again
             model(torch.zeros(1, places[-1], HEADS, SIZE))
     result = products.take_step()
     products.close()
-    return [product.macs for product in result.kinds.products(result.parts)]  # type: ignore[union-attr]
+    counted, _ = result.kinds.products(result.parts)  # type: ignore[union-attr]
+    return [product.macs for _, product in counted]
 
 
 @pytest.mark.usefixtures("kernel_for_the_cpu")
@@ -515,26 +517,6 @@ SHAPE = (128, 2, 4, 32)
 """Length, batch, heads and size."""
 
 
-class Told:
-    def __init__(self) -> None:
-        self.events: list[AttentionEvent] = []
-        self.order: list[str] = []
-        self.fail = False
-
-    def enter_attention(self, layer: str) -> None:
-        self.order.append(f"enter {layer}")
-
-    def note_attention(self, event: AttentionEvent) -> None:
-        self.order.append("backward" if event.backward else "forward")
-        if self.fail:
-            raise ValueError("no such listener")
-        self.events.append(event)
-
-    def leave_attention(self, layer: str, kind: ForwardKind, given: Mapping[str, Any]) -> None:
-        assert given["query_layer"].shape == SHAPE
-        self.order.append(f"leave {layer}")
-
-
 @contextmanager
 def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[int, Any]]]]:
     calls: list[tuple[str, dict[int, Any]]] = []
@@ -549,13 +531,13 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[int,
     yield calls
 
 
-def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> torch.Tensor:
+def run(attention: te.DotProductAttention, reported: list[str]) -> tuple[torch.Tensor, StepTable]:
     def report(doing: str, what: str, error: Exception) -> None:
         reported.append(f"{what}: {error}")
 
-    every_step = EveryStep(Ring(), PrecisionAudit(Iterations()), report)
+    table = StepTable(Iterations())
     classify = ForwardClassifier(precision_features_in_eval=True)
-    tap = GemmTap(classify, report, every_step, lambda event: None, products=told)
+    tap = GemmTap(classify, report, EveryStep(Ring(), table, report), lambda event: None)
     tap.watch({}, {}, ())
     tap.install()
     tap.observe({}, counts=True, attentions={id(attention): "attention"})
@@ -571,37 +553,45 @@ def run(attention: te.DotProductAttention, told: Told, reported: list[str]) -> t
         out.sum().backward()
     finally:
         tap.remove()
-    return query.grad
+    return query.grad, table
 
 
 def made() -> te.DotProductAttention:
     return te.DotProductAttention(*SHAPE[2:], attention_dropout=0.0)
 
 
-def test_operands_are_those_of_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    stated, reported = Told(), list[str]()
+def test_attention_has_the_formats_and_sizes_of_the_extensions_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = list[str]()
     emulate_kernel(monkeypatch)
     with any_capability(), spied(monkeypatch) as calls:
         stand_for((10, 0))
-        run(made(), stated, reported)
+        _, table = run(made(), reported)
     assert not reported
-    assert stated.order == ["enter attention", "forward", "leave attention", "backward"]
     assert [name for name, _ in calls] == ["fused_attn_fwd", "fused_attn_bwd"]
-    for event, (_, handed) in zip(stated.events, calls, strict=True):
-        operands = [event.query, event.key, event.value, event.probabilities]
-        operands += [event.gradient, event.scores] if event.backward else []
-        assert all(id(operand) in handed for operand in operands)
-        assert type(event.query).__name__.startswith("Float8Tensor")
-        assert event.sizes == (2 * 4, 128, 128, 32, 32)
-        assert event.layer == "attention"
+    sizes = AttentionSizes(2 * 4, 128, 128, 32, 32)
+    e4m3, e5m2 = "FP8 E4M3", "FP8 E5M2"
+    assert table.attention == {
+        AttentionCall("attention", False, (e4m3, e4m3), (e4m3, e4m3), sizes): 1,
+        AttentionCall("attention", True, (e5m2, e4m3), (e5m2, e4m3), sizes): 1,
+    }
+    for (_, arguments), gradients in zip(calls, (0, 1), strict=True):
+        formats = Counter(
+            str(value._fp8_dtype) for value in arguments.values() if type(value).__name__.startswith("Float8Tensor")
+        )
+        assert formats[str(tex.DType.kFloat8E4M3)] >= 3, "queries, keys and values"
+        assert bool(formats[str(tex.DType.kFloat8E5M2)]) == bool(gradients)
 
 
-def test_a_listener_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stated, reported = Told(), list[str]()
+def test_a_failure_while_attention_is_counted_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = list[str]()
     emulate_kernel(monkeypatch)
     with any_capability():
         stand_for((10, 0))
-        expected = run(made(), Told(), reported)
-        stated.fail = True
-        assert torch.equal(run(made(), stated, reported), expected)
-    assert reported == ["attention: no such listener"] * 2
+        expected, _ = run(made(), reported)
+
+        def fail(*_: Any) -> None:
+            raise ValueError("no sizes")
+
+        monkeypatch.setattr(AttentionSizes, "of", fail)
+        assert torch.equal(run(made(), reported)[0], expected)
+    assert reported == ["attention: no sizes"] * 2

@@ -31,7 +31,8 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 
 from te_precision_callbacks.base.spans import Iterations
-from te_precision_callbacks.coverage.precision_audit import PrecisionAudit
+from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.tap import GemmTap
@@ -336,15 +337,28 @@ def tapped(
         for listener in (lambda event: event.sizes, events.append, *more):
             listener(event)
 
-    every_step = EveryStep(Ring(), PrecisionAudit(Iterations()), report)
+    with installed(model, consume, report):
+        yield events
+
+
+@contextmanager
+def installed(
+    model: torch.nn.Module, consume: Callable[[GemmEvent], None] = lambda _: None, report: Report = fail
+) -> Iterator[StepTable]:
+    """Yield the table that the tap fills, with its first step."""
+    table = StepTable(Iterations())
+    table.watch(list(named_te_modules(model)), named_operations(model))
+    table.is_complete = True
+    table.enter(0)
+    every_step = EveryStep(Ring(), table, report)
     tap = GemmTap(ForwardClassifier(precision_features_in_eval=True), report, every_step, consume)
     modules = {id(named.module): named.module for named in named_te_modules(model)}
     layers = {id(named.module): [layer.name for layer in named.layers] for named in named_te_modules(model)}
     tap.watch(modules, layers, named_operations(model))
-    tap.observe(layers, counts=True)
+    tap.observe(layers, counts=False, attentions={})
     tap.install()
     try:
-        yield events
+        yield table
     finally:
         tap.remove()
         assert not tap.installed
@@ -359,6 +373,12 @@ def assert_alike(events: list[GemmEvent], calls: list[Call]) -> None:
         assert event.sizes == (call.n, call.m, call.k)
         if call.out is not None:
             assert event.out is call.out
+
+
+def products_of(table: StepTable) -> list[Product]:
+    gemms = table.step_gemms()
+    assert gemms is not None
+    return [product for _, product in table.products(gemms, 1)]
 
 
 def layers_of(events: list[GemmEvent]) -> list[str]:

@@ -19,7 +19,7 @@ from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.grouped_gemms import provide_grouped_tensors
-from tests.instrumentation.gemm_spy import GEMM_OF, layers_of, tapped
+from tests.instrumentation.gemm_spy import GEMM_OF, installed, layers_of, products_of, tapped
 from tests.instrumentation.steps import stepped
 
 BF16 = torch.bfloat16
@@ -148,17 +148,19 @@ def test_precision_and_coverage_are_those_of_experts_alone(recipe: Any, tmp_path
     assert list(together.coverage()) == list(alone.coverage())
 
 
-def test_grouped_te_ops_have_events_for_each_expert(recipe: Any) -> None:
+def test_grouped_te_ops_have_products_of_each_expert(recipe: Any) -> None:
     """te.ops takes grouped tensors wherever it can."""
     net = te.ops.Sequential(te.ops.GroupedLinear(len(ROWS), 128, 256, dtype=BF16))
-    with spied() as calls, tapped(net) as events:
+    with spied() as calls, installed(net) as table:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             out = net(inputs(), torch.tensor(ROWS))
         out.float().sum().backward()
     assert [gemm for gemm, *_ in calls] == ["fprop", "dgrad", "wgrad"]
-    assert layers_of(events) == [
-        f"sequential.0.gemm_{expert} {gemm}" for gemm in ("fprop", "dgrad", "wgrad") for expert in range(3)
-    ]
+    assert {(product.layer, product.gemm): product.macs for product in products_of(table)} == {
+        (f"sequential.0.gemm_{expert}", gemm): rows * 128 * 256
+        for gemm in ("fprop", "dgrad", "wgrad")
+        for expert, rows in enumerate(ROWS)
+    }
 
 
 def test_padded_rows_and_tokens_of_experts(tmp_path: Path) -> None:

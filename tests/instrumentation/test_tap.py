@@ -32,7 +32,9 @@ from tests.instrumentation.gemm_spy import (
     ROWS,
     assert_alike,
     can_run,
+    installed,
     layers_of,
+    products_of,
     spied,
     tapped,
 )
@@ -149,13 +151,17 @@ def test_te_ops(recipe: Any) -> None:
         te.ops.Sequential(te.ops.Linear(32, 64, dtype=BF16), te.ops.GELU(), te.ops.BasicLinear(64, 32, dtype=BF16)),
         te.ops.Linear(32, 32, bias=False, dtype=BF16),
     )
-    with spied() as calls, tapped(net) as events:
+    with spied() as calls, installed(net) as table:
         train(net, recipe)
-    assert_alike(events, calls)
-    assert layers_of(events) == [
+    products = products_of(table)
+    assert [f"{product.layer} {product.gemm}" for product in products] == [
         *("0.0 fprop", "0.2 fprop", "1 fprop"),
         *(f"{layer} {gemm}" for layer in ("1", "0.2", "0.0") for gemm in ("dgrad", "wgrad")),
     ]
+    for product, call in zip(products, calls, strict=True):
+        assert (product.n, product.m, product.k) == (call.n, call.m, call.k)
+        assert product.family == "te_ops"
+        assert product.is_low == (recipe is not None)
 
 
 def test_wgrad_that_is_added_to_main_grad() -> None:

@@ -1,0 +1,340 @@
+"""The table of a step: each GEMM of Transformer Engine by layer, formats and sizes, and the products of its attention.
+
+Formats are read from the two tensors passed to the GEMM, and sizes from its result (``tap.py``). A GEMM that a backward
+skips has a reason instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.spans import Iterations
+from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
+from te_precision_callbacks.coverage.coverage import Family, Product, Reason
+from te_precision_callbacks.coverage.formats import dtype_name, gemms_left_out
+from te_precision_callbacks.coverage.gemm_precision import (
+    HIGH_PRECISION,
+    NO_BACKWARD,
+    Format,
+    GemmFact,
+    PrecisionHistory,
+    join_with_arrows,
+)
+from te_precision_callbacks.coverage.products import ATTENTION, FUSED, PlacedProduct, gemm_sizes, operand_names
+from te_precision_callbacks.layers.gemm_events import AttentionSizes
+from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
+from te_precision_callbacks.te import modules as te_modules
+
+Call: TypeAlias = tuple[str, GemmName, str, object, object, "torch.Size | None"]
+"""A GEMM of a step: its layer, name and recipe (empty in high precision), the formats of operands A and B, each as a
+dtype or a key of :attr:`StepTable.formats`, and the shape of the result of its layer's fprop. The shape is None for a
+GEMM that is no product of its own: of a forward that is computed again."""
+
+
+class AttentionCall(NamedTuple):
+    """Fused attention in a forward or its backward, with the formats of the operands of its two products."""
+
+    layer: str
+    backward: bool
+    qk: tuple[str, str]
+    pv: tuple[str, str]
+    sizes: AttentionSizes
+
+
+class Unseen(NamedTuple):
+    """A layer of Transformer Engine that ran without a visible GEMM."""
+
+    layer: str
+    backward: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class StepGemms:
+    """The products of Transformer Engine in a step.
+
+    Attributes:
+        excluded: the layers with a forward inside ``te.autocast(enabled=False)``.
+        left_out: layer -> GEMM that the backward skipped -> the reason.
+        has_backward: whether a backward of Transformer Engine's layers ran.
+    """
+
+    calls: Mapping[Call, int]
+    attention: Mapping[AttentionCall, int]
+    unseen: set[Unseen]
+    excluded: set[str]
+    left_out: Mapping[str, Mapping[GemmName, str]]
+    has_backward: bool
+
+    def plus(self, other: StepGemms) -> StepGemms:
+        """Return the products of both."""
+        calls = Counter(self.calls)
+        calls.update(other.calls)
+        attention = Counter(self.attention)
+        attention.update(other.attention)
+        return replace(
+            self,
+            calls=calls,
+            attention=attention,
+            unseen=self.unseen | other.unseen,
+            excluded=self.excluded | other.excluded,
+        )
+
+    @property
+    def forms(self) -> frozenset[object]:
+        """The GEMMs without their sizes."""
+        return frozenset(call[:5] for call in self.calls)
+
+    @property
+    def key(self) -> object:
+        reasons = frozenset((layer, *of_layer.items()) for layer, of_layer in self.left_out.items())
+        counts = frozenset(self.calls.items()), frozenset(self.attention.items())
+        return *counts, frozenset(self.unseen), frozenset(self.excluded), reasons
+
+    @property
+    def recomputed_outside(self) -> frozenset[str]:
+        """The layers that a reentrant checkpoint of torch, which does not restore autocast, recomputed without the
+        recipe of their first forward."""
+        recipes: dict[bool, dict[str, set[bool]]] = {True: defaultdict(set), False: defaultdict(set)}
+        for layer, gemm, recipe, _, _, shape in self.calls:
+            if gemm == "fprop":
+                recipes[shape is None][layer].add(bool(recipe))
+        return frozenset(
+            layer for layer, first in recipes[True].items() if True in first and recipes[False].get(layer) == {False}
+        )
+
+
+NO_GEMMS = StepGemms({}, {}, set(), set(), {}, has_backward=False)
+
+
+class StepTable:
+    """Counts the GEMMs of a step by layer, formats and sizes; what differs from the step before is kept.
+
+    Attributes:
+        formats: key of an operand's format -> its text; a dtype is a key by itself.
+        calls: GEMM of the step -> the number of its calls.
+        attention: fused attention of the step -> the number of its calls.
+        forwards: id of a module with a training forward in the step -> whether its input needs a gradient.
+        excluded: the layers with a forward inside ``te.autocast(enabled=False)``.
+        unseen: the layers that ran without a visible GEMM.
+        modules: id of a module -> the module and its layers.
+        features: layer -> its in_features and out_features on this rank.
+        operations: the layers of ``te.ops``.
+        is_complete: whether all GEMMs of the step are seen.
+    """
+
+    def __init__(self, iterations: Iterations) -> None:
+        self.formats: dict[object, str] = {}
+        self.modules: Mapping[int, tuple[torch.nn.Module, Sequence[str]]] = {}
+        self.features: dict[str, tuple[int, int]] = {}
+        self.operations: frozenset[str] = frozenset()
+        self.is_complete = False
+        self._order: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._history = PrecisionHistory(iterations)
+        self._iteration: int | None = None
+        self._written: tuple[object, ...] | None = None
+        self._left_out: Mapping[str, Mapping[GemmName, str]] = {}  # of the step written last
+        self._gemms: StepGemms | None = None
+        self.abandon()
+
+    def watch(self, modules: Sequence[NamedModule], operations: Sequence[NamedOperation]) -> None:
+        """Set the modules of Transformer Engine, and the operations of ``te.ops``, whose GEMMs the steps have."""
+        self.modules = {id(named.module): (named.module, named.names) for named in modules}
+        self.operations = frozenset(name for operation in operations for name in operation.names)
+        self.features = {}
+        for named in modules_with_gemms(modules, operations):
+            sizes = te_modules.of(named.module).features(named.module)
+            self.features.update(zip(named.names, sizes, strict=True))
+
+    def enter(self, iteration: int) -> None:
+        if iteration == self._iteration:
+            return
+        self.write()
+        if self._iteration is not None and iteration < self._iteration:
+            self._written = None  # the history is truncated at this iteration
+        self._iteration = iteration
+        self.abandon()
+
+    def leave(self, iteration: int) -> None:
+        """End an iteration, perhaps without a forward."""
+        self.enter(iteration)
+        self._history.ran(iteration)
+        self.write()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the GEMMs of the step so far."""
+        self.calls: defaultdict[Call, int] = defaultdict(int)
+        self.attention: defaultdict[AttentionCall, int] = defaultdict(int)
+        self.forwards: dict[int, bool] = {}
+        self.excluded: set[str] = set()
+        self.unseen: set[Unseen] = set()
+        self._had_backward = False
+        self._size: tuple[object, ...] | None = None  # of what the step had at the last call of write()
+
+    @property
+    def lacks_backward(self) -> bool:
+        return bool(self.calls) and not self._has_backward
+
+    @property
+    def _has_backward(self) -> bool:
+        # The last GEMM of most steps is one of the backward.
+        return self._had_backward or any(gemm != "fprop" for _, gemm, *_ in reversed(self.calls))
+
+    def note_backward(self) -> None:
+        self._had_backward = True
+
+    @property
+    def order(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Layer -> position of its first forward, and of its first backward."""
+        self.write()
+        return self._order
+
+    @property
+    def changes(self) -> int:
+        return self._history.changes
+
+    @property
+    def history(self) -> PrecisionHistory:
+        self.write()
+        return self._history
+
+    def trained_in_fp8(self, layer: str) -> bool | None:
+        """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
+        fact = self.history.last_facts(layer)[0]
+        if fact is None or not fact.operands:
+            return None
+        return any(form.recipe for form in itertools.chain(*dict(fact.operands).values()))
+
+    def write(self) -> None:
+        """Write the step so far, which may continue, to the history, unless it is like the last one written."""
+        size = len(self.calls), len(self.forwards), len(self.excluded), self._had_backward
+        if self._iteration is None or not self.calls or size == self._size:
+            return
+        self._size = size
+        self._history.ran(self._iteration)
+        has_backward = self._has_backward
+        forms = {call[:5] for call in self.calls}
+        if (forms, self.forwards, self.excluded, has_backward) == self._written:
+            return
+        self._written = forms, dict(self.forwards), set(self.excluded), has_backward
+        self._left_out = self._reasons() if has_backward else {}
+        for layer, gemm, *_ in self.calls:
+            order = self._order[gemm != "fprop"]
+            order.setdefault(layer, len(order))
+        for layer, gemms in self._by_layer().items():
+            facts = {gemm: GemmFact((), reason) for gemm, reason in self._left_out.get(layer, {}).items()}
+            for gemm, operands in gemms.items():
+                facts[gemm] = GemmFact(tuple((tensor, tuple(formats)) for tensor, formats in operands.items()))
+            self._history.put(layer, self._iteration, facts, excluded=layer in self.excluded)
+
+    def _by_layer(self) -> dict[str, dict[GemmName, dict[str, dict[Format, None]]]]:
+        """Return layer -> GEMM -> operand -> its formats."""
+        by_layer: dict[str, dict[GemmName, dict[str, dict[Format, None]]]] = {}
+        for layer, gemm, recipe, a, b, _ in self.calls:
+            gemms = by_layer.setdefault(layer, {})
+            operands = gemms.setdefault(gemm, {tensor: {} for tensor in OPERANDS[gemm]})
+            for formats, key in zip(operands.values(), (b, a), strict=True):
+                formats[Format(self.text_of(key), recipe)] = None
+        return by_layer
+
+    def text_of(self, key: object) -> str:
+        return dtype_name(key) if isinstance(key, torch.dtype) else self.formats[key]
+
+    def _reasons(self) -> dict[str, dict[GemmName, str]]:
+        """Return layer -> GEMM that the backward of the step did not run -> the reason."""
+        reasons: dict[str, dict[GemmName, str]] = {}
+        for key, needs_gradient in self.forwards.items():
+            module, layers = self.modules.get(key, (None, ()))
+            for layer in layers:
+                reasons[layer] = {"dgrad": NO_BACKWARD, "wgrad": NO_BACKWARD}
+            if module is not None:
+                for (layer, gemm), reason in gemms_left_out(
+                    module, layers, input_needs_gradient=needs_gradient
+                ).items():
+                    reasons[layer][gemm] = reason
+        for layer, gemm, *_ in self.calls:
+            reasons.get(layer, {}).pop(gemm, None)
+        return reasons
+
+    def step_gemms(self) -> StepGemms | None:
+        """Return the products of the step so far, the same object as before if they are equal; None if some may be
+        missing."""
+        if not self.is_complete:
+            return None
+        self.write()
+        now = StepGemms(
+            self.calls, self.attention, self.unseen, self.excluded, self._left_out, has_backward=self._has_backward
+        )
+        if now != self._gemms:
+            self._gemms = replace(
+                now,
+                calls=dict(self.calls),
+                attention=dict(self.attention),
+                unseen=set(self.unseen),
+                excluded=set(self.excluded),
+            )
+        return self._gemms
+
+    def products(self, gemms: StepGemms, steps: int) -> Iterator[PlacedProduct]:
+        """Yield a product for each layer, GEMM, recipe and pair of formats, as the mean over some steps; then those
+        of attention."""
+        calls = gemms.calls
+        places = {call: place for place, call in enumerate(calls)}
+        rows = {call: math.prod(call[5][:-1]) for call in calls if call[5] is not None}
+        for form, alike in group_by_key((call[:5], call) for call in rows).items():
+            layer, gemm, recipe, a, b = form
+            features = self.features[layer]
+            n, m, k = gemm_sizes(max(rows[call] for call in alike), *features)[gemm]
+            product = Product(
+                layer,
+                self.family(layer),
+                gemm,
+                gemm != "fprop",
+                n,
+                m,
+                k,
+                1,
+                round(sum(calls[call] for call in alike) / steps),
+                round(sum(calls[call] * rows[call] for call in alike) * math.prod(features) / steps),
+                dict(zip(OPERANDS[gemm], (self.text_of(b), self.text_of(a)), strict=True)),
+                recipe=recipe or HIGH_PRECISION,
+            )
+            yield PlacedProduct(places[alike[0]], product)
+        for product in attention_products(gemms.attention, steps):
+            yield PlacedProduct(len(calls), product)
+        for layer, reasons in gemms.left_out.items():
+            for gemm, reason in reasons.items():
+                yield PlacedProduct(len(calls), Product.left_out(layer, self.family(layer), gemm, reason))
+
+    def uncounted(self, gemms: StepGemms) -> Iterator[Product]:
+        for layer, backward, why in sorted(gemms.unseen):
+            yield Product.uncounted(layer, self.family(layer), why, backward=backward)
+
+    def family(self, layer: str) -> Family:
+        return "te_ops" if layer in self.operations else "te"
+
+
+def attention_products(calls: Mapping[AttentionCall, int], steps: int) -> Iterator[Product]:
+    """Yield the two products of each layer's fused attention; in a backward, two of each, for the gradients of both
+    operands."""
+    by_layer = group_by_key(((call.layer, call.backward), call) for call in calls)
+    for (layer, backward), alike in by_layer.items():
+        times = (1 + backward) / steps
+        count = times * sum(calls[call] for call in alike)
+        for gemm in ATTENTION:
+            sizes = {call: getattr(call.sizes, gemm) for call in alike}
+            macs = times * sum(calls[call] * math.prod(size) for call, size in sizes.items())
+            formats = map(join_with_arrows, zip(*(getattr(call, gemm) for call in alike), strict=True))
+            n, m, k, batch = max(sizes.values(), key=math.prod)
+            operands = dict(zip(operand_names(gemm, backward=backward), formats, strict=True))
+            product = Product(layer, "attention", gemm, backward, n, m, k, batch, round(count), round(macs), operands)
+            yield product if product.is_low else replace(product, reason=Reason.ATTENTION, reason_ref=FUSED)
