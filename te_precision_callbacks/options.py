@@ -187,7 +187,7 @@ class SessionOptions:
             values, the others local values. ``"all"``: every rank writes all values. ``"off"`` or False: no log.
             ``"4GiB"``, ``"rank0, 4GiB"`` or ``"rank0, unlimited"`` replaces the limit of 1 GiB; then the log ends.
         records: record the run in ``<log_dir>/precision_records``: ``"on"`` (16 GiB), ``"off"``, or a rank's size limit
-            such as ``"64GiB"``; then old steps are downsampled (docs/records.md#old-steps-of-a-long-run).
+            such as ``"64GiB"``; from then on statistics are no longer recorded (docs/records.md#the-size-limit).
         start_step: the debug iteration at start. None: 0, or the resumed step.
         scope: prefix of this rank's layer names, if ranks have different layers at the same path: a text such as
             ``"pp1"``, or a function of a module's path. Empty: derived from Megatron's parallel state or device meshes

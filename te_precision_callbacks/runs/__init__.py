@@ -13,7 +13,6 @@ from te_precision_callbacks.runs.recorded import (
     RunError,
     Segment,
     SeveralRunsError,
-    Thinned,
     UnknownSubjectError,
 )
 
@@ -24,7 +23,6 @@ __all__ = [
     "RunError",
     "Segment",
     "SeveralRunsError",
-    "Thinned",
     "UnknownSubjectError",
     "list_runs",
     "open_run",

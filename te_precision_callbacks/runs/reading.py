@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product, starmap
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,8 +42,6 @@ from te_precision_callbacks.runs.recorded import (
     Segment,
     SeveralRunsError,
     Status,
-    Thinned,
-    thinning_notes,
 )
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
@@ -254,7 +252,6 @@ class _Reader:
     index: SeriesIndex = field(default_factory=SeriesIndex)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
-    thinned: list[Thinned] = field(default_factory=list)
     counts: dict[Path, Mapping[str, object]] = field(default_factory=dict)
 
     def run(self) -> RecordedRun:
@@ -282,8 +279,6 @@ class _Reader:
         for number, (_, last) in self.spans.items():
             self.ends[number] = min(self.ends[number], last + 1)
         all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
-        for note in thinning_notes(self.thinned):
-            self._note(note)
         return RecordedRun(
             path=self.given,
             source="te-precision-callbacks",
@@ -297,7 +292,6 @@ class _Reader:
             read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
             read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
             said=self.said,
-            thinned=tuple(self.thinned),
         )
 
     def _note(self, text: str, kind: Said = "") -> None:
@@ -396,9 +390,9 @@ class _Reader:
         return list(filter(None, tables))
 
     def _files(self, folder: Path, name: str) -> list[DataFile]:
-        files = [file for file in data_files(folder)[0] if file.table == name]
+        files = [file for file in data_files(folder) if file.table == name]
         count = self.counts.get(folder, {}).get(name)
-        spans = [(file.first, file.last) for file in files]
+        spans = [(file.number, file.number) for file in files]
         if isinstance(count, int):
             spans.append((count + 1, count))
         missing = gaps(spans, 1)
@@ -430,8 +424,6 @@ class _Reader:
         columns = [column for column in schema.names if column != "segment"]
         for segment, folder in folders:
             numbers: dict[int, int] = {}
-            firsts: list[int] = []  # of each file
-            intervals: list[int] = []
             for file in self._files(folder, name):
                 table = self._load(file.path, columns, schema)
                 if table is None:
@@ -442,8 +434,6 @@ class _Reader:
                 if not len(table):
                     continue
                 iterations = table["iteration"].to_numpy()
-                firsts.append(int(iterations.min()))
-                intervals.append(file.interval)
                 self._note_span(segment, iterations)
                 series = _translated(table["series"], numbers).to_numpy()
                 if "value" in columns:
@@ -451,13 +441,6 @@ class _Reader:
                     self.index.note(series, iterations, table["value"].to_numpy(), flags)
                 else:
                     self.index.note(series, iterations)
-            # The first and the last steps of a file may have been dropped.
-            begin, last = self.spans.get(segment, (0, 0))
-            begins = [begin, *firsts[1:], min(last + 1, self.ends[segment])]
-            rank = int(folder.name.partition("-")[2])
-            for (start, stop), interval in zip(pairwise(begins), intervals, strict=False):
-                if interval > 1:
-                    self.thinned.append(Thinned(rank, name, start, stop - 1, interval))
         return listed
 
     def _note_span(self, segment: int, iterations: Ints) -> None:
@@ -570,4 +553,4 @@ def _renumber(tables: dict[str, pa.Table], gemms: int) -> int:
 
 
 def _has_open_file(folder: Path) -> bool:
-    return any(file.is_open for file in data_files(folder)[0])
+    return any(file.is_open for file in data_files(folder))

@@ -107,49 +107,10 @@ class Segment:
         return "the run"
 
 
-class Thinned(NamedTuple):
-    """A span of iterations that a rank has downsampled, because the limit of ``records=`` was reached.
-
-    Attributes:
-        rank: the rank; the files of rank 0 also have the reduced values.
-        table: ``values``, or ``vectors`` for histograms.
-        first, last: the first and the last iteration.
-        every: interval in steps of the steps that remain, besides the extremes of each series.
-    """
-
-    rank: int
-    table: str
-    first: int
-    last: int
-    every: int
-
-
 _SPEED_METRIC = re.compile(
     r"(?:^|[/_])(?:runtime|(?:samples|steps|tokens)_per_second(?:_per_gpu)?|total_flos|epoch|num_input_tokens_seen"
     r"|(?:model_preparation|jit_compilation)_time)$"
 )
-
-
-def thinning_notes(thinned: Sequence[Thinned]) -> list[str]:
-    """Return notes on downsampled iterations: one per table of the first rank, and the number of other ranks."""
-    notes = []
-    ranks = sorted({part.rank for part in thinned})
-    for table, kind in (("values", "statistics"), ("vectors", "histograms")):
-        own = [part for part in thinned if (part.rank, part.table) == (ranks[0], table)]
-        if own:
-            _, _, firsts, lasts, intervals = zip(*own, strict=True)
-            span = f"{min(firsts):,} to {max(lasts):,}"
-            every = " to ".join(map("{:,}".format, sorted({min(intervals), max(intervals)})))
-            extremes = ""
-            if table == "values":
-                extremes = ", and the lowest and highest value of each series"
-            notes.append(
-                f"The limit of records= was reached: of the {kind} in iterations {span}, only one step in {every} is"
-                f" kept{extremes}."
-            )
-    if len(ranks) > 1:
-        notes.append(f"The local values of {len(ranks) - 1} other ranks were downsampled too.")
-    return notes
 
 
 class Grid(NamedTuple):
@@ -206,7 +167,6 @@ class RecordedRun:
         steps, scalars, events: as in :mod:`te_precision_callbacks.runs.tables`, by iteration.
         said: text of a note -> whether it is about an unreadable part, and this a damaged file. Complete only after
             the data were read.
-        thinned: downsampled spans of iterations.
         read_values: reads ``segment, iteration, series, value, flags`` of some or all series, sorted by series and
             iteration.
         read_vectors: reads ``segment, iteration, series, bin, count`` in the same order.
@@ -228,11 +188,10 @@ class RecordedRun:
     read_values: Callable[[list[int] | None], pa.Table] = field(repr=False)
     read_vectors: Callable[[list[int] | None], pa.Table] = field(repr=False)
     said: Mapping[str, Said] = field(default_factory=dict, repr=False)
-    thinned: tuple[Thinned, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on missing, damaged or downsampled parts; complete only after the data were read."""
+        """Notes on missing or damaged parts; complete only after the data were read."""
         return tuple(self.said)
 
     @property
@@ -254,19 +213,6 @@ class RecordedRun:
         if self.source == "te-precision-callbacks":
             return ""
         return f"A log of {self.source}, without layers, coverage and trainer metrics."
-
-    def has_all_of(self, iterations: Ints) -> Mask:
-        """Return a mask of iterations with complete statistics, not only the extremes that downsampling keeps."""
-        complete = np.ones(len(iterations), bool)
-        steps = self.steps["iteration"].to_numpy()
-        for span in self.thinned:
-            if span.table != "values" or span.rank != self.thinned[0].rank:
-                continue
-            inside = (span.first <= iterations) & (iterations <= span.last)
-            distances = np.diff(steps[(span.first <= steps) & (steps <= span.last)])
-            step = max(1, int(np.gcd.reduce(distances)))
-            complete[inside] = iterations[inside] // step % span.every == 0
-        return complete
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read values of some or all series, sorted by series and iteration."""

@@ -11,8 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.run_files import Place, segment_name, time_text, trace_sigterm, untrace_sigterm
-from te_precision_callbacks.runs.size_limit import SizeLimit
+from te_precision_callbacks.runs.run_files import (
+    Place,
+    rank_name,
+    segment_name,
+    segments_of,
+    time_text,
+    trace_sigterm,
+    untrace_sigterm,
+)
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.runs.writing import RunWriter
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords, end_of
@@ -22,10 +29,6 @@ from te_precision_callbacks.statistics.series import SeriesTable
 logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 1 << 26
-
-_FILES = 32
-_LEAST_FILE = 1 << 15
-"""Number of files into which the limit is divided, and minimum size of a closed file in bytes."""
 
 
 class FactTables(NamedTuple):
@@ -61,20 +64,13 @@ class Recording:
         self._scopes: dict[str, str] = {}
         self._last_step: int | None = None
         self._latest = run.start_iteration
-        self._close_bytes = max(limit // _FILES, _LEAST_FILE)
+        self._is_full = False
         self.writer = self._open(place.segment, run.start_iteration, begun)
-        self._size_limit = SizeLimit(self._folder, self.writer, limit, self._warn)
 
     def _open(self, segment: int, first_iteration: int, started: float) -> RunWriter:
         run = self._run
         (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
-        writer = RunWriter(
-            self._folder,
-            segment,
-            run.rank,
-            close_bytes=self._close_bytes,
-            small_bytes=self._limit // 8,
-        )
+        writer = RunWriter(self._folder, segment, run.rank)
         trace_sigterm(writer.own)
         self._numbers = _SeriesNumbers(writer, self._scopes)
         if run.rank == 0:
@@ -126,7 +122,6 @@ class Recording:
             self._go_back(records.iteration)
         self._last_step = records.iteration
         self._latest = max(records.iteration, self._latest)
-        self._size_limit.note_step(records.iteration)
         self.writer.add_step(
             records.iteration,
             logging_step=records.logging_step,
@@ -136,7 +131,7 @@ class Recording:
             local=records.local,
             ranks=self._run.world_size,
         )
-        if not self._size_limit.is_full:
+        if not self._is_full:
             self._take_numbers(records)
 
     def _go_back(self, iteration: int) -> None:
@@ -144,7 +139,6 @@ class Recording:
         untrace_sigterm(self.writer.own)
         self.writer.close()
         self.writer = self._open(self.writer.segment + 1, iteration, time.time())
-        self._size_limit.follow(self.writer)
         if self._facts.tables:
             self._write_facts()
 
@@ -172,9 +166,9 @@ class Recording:
             for number, counts in records.histograms.items():
                 (its_number,) = self._numbers.assign(table, np.array([number]), rank)
                 writer.add_vector(records.iteration, int(its_number), counts)
-        if writer.waiting > min(_MOST_PENDING, self._close_bytes):
+        if writer.waiting > min(_MOST_PENDING, self._limit):
             writer.flush()
-            self._size_limit.keep()
+            self._check_size()
 
     # ------------------------------------------------------------------ files
 
@@ -182,7 +176,28 @@ class Recording:
         self.writer.flush()
         if self._run.rank == 0:
             self.writer.show_life()
-        self._size_limit.keep()
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """At the limit, record no more statistics."""
+        if self._is_full:
+            return
+        if self._size() > self._limit and self.writer.open_bytes > self._limit // 8:
+            self.writer.close_statistics()  # a closed file is compressed
+        self._is_full = self._size() > self._limit
+        if self._is_full:
+            text = (
+                f"The records of rank {self._run.rank} have reached their limit of {self._limit:,} bytes. Statistics"
+                " are no longer recorded, only trainer metrics, findings and other events. To record more, set a larger"
+                " records=."
+            )
+            logger.warning("%s Training continues. The records are in %s.", text, self._folder)
+            self.writer.add_event("records_limited", text, iteration=self._latest, severity="warning")
+
+    def _size(self) -> int:
+        folders = [segment / rank_name(self._run.rank) for segment in segments_of(self._folder).values()]
+        files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
+        return sum(path.stat().st_size for path in files)
 
     def end(self, error: BaseException | None, last: int = -1, step: int = -1) -> None:
         """Write everything, with the end of the segment.
@@ -197,10 +212,6 @@ class Recording:
         else:
             self.writer.close("failed")
         untrace_sigterm(self.writer.own)
-
-    def _warn(self, kind: str, text: str) -> None:
-        logger.warning("%s Training continues. The records are in %s.", text, self._folder)
-        self.writer.add_event(kind, text, iteration=self._latest, severity="warning")
 
 
 def local_mask(records: StepRecords) -> Mask:

@@ -6,9 +6,8 @@
                                          seg-000/rank-00000/steps-0001.parquet, events-0001.parquet, ...
                                          seg-000/rank-00000/sigterm.txt
 
-A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``. A
-downsampled file, ``<table>-<first>-<last>-every<interval>.parquet``, replaces closed files as soon as it exists
-(``runs/size_limit.py``).
+A rank appends to the Arrow stream ``<table>-<number>.arrow``, and closes it as ``<table>-<number>.parquet``, which
+replaces it as soon as it exists.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ CLOSED = ".parquet"
 
 SEGMENT_NAME = re.compile(r"seg-(\d{3,9})")
 RANK_NAME = re.compile(r"rank-(\d{5,9})")
-_DATA_NAME = re.compile(r"([a-z]+)-(\d{4,18})(?:-(\d{4,18})-every(\d{1,18}))?\.(?:parquet|arrow)")
+_DATA_NAME = re.compile(r"([a-z]+)-(\d{4,18})\.(?:parquet|arrow)")
 
 SILENT_SECONDS = 60.0
 """Seconds without a change of its files after which a process on another host counts as dead."""
@@ -104,17 +103,10 @@ class Place(NamedTuple):
 
 
 class DataFile(NamedTuple):
-    """A file of a rank's table.
-
-    Attributes:
-        first, last: its number, or the numbers of the files that it replaces.
-        interval: interval in steps after downsampling, or 1.
-    """
+    """A file of a rank's table."""
 
     table: str
-    first: int
-    last: int
-    interval: int
+    number: int
     path: Path
 
     @property
@@ -122,21 +114,15 @@ class DataFile(NamedTuple):
         return self.path.suffix == OPEN
 
 
-def data_files(folder: Path) -> tuple[list[DataFile], list[DataFile]]:
-    all_files = []
-    for entry in folder.iterdir():
+def data_files(folder: Path) -> list[DataFile]:
+    """Return a rank's files, without open ones that a closed one has replaced."""
+    files: dict[tuple[str, int], DataFile] = {}
+    for entry in sorted(folder.iterdir()):  # *.arrow before *.parquet
         match = _DATA_NAME.fullmatch(entry.name)
         if match is not None:
-            table, first, last, interval = match.groups()
-            all_files.append(DataFile(table, int(first), int(last or first), int(interval or 1), entry))
-    files: list[DataFile] = []
-    replaced: list[DataFile] = []
-    for file in sorted(all_files, key=lambda file: (file.table, file.first, -file.last, -file.interval, file.is_open)):
-        if files and files[-1].table == file.table and files[-1].last >= file.last:
-            replaced.append(file)
-        else:
-            files.append(file)
-    return files, replaced
+            table, number = match[1], int(match[2])
+            files[table, number] = DataFile(table, number, entry)
+    return list(files.values())
 
 
 _LARGEST_JSON = 1 << 28
@@ -348,4 +334,4 @@ DEFAULT_LIMIT = 16 << 30
 """Default limit in bytes: about 10^9 values per rank."""
 
 LEAST_LIMIT = 1 << 20
-"""Minimum value of ``records=`` in bytes, since only whole files are downsampled."""
+"""Minimum value of ``records=`` in bytes."""

@@ -45,7 +45,7 @@ VALUES = pa.schema(
         ("iteration", _LONG),
         ("series", _INT),  # number within rank and segment; after reading, within the run
         ("value", _FLOAT),
-        ("flags", pa.uint8()),  # LOCAL, STEP0, EXTREME
+        ("flags", pa.uint8()),  # LOCAL, STEP0
         *SUBJECT,
         ("rank", _INT),  # null: reduced over ranks
     ]
@@ -54,9 +54,8 @@ VALUES = pa.schema(
 
 LOCAL = 1
 STEP0 = FIRST_STEP
-EXTREME = 8
 """Flags of a value: LOCAL, it belongs to one rank although statistics are reduced; STEP0, it is from the layer's first
-step of delayed scaling, with a scale of 1; EXTREME, its step was dropped, but it is an extreme of its series."""
+step of delayed scaling, with a scale of 1."""
 
 VECTORS = pa.schema(
     [

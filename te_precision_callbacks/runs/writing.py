@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +83,6 @@ class _Table:
 
     Args:
         batch: converts new rows to a batch.
-        close_bytes: size limit of the open file, at most :data:`CLOSE_BYTES`.
 
     Attributes:
         waiting: upper bound of the bytes of new rows, if counted.
@@ -97,14 +95,12 @@ class _Table:
         name: str,
         schema: pa.Schema,
         batch: Callable[[list[Any]], pa.RecordBatch],
-        close_bytes: float,
     ) -> None:
         self.waiting = 0
         self._folder = folder
         self._name = name
         self._schema = schema
         self._batch = batch
-        self._close_bytes = close_bytes
         self._rows: list[Any] = []
         self.count = 0
         self._file: AppendedFile | None = None
@@ -138,7 +134,7 @@ class _Table:
             self._stream.write_batch(self._batch(self._rows))
             self._rows = []
             self.waiting = 0
-        is_large = self.open_bytes >= min(CLOSE_BYTES, self._close_bytes)
+        is_large = self.open_bytes >= CLOSE_BYTES
         if is_large or (self._file is not None and time.monotonic() - self._since >= CLOSE_SECONDS):
             self.close()
 
@@ -174,8 +170,6 @@ class RunWriter:
     Args:
         run_folder: the folder of the run.
         segment: number of the segment; its folder exists.
-        close_bytes: size limit of open files, at most :data:`CLOSE_BYTES`.
-        small_bytes: minimum of this limit for steps, scalars and events, which are never downsampled.
 
     Attributes:
         run_id, segment, folder, rank: the run, its segment with the folder, and the rank.
@@ -188,9 +182,6 @@ class RunWriter:
         run_folder: Path,
         segment: int,
         rank: int = 0,
-        *,
-        close_bytes: float = math.inf,
-        small_bytes: float = 0,
     ) -> None:
         self.run_id = run_folder.name
         self.segment = segment
@@ -202,12 +193,14 @@ class RunWriter:
         self._facts: dict[str, Any] = {}
         self._fact_names: set[str] = set()
         self._names = _SeriesNames()
-        small = max(close_bytes, small_bytes)
         self._tables: dict[str, _Table] = {}  # in the order of a flush: a step before its values
         for name, schema in (("steps", STEPS), ("scalars", SCALARS), ("events", EVENTS)):
-            self._tables[name] = _Table(self.own, name, schema, functools.partial(batch, schema), small)
-        self._tables["values"] = _Table(self.own, "values", VALUES, self._values_batch, close_bytes)
-        self._tables["vectors"] = _Table(self.own, "vectors", VECTORS, self._vectors_batch, close_bytes)
+            self._tables[name] = _Table(self.own, name, schema, functools.partial(batch, schema))
+        self._statistics = (
+            _Table(self.own, "values", VALUES, self._values_batch),
+            _Table(self.own, "vectors", VECTORS, self._vectors_batch),
+        )
+        self._tables |= zip(("values", "vectors"), self._statistics, strict=True)
 
     # ------------------------------------------------------------------ facts
 
@@ -380,7 +373,16 @@ class RunWriter:
 
     @property
     def waiting(self) -> int:
-        return sum(self._tables[name].waiting for name in ("values", "vectors"))
+        return sum(table.waiting for table in self._statistics)
+
+    @property
+    def open_bytes(self) -> int:
+        """The size of the open files of statistics, which are not compressed."""
+        return sum(table.open_bytes for table in self._statistics)
+
+    def close_statistics(self) -> None:
+        for table in self._statistics:
+            table.close()
 
     def flush(self) -> None:
         for table in self._tables.values():

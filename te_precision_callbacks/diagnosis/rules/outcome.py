@@ -67,7 +67,7 @@ class FailedObservation(RuleCheck):
     why_not = ""
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        if event.kind == "observation_failed" and not self.why_not:
+        if event.kind in ("observation_failed", "records_limited") and not self.why_not:
             self.applies = True
             self.why_not = f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"
         yield from ()

@@ -20,11 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.runs.tables import EXTREME
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.views.compare.result import ComparisonError, StatisticDeparture
@@ -72,9 +70,6 @@ class Side:
         parts = []
         if wanted:
             table = self.run.values(wanted)
-            # Downsampling keeps extremes, which must not be compared with all steps of the other side.
-            if self.run.thinned:
-                table = table.filter(pa.array(table["flags"].fill_null(0).to_numpy() & EXTREME == 0))
             place_of = np.full(max(wanted) + 1, -1, np.int64)
             place_of[wanted] = places
             series = place_of[table["series"].to_numpy()]

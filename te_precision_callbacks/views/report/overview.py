@@ -34,19 +34,12 @@ class Columns:
 
     @classmethod
     def of(cls, run: RecordedRun, most: int) -> Columns:
-        """Divide the iterations of a run into columns of about equal size.
-
-        If steps were downsampled, a column begins at a retained step, so that all layers have values in it.
-        """
+        """Divide the iterations of a run into columns of about equal size."""
         parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
         if not len(run.steps):
             parts += [np.unique(table["iteration"].to_numpy()) for table in _value_pieces(run)]
         parts += [run.series[column].drop_null().to_numpy() for column in ("first", "last")]
         iterations = np.unique(np.concatenate(parts).astype(np.int64))
-        if run.thinned:
-            last = iterations[-1:]
-            whole = run.has_all_of(iterations)
-            iterations = iterations[whole] if whole.any() else last
         number = min(most, len(iterations))
         edges = np.linspace(0, len(iterations), number + 1).astype(np.int64)
         return cls(iterations[edges[:-1]], iterations[edges[1:] - 1])
