@@ -1,6 +1,8 @@
 """Commands: their outputs equal the files in tests/golden/; wrong use with --json has its error on stderr alone."""
 
 import difflib
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +61,12 @@ def test_each_output_is_as_it_was(tmp_path: Path) -> None:
         if not line.startswith("  ")
     ]
     assert not differences, "\n".join([*differences, "", "if this is meant: python -m tests.golden"])
+
+
+def test_a_reader_that_closes_the_pipe_is_not_told_of_a_finding() -> None:
+    """As in ``te-precision diagnose RUN | head``: exit code 1 would mean that a problem was found."""
+    command = [sys.executable, "-m", "te_precision_callbacks", "rules"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == -signal.SIGPIPE

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import secrets
+import signal
 import sys
 import traceback
 from importlib.metadata import version
@@ -159,6 +161,9 @@ def main() -> None:
     if former is not None:
         typer.echo(f"te-precision: {former}", err=True)
         raise SystemExit(2)
+    reads = bool(_READERS.intersection(sys.argv[1:2]))
+    # In a pipe to head, the exit code 1 would mean that a problem was found in the run.
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if reads and hasattr(signal, "SIGPIPE") else None
     try:
         app()
     except OSError as error:
@@ -173,7 +178,7 @@ def main() -> None:
         typer.echo("te-precision: " + "\n".join(lines), err=True)
         raise SystemExit(2) from None
     except Exception as error:
-        if not _READERS.intersection(sys.argv[1:2]):
+        if not reads:
             raise
         # Exit code 1 would mean that a problem was found in the run.
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -184,3 +189,8 @@ def main() -> None:
             err=True,
         )
         raise SystemExit(2) from None
+    finally:
+        if before is not None:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            signal.signal(signal.SIGPIPE, before)
