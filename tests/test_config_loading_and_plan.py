@@ -242,6 +242,7 @@ def test_a_section_without_a_layer_can_be_allowed_or_be_off(caplog: pytest.LogCa
         ({"layer_types": ["fc11"]}, r"the selector matches none of the 5 layers.*'fc1'"),
         ({"layer_types": ["layernorm_kqv"]}, r"'layernorm_qkv'"),
         ({"layer_types": ["zzzzz"]}, r"The layers are: 'model\.layers\.0"),
+        ({"layer_types": ["z0"]}, r"none of the 5 layers\. The layers are: 'model\.layers\.0"),
         ({"layer_name_regex_pattern": "^LayerNormMLP"}, r"'LayerNormMLP' is a class of 2 layers\."),
         ({"layer_name_regex_pattern": r"\d+\.layernorm_mpl\.fc."}, r"Similar names: 'layernorm_mlp'"),
         ({"layer_types": ["LayerNormMPL"]}, r"Similar names: .*'LayerNormMLP'"),

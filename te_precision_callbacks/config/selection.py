@@ -98,7 +98,7 @@ class LayerIndex:
         names = self.layer_names
         if key == EXACT:
             return nearest(word, names)
-        parts = dict.fromkeys(".".join(names).split("."))
+        parts = dict.fromkeys(part for part in ".".join(names).split(".") if not part.isdecimal())
         if key == TYPES:
             for types in self._types:
                 parts |= dict.fromkeys(types)
