@@ -213,6 +213,8 @@ def _open(path: Path) -> Iterator[Any]:
             yield file
     except NotADumpError as error:
         raise NotADumpError(f"{path}: {error}") from error
+    except FileNotFoundError as error:
+        raise NotADumpError(f"{path}: there is no such file") from error
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise NotADumpError(f"{path}: not a dump, or damaged: {type(error).__name__}: {error}") from error
 

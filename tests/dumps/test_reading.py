@@ -61,6 +61,8 @@ def test_dumps_are_listed_by_iteration_and_layer(folder: Path) -> None:
     assert len(dumps.list(result[0].path)) == 1
     with pytest.raises(dumps.DumpError, match="there is no such folder"):
         dumps.list(folder / "nowhere")
+    with pytest.raises(dumps.DumpError, match=r"nowhere: there is no such file$"):
+        dumps.load(folder / "nowhere")
 
 
 def test_list_command(folder: Path) -> None:
