@@ -105,11 +105,10 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     L.seed_everything(0, verbose=False)
     board = TensorBoardLogger(options.log_dir, name="byte_lm")
-    callback = PrecisionDebugCallback(options.config)
     trainer = L.Trainer(
         max_epochs=1,
         logger=board,
-        callbacks=[callback],
+        callbacks=[PrecisionDebugCallback(options.config)],
         accelerator="auto",
         devices=1,
         log_every_n_steps=5,
@@ -121,10 +120,7 @@ def main(arguments: list[str] | None = None) -> ByteLanguageModel:
     trainer.fit(model, data)
 
     console = Console()
-    console.print(callback.session.findings.summary)
-    console.print(str(callback.session.coverage()))
     console.print(f"TensorBoard: tensorboard --logdir {board.log_dir}", soft_wrap=True)
-    console.print(f"Report: te-precision report {board.log_dir}", soft_wrap=True)
     console.print("Loss: " + _curve(model.losses))
     return model
 
