@@ -287,14 +287,27 @@ def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bo
             yield f"{subject} must be {dtype}: no such tensor was found."
 
 
-def require_layers(contract: Contract, names: Iterable[str]) -> None:
+def require_layers(contract: Contract, names: Iterable[str], without_products: Iterable[str] = ()) -> None:
+    """Require that each pattern of a contract matches a name; ``without_products`` are the names of norms and the like.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
     known = list(names)
-    for pattern in contract.layers:
-        if not any(map(re.compile(pattern).search, known)):
+    for pattern, precision in contract.layers.items():
+        if any(map(re.compile(pattern).search, known)):
+            continue
+        unknown = next(filter(re.compile(pattern).search, without_products), None)
+        if unknown is not None:
             raise ConfigError(
-                f"require=: no layer matches {pattern!r}, which the contract requires to run in"
-                f" {contract.layers[pattern]!r}.{suggestion(pattern, known)}"
+                f"require=: {pattern!r}, which the contract requires to run in {precision!r}, matches only modules"
+                f" without matrix products, such as {unknown!r}, whose precision is not observed. A contract can name"
+                " linear layers, convolutions and attention."
             )
+        raise ConfigError(
+            f"require=: no layer matches {pattern!r}, which the contract requires to run in"
+            f" {precision!r}.{suggestion(pattern, known)}"
+        )
 
 
 def _offenders(coverage: Coverage) -> list[str]:

@@ -187,12 +187,13 @@ class ContractCheck:
         self.keeper = None if options.require is None else ContractKeeper(options.require)
         self._shares_left = 0
 
-    def attach(self, names: list[str]) -> None:
-        """Share products from the next step on; raise a ConfigError for a contract about layers that no rank has."""
+    def attach(self, names: list[str], without_products: list[str]) -> None:
+        """Share products from the next step on; raise a ConfigError for a contract about layers that no rank has, or
+        about modules without products alone."""
         self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
             try:
-                require_layers(self._contract, self._ranks.pool(names, "names", str))
+                require_layers(self._contract, self._ranks.pool(names, "names", str), without_products)
             except ConfigError:
                 self.keeper = None  # an invalid contract is not checked at the end of the run
                 raise

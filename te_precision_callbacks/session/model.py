@@ -15,6 +15,7 @@ from te_precision_callbacks.base.errors import SessionError
 from te_precision_callbacks.base.optimizers import held_ids, held_ids_of_process
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
 from te_precision_callbacks.config.loading import describe_idle_sections
 from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, resolve_features
@@ -422,6 +423,20 @@ class ObservedModel:
     @property
     def all_names(self) -> list[str]:
         return [*dict.fromkeys([*self.layers.paths(self.model).values(), *sorted(self.layers.names)])]
+
+    def names_without_products(self) -> list[str]:
+        """Return the paths of norms, embeddings, activation functions and dropout."""
+        names = self.layers.paths(self.model)
+        paths = []
+        for module in itertools.chain.from_iterable(root.modules() for root in self.roots):
+            kinds = class_names(module)
+            is_activation = type(module).__module__ == "torch.nn.modules.activation" and not module._modules
+            is_simple = is_activation or any(
+                part in kind for kind in kinds for part in ("Norm", "Dropout", "Embedding")
+            )
+            if is_simple and not module._modules and te_modules.find(type(module)) is None and id(module) in names:
+                paths.append(names[id(module)])
+        return paths
 
     def note_products(self) -> None:
         step = self.hooks.products.take_step()

@@ -221,6 +221,17 @@ def test_a_pattern_of_no_layer_is_refused_at_once(tmp_path: Path, caplog: pytest
     assert "checked" not in caplog.text
 
 
+def test_a_pattern_of_norms_alone_is_refused_at_once(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(te.LayerNormLinear(32, 32), torch.nn.LayerNorm(32), te.RMSNorm(32))
+    with (
+        pytest.raises(
+            ConfigError, match=r"'\^\[12\]\$', .* 'fp32', matches only modules .* such as '1', whose precision"
+        ),
+        InspectSession(None, model=net, log_dir=tmp_path, require={"layers": {"0": "fp8", "^[12]$": "fp32"}}),
+    ):
+        pass
+
+
 def test_without_a_change_nothing_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     own = context.RunResults.coverage_at
