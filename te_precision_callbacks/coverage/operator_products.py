@@ -1,7 +1,9 @@
 """Products of torch's operators in a step, each with its module and weight; and the dtypes of a model's state.
 
 A product in a forward belongs to the innermost running module. A product in a backward belongs to the forward product
-of its autograd node; if a node has several, as in a compiled model, the operands decide.
+of its autograd node; if a node has several, as in a compiled model, the operands decide. torch's ``ModuleTracker`` is
+not used: in a backward it names other modules where an input needs no gradient (torch 2.13, BERT's keys). Nor are the
+formulas of ``torch.utils.flop_counter``, which have no sizes.
 """
 
 from __future__ import annotations
