@@ -47,14 +47,14 @@ from te_precision_callbacks.engine.kernels.columns import (
     E4M3,
     FORMATS,
     MAGNITUDE,
-    Again,
     ColumnPlaces,
     LargestOf,
     Pending,
+    Repeat,
     layout,
 )
 from te_precision_callbacks.instrumentation import tap_parts
-from te_precision_callbacks.instrumentation.planned import GemmPlans
+from te_precision_callbacks.instrumentation.statistics import StatisticsConsumer
 
 GEMMS_OF_LAYER = 12
 """fprop, dgrad and wgrad of qkv, proj, fc1 and fc2."""
@@ -126,18 +126,14 @@ class TritonPass:
     def __init__(self) -> None:
         self.tensors = 0
         self._add = kernels.add
-        self._again = kernels.again
 
-    def __call__(self, pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    def __call__(self, pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Repeat | None:
         self.tensors += len(pending)
-        self._add(pending, sums, maxima)
+        repeat = self._add(pending, sums, maxima)
+        return None if repeat is None else functools.partial(self.repeat, repeat)
 
-    def again(self, pending: Sequence[Pending]) -> Again | None:
-        launch = self._again(pending)
-        return None if launch is None else functools.partial(self.launch_again, launch)
-
-    def launch_again(self, launch: Again, pending: Sequence[Pending], *arguments: Any) -> Sequence[Pending]:
-        left = launch(pending, *arguments)
+    def repeat(self, repeat: Repeat, pending: Sequence[Pending], *arguments: Any) -> Sequence[Pending]:
+        left = repeat(pending, *arguments)
         self.tensors += len(pending) - len(left)
         return left
 
@@ -146,7 +142,7 @@ class TritonPass:
         original = kernels._on_gpu, largest._on_gpu
         with (
             # No Mock, which would add its own calls.
-            mock.patch.multiple(kernels, add=self, again=self.again, _pass_for=_take_triton),
+            mock.patch.multiple(kernels, add=self, _pass_for=_take_triton),
             mock.patch.object(largest, "add", largest._with_triton),
             mock.patch.object(tap_parts, "unquantized", SimpleNamespace(result=None)),  # a GPU leaves nothing
         ):
@@ -155,7 +151,7 @@ class TritonPass:
             raise SystemExit("A Triton kernel failed; the reason is logged above.")
 
 
-_OF_THE_BENCHMARK = (TritonPass.__call__.__code__, TritonPass.launch_again.__code__)
+_OF_THE_BENCHMARK = (TritonPass.__call__.__code__, TritonPass.repeat.__code__)
 
 # --- what is counted --------------------------------------------------------------------------------------------------
 
@@ -203,7 +199,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: FrameType | None = sys._getframe()
         while frame is not None and not frame.f_code.co_filename.startswith(_REFERENCE):
-            self.planned += frame.f_code is GemmPlans.follow.__code__
+            self.planned += frame.f_code is StatisticsConsumer.repeat.__code__
             frame = frame.f_back
         if frame is None:
             self.operations += 1
@@ -250,11 +246,11 @@ def launch_microseconds(repeats: int = 7, loop: int = 500) -> float:
     codes = torch.zeros(64, 64, dtype=torch.uint8)
     operands = [Pending(values.clone(), codes.clone(), torch.ones(1), False, at) for at in (places, moved)]
     sums, maxima = torch.zeros(2 * width, dtype=torch.float64), torch.zeros(2 * width, dtype=torch.float64)
-    groups = triton_kernel.group_by_launch(operands)
-    for group in groups:
-        triton_kernel.add_group(group, sums, maxima)
-    triton_kernel.remember(operands, groups)
-    return _best_microseconds(lambda: triton_kernel.repeat(operands, sums, maxima), repeats, loop)
+    launched = [triton_kernel.add_group(group, sums, maxima) for group in triton_kernel.group_by_launch(operands)]
+    repeat = triton_kernel.repeat_of(operands, launched)
+    if repeat is None:
+        raise SystemExit("Triton's launcher has another interface.")
+    return _best_microseconds(lambda: repeat(operands, sums, maxima, 0), repeats, loop)
 
 
 def watch_microseconds(repeats: int = 7, loop: int = 500) -> float:

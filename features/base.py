@@ -138,7 +138,7 @@ class ScheduledFeature(Feature):
 
 def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> None:
     """Keep an operand in high precision until its GEMM has run; ``without``: the effect of a missing session."""
-    if engine.gemm_operands is None:
+    if engine.keep_operand is None:
         if engine.notices.first(without):
             logger.warning(
                 "%s: it needs a session of te-precision-callbacks, which sees the GEMMs. Start one with a callback or"
@@ -146,7 +146,7 @@ def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> No
                 without,
             )
     elif watched.values is not None:
-        engine.gemm_operands.keep(watched.layer, watched.tensor, watched.values)
+        engine.keep_operand(watched.layer, watched.tensor, watched.values)
 
 
 class Watcher(NamedTuple):

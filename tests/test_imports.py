@@ -227,12 +227,14 @@ CHANGES = {
     "overflow.grad_scaler": {"_listeners"},  # the listeners to torch's GradScaler
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
-    "engine.kernels": {"_on_gpu", "_triton"},  # caches of kernels, and their limits
+    "engine.kernels": {"_on_gpu"},  # caches of kernels, and their limits
     "engine.kernels.largest": {"_launch", "_on_gpu"},
     "engine.kernels.triton_blocks": {"_known"},
-    "engine.kernels.triton_kernel": {"_compiled", "_known"},
     "engine.kernels.triton_largest": {"_launchers"},
-    "engine.kernels.triton_parts": {"_notices", "kept_scratch"},  # memory of launches, one for each device and stream
+    "engine.kernels.triton_parts": {
+        "_needs_binder",
+        "kept_scratch",
+    },  # memory of launches, one for each device and stream
 }
 
 

@@ -20,7 +20,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     NOTHING,
     RANGE_MAXIMA,
     RANGE_SUMS,
-    BlockPlaces,
     BlockScaledTensor,
     ColumnPlaces,
     Pending,
@@ -78,14 +77,13 @@ def _blocks_wrong(form: Form, dtype: torch.dtype, settings: Settings) -> list[st
     """Return the columns that differ from plain torch with sums in float64."""
     shape = (2048 + 16, 4096 + 32) if settings.on_gpu else (80, 160)
     values = (drawn(*shape, seed=4) * 10).to(dtype)
-    places = ColumnPlaces(moments=0, maxima=0, compared=6, scales=11, scale_maxima=3)
-    block_places = BlockPlaces(14, 18, 21, 5, 6)
+    places = ColumnPlaces(0, 0, 6, 11, 3, limits=14, losses=18, ranges=21, loss_maxima=5, range_maxima=6)
     results = []
     for device in (settings.device, torch.device("cpu")):
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         maxima = torch.full((len(MAXIMA_OF_BLOCKS),), NOTHING, dtype=torch.float64, device=device)
         in_blocks = _in_blocks(form, shape, device)
-        pending = Pending(values.to(device), None, None, False, places, in_blocks, block_places)
+        pending = Pending(values.to(device), None, None, False, places, in_blocks)
         kernels.add([pending], sums, maxima)
         results.append((sums, maxima))
     # The other side of the comparison may be as far off, where it is the pass in C++.

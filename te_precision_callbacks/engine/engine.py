@@ -14,14 +14,12 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -35,24 +33,12 @@ from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSetti
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.engine.kernels import eager_blocks
 from te_precision_callbacks.engine.kernels.columns import (
-    COMPARISON_SUMS,
-    LIMIT_SUMS,
-    LOSS_MAXIMA,
-    LOSS_SUMS,
-    MAXIMA,
-    MOMENT_SUMS,
-    RANGE_MAXIMA,
-    RANGE_SUMS,
-    SCALE_MAXIMA,
-    SCALE_SUMS,
-    Again,
-    BlockPlaces,
     BlockScaledTensor,
     ColumnPlaces,
     Pending,
+    Repeat,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
 from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima, largest_range
@@ -63,19 +49,16 @@ from te_precision_callbacks.engine.quantization import (
     settings_of,
     simulate,
 )
-from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Rows, Stamp, Table
+from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Stamp
 from te_precision_callbacks.engine.slots import Asked, DeviceSlots, SegmentKey, Segments, SlotRange
-from te_precision_callbacks.gemm_error import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.layers.gemm_events import Watched
-from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, UnknownStatisticError, no_blocks
+from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, no_blocks
 from te_precision_callbacks.statistics.series import Measured, SeriesTable
 from te_precision_callbacks.statistics.table import (
     BLOCK_SOURCES,
-    EXPONENT_COLUMNS,
     SCALE_SOURCES,
     STATISTICS,
     StatisticSource,
-    Values,
 )
 
 logger = logging.getLogger(__name__)
@@ -147,7 +130,7 @@ class StatisticsEngine:
         placements: layer -> its split. Without a placement, a layer counts as not split, except for its weight.
         series: the series of the run; None for a new table.
         iteration: the debug iteration of the last watched tensor.
-        gemm_operands: receives operands of GEMMs in high precision; None without a session.
+        keep_operand: receives operands of GEMMs in high precision, by layer and tensor; None without a session.
         reports_quantized_only: whether a statistic that a tensor cannot have, since it exists only in quantized form,
             is a failure. With the default config, nobody has asked for it.
     """
@@ -158,15 +141,14 @@ class StatisticsEngine:
         self.has_news = False
         self.iteration = 0
         self.series = SeriesTable() if series is None else series
-        self._readings: WeakKeyDictionary[Rows, _TableReader] = WeakKeyDictionary()
         self._slots = Segments()
-        self._reduction = Reduction(None, self._report)
+        self._reduction = Reduction(self.series, None, self._report)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
-        self._plans: dict[tuple[tuple[int, ...], str | None], _Plan] = {}
+        self._launches: dict[tuple[object, ...], PreparedLaunch] = {}
         self._broken: set[tuple[str, str]] = set()  # (layer, tensor) with inf or nan so far
         self._weights_seen: set[SegmentKey] = set()
         self.notices = Notices()
-        self.gemm_operands: GemmOperands | None = None
+        self.keep_operand: Callable[[str, str, torch.Tensor], None] | None = None
         self.reports_quantized_only = True
 
     def _report(self, operation: str, subject: str, error: Exception) -> None:
@@ -174,7 +156,7 @@ class StatisticsEngine:
 
     def reduce_over(self, messages: Messages | None) -> None:
         if self._reduction.messages is not messages:
-            self._reduction = Reduction(messages, self._report)
+            self._reduction = Reduction(self.series, messages, self._report)
 
     @property
     def optimizers_differ(self) -> bool:
@@ -187,7 +169,7 @@ class StatisticsEngine:
     @placements.setter
     def placements(self, placements: Mapping[str, Placement]) -> None:
         self._placements = placements
-        self._plans.clear()
+        self._slots.generation += 1
 
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
         """Queue a tensor's statistics for :meth:`measure`; the tensor must not change before then."""
@@ -216,121 +198,92 @@ class StatisticsEngine:
         self.has_news = True
         self.iteration = iteration
         with _without_autograd():
-            segment = self._slots.segment(
-                SegmentKey(layer, tensor, source.name), *_COLUMNS[source], sums.device, contributes=True
-            )
+            segment = self._slots.segment(SegmentKey(layer, tensor, source.name), sums.device, contributes=True)
             self._slots.merge(segment, sums, maxima)
             self._slots.request(segment, _requests_of(source))
 
-    def measure(self) -> None:
+    def measure(self) -> PreparedLaunch | None:
         """Measure all queued tensors, each in one pass; on a GPU, in one launch for all tensors.
 
         An exception is raised only after the other tensors were measured.
-        """
-        if self._noted:
-            noted = self._noted
-            self._noted = []
-            if is_capturing():  # the captured pass would add the values again in each replay
-                self._warn_captured(noted[0][0])
-                return
-            self.has_news = True
-            self.iteration = noted[-1][0].iteration
-            with _without_autograd():
-                self._measure(noted)
 
-    def prepare(self, watched: Watched, asked: Sequence[Sequence[Request]]) -> Prepared | None:
-        """Return how a tensor was measured, for :meth:`measure_again`; None if one pass did not measure all requests.
-
-        Args:
-            asked: the requests of each feature, as they were noted.
+        Returns:
+            How to :meth:`repeat` this for other tensors; None if the passes did not measure all requests.
         """
-        if watched.values is None:
+        if not self._noted:
+            return _NOTHING
+        noted = self._noted
+        self._noted = []
+        if is_capturing():  # the captured pass would add the values again in each replay
+            self._warn_captured(noted[0][0])
             return None
-        measuring = _Measurement(self, watched)
-        ready = self._plan(asked, measuring.unquantized_as).ready.get(measuring.key)
-        if ready is None:
-            return None
-        passes = [_PreparedPass(pass_, fp8_format(watched.rowwise) is E5M2) for pass_ in ready.passes]
-        return Prepared(passes, measuring._values.dtype, ready)
+        self.has_news = True
+        self.iteration = noted[-1][0].iteration
+        with _without_autograd():
+            return self._measure(noted)
 
-    def prepare_gemm(self, tensors: Sequence[tuple[int, Prepared]]) -> PreparedGemm:
-        """Return how the tensors of a GEMM were measured; each with its place among the arguments of measure_again."""
-        on = [self._slots.devices[prepared.ready.device] for _, prepared in tensors]
-        asked = [prepared.ready.asked for _, prepared in tensors]
-        once = frozenset[SegmentKey]().union(*(prepared.ready.once for _, prepared in tensors))
-        return PreparedGemm(tensors, self._slots.moves, self._placements, next(iter(on), None), asked, once)
+    def repeat(self, launch: PreparedLaunch, tensors: Sequence[Source], iteration: int) -> bool:
+        """Measure tensors like those of an earlier launch.
 
-    def measure_again(
-        self, prepared: PreparedGemm, all_values: Sequence[Any], operands: Sequence[Any], iteration: int
-    ) -> None:
-        """Measure the tensors of a GEMM with the passes of an earlier one; a failure of the pass is reported.
-
-        Args:
-            all_values: the operands and the result, in high precision.
-            operands: the operands as the GEMM reads them.
-
-        Raises:
-            Differs: a tensor must be measured by :meth:`note` and :meth:`measure`; none was measured.
+        Returns:
+            False if a tensor must be measured by :meth:`note` and :meth:`measure`; then none was measured.
         """
-        if prepared.moves != self._slots.moves or prepared.placements is not self._placements:
-            raise Differs("placement")
-        on = prepared.on
+        if launch.generation != self._slots.generation:
+            return False
+        on = launch.slots
         pending: list[Pending] = []
-        for place, (passes, dtype, ready) in prepared.tensors:
-            values = all_values[place]
-            if values.dtype is not dtype:
-                raise Differs("dtype")
-            if values.device != ready.device:
-                raise Differs("device")
-            if not values.numel():
-                raise Differs("empty")
-            if ready.once and not ready.once.isdisjoint(self._weights_seen):
-                if ready.once <= self._weights_seen:
+        for plan, (values, rowwise, columnwise) in zip(launch.tensors, tensors, strict=True):
+            if values.device != on.device or not values.numel():
+                return False
+            if plan.once and not plan.once.isdisjoint(self._weights_seen):
+                if plan.once <= self._weights_seen:
                     continue
-                raise Differs("weight")
+                return False
             if type(values) not in PLAIN:
                 values = values.detach()
-            for (form, places, of_blocks), e5m2 in passes:
-                one: tuple[object, ...]
-                if form is None:
-                    one = values, None, None, False, places, None, _NO_BLOCKS
-                elif of_blocks is None:
-                    given = operands[place]
-                    codes = given._data
-                    codes = per_tensor_codes(given) if codes is None else codes
-                    if codes is None or codes.shape != values.shape:
-                        raise Differs("shape")
-                    one = values, codes, given._scale_inv, e5m2, places, None, _NO_BLOCKS
-                else:
-                    held = read(operands[place], columnwise=form.columnwise)
-                    if not isinstance(held, BlockScaledTensor) or not held.fits(values):
-                        raise Differs("shape")
-                    one = values, None, None, False, places, held, of_blocks
-                pending.append(tuple.__new__(Pending, one))  # Pending() would call a Python function
-        if pending and on is not None:
+            for reading in plan.passes:
+                tensor = _new(Pending)  # Pending() would call a Python function
+                tensor.values = values
+                tensor.places = reading.places
+                if reading.form is not None:
+                    quantized = columnwise if reading.form.columnwise else rowwise
+                    if not reading.in_blocks:
+                        codes = quantized._data
+                        codes = per_tensor_codes(quantized) if codes is None else codes
+                        if codes is None or codes.shape != values.shape:
+                            return False
+                        tensor.codes = codes
+                        tensor.scale_inv = quantized._scale_inv
+                        tensor.e5m2 = reading.e5m2
+                    else:
+                        try:
+                            in_blocks = read(quantized, columnwise=reading.form.columnwise)
+                        except QuantizationError:  # measure() reports it
+                            return False
+                        if not isinstance(in_blocks, BlockScaledTensor) or not in_blocks.fits(values):
+                            return False
+                        tensor.in_blocks = in_blocks
+                pending.append(tensor)
+        if pending:
             if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-                raise Differs("autograd")
+                return False
             if on.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
-                raise Differs("capture")
-            try:
-                vectors = on.last
-                if vectors is None or vectors.handle != on.handle_now():
-                    vectors = on.current()
-                left: Sequence[Pending] = pending
-                again = prepared.again.get(len(pending))
-                if again is not None:
-                    left = again(pending, vectors.sums, vectors.maxima, vectors.handle)
-                if left:
-                    kernels.add(left, vectors.sums, vectors.maxima)
-                    prepared.again[len(pending)] = kernels.again(pending)
-            except Exception as error:
-                key = prepared.asked[0][0][0].key
-                self.on_failure("observing", f"{key.layer} {key.tensor}", error)
-                return
+                return False
+            vectors = on.last
+            if vectors is None or vectors.handle != on.handle_now():
+                vectors = on.current()
+            left: Sequence[Pending] = pending
+            repeat = launch.repeats.get(len(pending))
+            if repeat is not None:
+                left = repeat(pending, vectors.sums, vectors.maxima, vectors.handle)
+            if left:
+                again = kernels.add(left, vectors.sums, vectors.maxima)
+                launch.repeats[len(pending)] = again if left is pending else None
         self.has_news = True
         self.iteration = iteration
-        self._slots.asked += prepared.asked
-        self._weights_seen |= prepared.once
+        self._slots.asked += launch.asked
+        self._weights_seen |= launch.once
+        return True
 
     def _warn_captured(self, watched: Watched) -> None:
         if self.notices.first("captured"):
@@ -341,40 +294,46 @@ class StatisticsEngine:
                 watched.tensor,
             )
 
-    def _measure(self, noted: Iterable[tuple[Watched, Sequence[Sequence[Request]]]]) -> None:
-        left: dict[torch.device, list[tuple[_Measurement, _CachedPasses, Sequence[Pending]]]] = {}
+    def _measure(self, noted: Sequence[tuple[Watched, Sequence[Sequence[Request]]]]) -> PreparedLaunch | None:
+        key = tuple(_key_of(watched) for watched, _ in noted)
+        requests = [asked for _, asked in noted]
+        launch = self._launches.get(key)
+        if launch is not None and launch.requests == requests:
+            sources = [(one.values, one.quantized(), one.quantized(columnwise=True)) for one, _ in noted]
+            if self.repeat(launch, sources, self.iteration):
+                return launch
+        plans: dict[torch.device, list[tuple[TensorPlan, Sequence[Pending]]]] = {}
+        is_complete = True
         failure: Exception | None = None
         for watched, asked in noted:
             try:
-                measuring = _Measurement(self, watched)
-                passes = measuring.run(self._plan(asked, measuring.unquantized_as))
+                planning = _Planning(self, watched, asked)
+                plan = planning.run()
             except Exception as error:
                 failure = failure or error
                 continue
-            if passes is not None:
-                left.setdefault(passes[0].device, []).append((measuring, *passes))
-        for device, together in left.items():
-            vectors = self._slots.devices[device].current()
-            pending: list[Pending] = []
-            for _, _, of_tensor in together:
-                pending += of_tensor
-            kernels.add(pending, vectors.sums, vectors.maxima)
-            for measuring, ready, _ in together:
-                measuring.end(ready)
+            is_complete &= planning.is_complete
+            if plan is not None:
+                plans.setdefault(plan[1][0].values.device, []).append(plan)
+        launch = None
+        for device, together in plans.items():
+            on = self._slots.devices[device]
+            vectors = on.current()
+            pending = list(itertools.chain.from_iterable(tensors for _, tensors in together))
+            repeat = kernels.add(pending, vectors.sums, vectors.maxima)
+            tensors = [plan for plan, _ in together]
+            asked_of = [plan.asked for plan in tensors]
+            once = frozenset[SegmentKey]().union(*(plan.once for plan in tensors))
+            self._slots.asked += asked_of
+            self._weights_seen |= once
+            repeats = {len(pending): repeat}
+            launch = PreparedLaunch(requests, tensors, self._slots.generation, on, asked_of, once, repeats)
         if failure is not None:
             raise failure
-
-    def _plan(self, asked: Sequence[Sequence[Request]], unquantized_as: str | None) -> _Plan:
-        """Return the plan for requests, cached by identity: features pass the same tuples in each step."""
-        key = tuple(map(id, asked)), unquantized_as
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = _Plan(asked, _group_by_kind(asked, unquantized_as), {}, {})
-            if all(type(requests) is tuple for requests in asked):
-                if len(self._plans) >= _MAX_PLANS:
-                    self._plans.clear()
-                self._plans[key] = plan
-        return plan
+        if launch is None or not is_complete or len(plans) > 1:
+            return None
+        self._launches[key] = launch
+        return launch
 
     def flush(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
         measurements = self.collect(reduce=reduce, stamp=stamp)
@@ -382,26 +341,22 @@ class StatisticsEngine:
         return measurements
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        with _outside_of_inference():
+        with _without_autograd():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         series = [np.empty(0, np.int32)]
         values = [np.empty(0)]
         histograms: dict[int, tuple[float, ...]] = {}
         with np.errstate(all="ignore"):
-            for table in tables:
-                reading = self._readings.get(table.rows)
-                if reading is None:
-                    reading = _TableReader(table.rows, self.series)
-                    self._readings[table.rows] = reading
-                for numbers, of_numbers in (reading.numbers(table), reading.nonfinite_counts(table, self._broken)):
+            for reader, columns in tables:
+                for numbers, of_numbers in (reader.numbers(columns), reader.nonfinite_counts(columns, self._broken)):
                     series.append(numbers)
                     values.append(of_numbers)
-                histograms.update(reading.histograms(table))
+                histograms.update(reader.histograms(columns))
         local = self._reduction.local
         return Measured(self.series, np.concatenate(series), np.concatenate(values), histograms, local=local)
 
     def forget(self) -> None:
-        with _outside_of_inference():
+        with _without_autograd():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
@@ -428,13 +383,6 @@ def _without_autograd() -> AbstractContextManager[None]:
     return _NO_CONTEXT
 
 
-def _outside_of_inference() -> AbstractContextManager[object]:
-    """Like :func:`_without_autograd`, for tensors that never require gradients."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)
-    return _NO_CONTEXT
-
-
 def _log_failure_once() -> Report:
     notices = Notices()
 
@@ -445,78 +393,6 @@ def _log_failure_once() -> Report:
             )
 
     return log
-
-
-_SeriesValues = tuple[npt.NDArray[np.int32], Values]
-
-_NONFINITE = "nonfinite_num"
-
-
-class _TableReader:
-    """Computes the values of a table's rows; cached for all steps with the same statistics."""
-
-    def __init__(self, rows: Rows, table: SeriesTable) -> None:
-        self._table = table
-        self._uncounted: list[tuple[str, str]] = []  # tensors with moments, but without a request for nonfinite_num
-        uncounted_rows: list[int] = []
-        numbers: list[int] = []
-        places: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
-        histograms: dict[StatisticSource, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
-        for row, (key, labels) in enumerate(zip(rows.keys, rows.outputs, strict=True)):
-            if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in labels:
-                self._uncounted.append((key.layer, key.tensor))
-                uncounted_rows.append(row)
-            for label in labels:
-                number = table.intern(key.layer, key.tensor, label)
-                request = table[number].family.request
-                if request is None:
-                    raise UnknownStatisticError(f"another rank has a statistic {label!r} that is unknown on this rank")
-                if request.statistic.value is None:
-                    histograms.setdefault(request.statistic.source, []).append((row, number))
-                else:
-                    places.setdefault(request.statistic.name, []).append((row, len(numbers)))
-                    numbers.append(number)
-        self._uncounted_rows = np.array(uncounted_rows, dtype=np.intp)
-        self._series = np.array(numbers, dtype=np.int32)
-        self._formulas = [
-            (STATISTICS[name].value, *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
-        ]
-        self._histograms = [(_COLUMNS[source][0], *zip(*pairs, strict=True)) for source, pairs in histograms.items()]
-
-    def numbers(self, table: Table) -> _SeriesValues:
-        values = np.empty(len(self._series))
-        for formula, rows, places in self._formulas:
-            if formula is not None:
-                values[places] = formula(table.columns)[rows]
-        return self._series, values
-
-    def nonfinite_counts(self, table: Table, broken: set[tuple[str, str]]) -> _SeriesValues:
-        """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
-        counts = table.columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
-        broken.update(self._uncounted[place] for place in counts.nonzero()[0].tolist())
-        places = [place for place, key in enumerate(self._uncounted) if key in broken] if broken else []
-        series = [self._table.intern(*self._uncounted[place], _NONFINITE) for place in places]
-        return np.array(series, dtype=np.int32), counts[places]
-
-    def histograms(self, table: Table) -> Iterator[tuple[int, tuple[float, ...]]]:
-        for bins, rows, numbers in self._histograms:
-            counts = np.stack([table.columns[name][list(rows)] for name in bins], axis=-1).tolist()
-            yield from zip(numbers, map(tuple, counts), strict=True)
-
-
-_COLUMNS: Mapping[StatisticSource, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    StatisticSource.TENSOR: (MOMENT_SUMS, MAXIMA),
-    StatisticSource.EXPONENTS: (EXPONENT_COLUMNS, ()),
-    StatisticSource.BLOCKS: ((), ("block_range",)),
-    StatisticSource.QUANTIZED: (COMPARISON_SUMS, ()),
-    StatisticSource.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
-    StatisticSource.SCALE_LIMITS: (LIMIT_SUMS, ()),
-    StatisticSource.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
-    StatisticSource.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
-    StatisticSource.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
-    StatisticSource.GEMM_FORMAT: (FORMAT_SUMS, ()),
-}
-"""Source of a statistic -> the summed columns, and the maximum columns."""
 
 
 class _QuantizedForm(NamedTuple):
@@ -552,87 +428,77 @@ def _name_of(kind: _SegmentKind) -> str:
     return " ".join(parts)
 
 
-_Key = tuple[str, str, int | None]
-
 _Wanted = Mapping[_SegmentKind, Sequence[Request]]
 """Kinds of a tensor to measure -> requested statistics."""
 
-_MAX_PLANS = 256
-
-
-class _Plan(NamedTuple):
-    """Kinds to measure for a set of requests, with their slots.
-
-    Attributes:
-        asked: the requests, kept alive because the cache uses their ids.
-        segments: (layer, tensor, shard) -> the segment of each kind, until placements change.
-        ready: (layer, tensor, shard) -> the passes that covered all requests last time.
-    """
-
-    asked: Sequence[Sequence[Request]]
-    wanted: _Wanted
-    segments: dict[_Key, dict[_SegmentKind, SlotRange]]
-    ready: dict[_Key, _CachedPasses]
-
 
 class _Pass(NamedTuple):
-    form: _QuantizedForm | None
-    places: ColumnPlaces
-    of_blocks: BlockPlaces | None = None
-
-
-class _CachedPasses(NamedTuple):
-    """Cached passes that cover all requests for a tensor: one pass, or one per block-scaled form.
+    """A pass over a tensor, alone or with a quantized form.
 
     Attributes:
-        moves: the slots' count of moves when cached; another count invalidates the passes.
+        e5m2: whether the codes of per-tensor FP8 are E5M2.
+        in_blocks: whether the form is block-scaled.
+    """
+
+    form: _QuantizedForm | None
+    e5m2: bool
+    in_blocks: bool
+    places: ColumnPlaces
+
+
+class TensorPlan(NamedTuple):
+    """The passes over a tensor: one pass, or one per block-scaled form.
+
+    Attributes:
+        tensor: its name.
+        asked: the segments, and the labels of their statistics.
         once: the segments of a weight, which is measured once in a step.
     """
 
-    moves: int
-    device: torch.device
+    tensor: str
     passes: Sequence[_Pass]
     asked: Asked
     once: frozenset[SegmentKey]
 
 
-_NO_BLOCKS = BlockPlaces()
+Source: TypeAlias = tuple[Any, Any, Any]
+"""A tensor in high precision, and the quantized tensors that its rowwise and its columnwise GEMM read."""
 
 
-class _PreparedPass(NamedTuple):
-    pass_: _Pass
-    e5m2: bool
-
-
-class Prepared(NamedTuple):
-    """The passes over a tensor, its dtype in high precision, and its slots."""
-
-    passes: Sequence[_PreparedPass]
-    dtype: torch.dtype
-    ready: _CachedPasses
-
-
-@dataclass(slots=True)
-class PreparedGemm:
-    """The passes over the tensors of a GEMM.
+@dataclass(eq=False, slots=True)
+class PreparedLaunch:
+    """How tensors were measured together, to measure others like them into the same slots. It holds no tensor.
 
     Attributes:
-        moves, placements: if they differ, the slots do too.
-        asked, once: of all tensors; see :class:`_CachedPasses`.
-        again: number of tensors, without a weight that was measured -> how to measure them by the last ones' launches.
+        requests: the requests of each tensor, as they were noted.
+        generation: of the slots; another one invalidates the launch.
+        asked, once: of all tensors; see :class:`TensorPlan`.
+        repeats: number of passes, since a weight is measured only once in a step -> repeats the kernel's launches.
     """
 
-    tensors: Sequence[tuple[int, Prepared]]
-    moves: int
-    placements: Mapping[str, Placement]
-    on: DeviceSlots | None
+    requests: Sequence[Sequence[Sequence[Request]]]
+    tensors: Sequence[TensorPlan]
+    generation: int
+    slots: DeviceSlots
     asked: Sequence[Asked]
     once: frozenset[SegmentKey]
-    again: dict[int, Again | None] = field(default_factory=dict)
+    repeats: dict[int, Repeat | None]
 
 
-class Differs(Exception):
-    """A tensor cannot be measured like an earlier one."""
+_NOTHING: PreparedLaunch
+_NOTHING = PreparedLaunch((), (), 0, DeviceSlots(torch.device("cpu")), (), frozenset(), {})
+"""The launch of no tensors."""
+
+_new = object.__new__
+
+
+def _key_of(watched: Watched) -> tuple[object, ...]:
+    """Return what determines the passes over a tensor besides its requests."""
+    dtype = None if watched.values is None else watched.values.dtype
+    key: tuple[object, ...] = watched.layer, watched.tensor, dtype, type(watched.quantizer)
+    for operand in (watched.rowwise, watched.columnwise):
+        key += type(operand), int(getattr(operand, "_fp8_dtype", -1)), type(getattr(operand, "_quantizer", None))
+    return key
 
 
 def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
@@ -650,8 +516,14 @@ _Held = PerTensor | BlockScaledTensor | None
 """The quantized data that a GEMM reads; None if the form must be simulated."""
 
 
-class _Measurement:
-    def __init__(self, engine: StatisticsEngine, watched: Watched) -> None:
+class _Planning:
+    """Plans the passes over a tensor, and measures what no pass covers.
+
+    Attributes:
+        is_complete: whether the passes cover all requests.
+    """
+
+    def __init__(self, engine: StatisticsEngine, watched: Watched, asked: Sequence[Sequence[Request]]) -> None:
         self._engine = engine
         self._watched = watched
         self._quantized = watched.quantized()
@@ -659,21 +531,24 @@ class _Measurement:
         kind = type(watched.quantizer).__name__
         no_quantizer = watched.quantizer is None or kind == IDENTITY_QUANTIZER  # TE's quantizer without a recipe
         self._unknown_quantizer = None if no_quantizer or self._recipe is not None else kind
-        if watched.values is None and self._quantized is not None:
+        if watched.values is not None:
+            self._values = watched.values.detach()
+        elif self._quantized is not None:
             self._values = self._quantized.dequantize().detach()
         else:
-            self._values = _plain(watched.values)
+            self._values = torch.empty(0)
         placement = engine.placements.get(watched.layer)
         self._contributes = placement is None or placement.contributes(watched.tensor)
         self._shard: int | None = None
         if watched.tensor == _WEIGHT:
             own_shard = 0 if watched.tp_group is None else dist.get_rank(watched.tp_group)
             self._shard = own_shard if placement is None else placement.shard
+        self._requested = _group_by_kind(asked, self._unquantized_as)
         self._wanted: dict[_SegmentKind, Sequence[Request]] = {}
-        self._segments: dict[_SegmentKind, SlotRange] = {}
+        self.is_complete = False
 
     @property
-    def unquantized_as(self) -> str | None:
+    def _unquantized_as(self) -> str | None:
         """Recipe that is simulated for a tensor that is not quantized: its quantizer's, else current scaling.
 
         None if the tensor is quantized, or its quantizer is unknown.
@@ -684,28 +559,12 @@ class _Measurement:
             return self._recipe
         return "fp8_current_scaling"
 
-    @property
-    def key(self) -> _Key:
-        return self._watched.layer, self._watched.tensor, self._shard
-
-    def run(self, plan: _Plan) -> tuple[_CachedPasses, Sequence[Pending]] | None:
-        """Measure the requested kinds.
-
-        Returns:
-            Passes to launch before :meth:`end`; None if nothing is left to do.
-        """
+    def run(self) -> tuple[TensorPlan, Sequence[Pending]] | None:
+        """Return the plan and the passes to launch, if any."""
         slots = self._engine._slots
-        seen = self._engine._weights_seen
-        key = self.key
-        ready = plan.ready.get(key)
-        if ready is not None and ready.moves == slots.moves and ready.device == self._values.device:
-            again = self._reuse_passes(ready)
-            if again is not None:
-                return ready, again
-        self._segments = plan.segments.setdefault(key, {})
-        for kind, requests in plan.wanted.items():
+        for kind, requests in self._requested.items():
             segment = self._segment(kind)
-            if segment.key in seen or not self._values.numel():
+            if segment.key in self._engine._weights_seen or not self._values.numel():
                 slots.request(segment, requests, is_measured=False)
             else:
                 self._wanted[kind] = requests
@@ -717,73 +576,49 @@ class _Measurement:
                 held[form] = self._read_quantized(form)
             except Exception as error:
                 self._report_failure(form, error)
-        ready, rest = self._plan_passes(held)
-        self._measure_separately(rest, held)
-        if ready is None:
-            return None
-        if not rest and len(self._wanted) == len(plan.wanted):
-            plan.ready[key] = ready
-        pending: list[Pending] = []
-        for pass_ in ready.passes:
-            data = None if pass_.form is None else held[pass_.form]
-            pending.append(self._pending(pass_, data))
-        return ready, pending
-
-    def end(self, ready: _CachedPasses) -> None:
-        self._engine._slots.asked.append(ready.asked)
-        self._engine._weights_seen |= ready.once
-
-    def _reuse_passes(self, ready: _CachedPasses) -> Sequence[Pending] | None:
-        if not self._values.numel() or self._watched.values is None:
-            return None
-        if not ready.once.isdisjoint(self._engine._weights_seen):
-            return None
-        pending: list[Pending] = []
-        for pass_ in ready.passes:
-            try:
-                held = None if pass_.form is None else self._read_quantized(pass_.form)
-            except Exception:  # the retry reports it
-                return None
-            if pass_.form is not None and not self._can_reuse(pass_, held):
-                return None
-            pending.append(self._pending(pass_, held))
-        return pending
-
-    def _can_reuse(self, pass_: _Pass, held: _Held) -> bool:
-        if pass_.of_blocks is None:
-            return isinstance(held, PerTensor)
-        return isinstance(held, BlockScaledTensor) and held.fits(self._values)
-
-    def _pending(self, pass_: _Pass, held: _Held) -> Pending:
-        if isinstance(held, PerTensor):
-            return Pending(self._values, held.codes, held.scale_inv, held.e5m2, pass_.places)
-        if held is not None and pass_.of_blocks is not None:
-            return Pending(self._values, None, None, False, pass_.places, held, pass_.of_blocks)
-        return Pending(self._values, None, None, False, pass_.places)
-
-    def _plan_passes(self, held: Mapping[_QuantizedForm, _Held]) -> tuple[_CachedPasses | None, Sequence[_SegmentKind]]:
-        """Return the passes (one, or one per form), and the kinds that they do not cover."""
         fused = [kind for kind in self._wanted if self._is_fusable(kind, held)]
         rest = [kind for kind in self._wanted if kind not in fused]
-        if not fused:
-            return None, rest
-        segments: dict[_QuantizedForm | None, dict[StatisticSource, SlotRange]]
-        segments = {kind.form: {} for kind in fused if kind.form is not None} or {None: {}}
-        first = next(iter(segments))  # its pass also covers kinds without a form
+        plan = self._plan_passes(fused, held) if fused else None
+        self._measure_separately(rest, held)
+        if plan is None:
+            return None
+        has_values = self._watched.values is not None
+        self.is_complete = has_values and not rest and len(self._wanted) == len(self._requested)
+        pending: list[Pending] = []
+        for reading in plan.passes:
+            data = None if reading.form is None else held[reading.form]
+            tensor = Pending(self._values, places=reading.places)
+            if isinstance(data, PerTensor):
+                tensor.codes = data.codes
+                tensor.scale_inv = data.scale_inv
+                tensor.e5m2 = data.e5m2
+            else:
+                tensor.in_blocks = data
+            pending.append(tensor)
+        return plan, pending
+
+    def _plan_passes(self, fused: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, _Held]) -> TensorPlan:
+        """Return one pass, or one per form."""
+        forms: Sequence[_QuantizedForm | None]
+        forms = list(dict.fromkeys(kind.form for kind in fused if kind.form is not None)) or (None,)
+        places: dict[_QuantizedForm | None, dict[StatisticSource, tuple[int, int]]] = {form: {} for form in forms}
         slots = self._engine._slots
-        device = self._values.device
+        asked: list[tuple[SlotRange, Set[str], bool]] = []
         for kind in fused:
             segment = self._segment(kind)
-            if segment.device != device:
+            if segment.device != self._values.device:
                 raise QuantizationError("the layer moved to another device within a step")
-            segments[first if kind.form is None else kind.form][kind.source] = segment
-        passes = []
-        for form, by_source in segments.items():
-            in_blocks = form is not None and isinstance(held[form], BlockScaledTensor)
-            passes.append(_pass(form, by_source, in_blocks=in_blocks))
-        asked = [(self._segment(kind), slots.labels(self._segment(kind), self._wanted[kind]), True) for kind in fused]
+            form = forms[0] if kind.form is None else kind.form  # the first pass also covers kinds without a form
+            places[form][kind.source] = segment.sum_start, segment.maximum_start
+            asked.append((segment, slots.labels(segment, self._wanted[kind]), True))
+        passes: list[_Pass] = []
+        for form in forms:
+            data = None if form is None else held[form]
+            e5m2 = isinstance(data, PerTensor) and data.e5m2
+            in_blocks = isinstance(data, BlockScaledTensor)
+            passes.append(_Pass(form, e5m2, in_blocks, eager_blocks.places_of(places[form])))
         once = [segment.key for segment, *_ in asked if segment.key.tensor == _WEIGHT]
-        return _CachedPasses(slots.moves, device, passes, asked, frozenset(once)), rest
+        return TensorPlan(self._watched.tensor, passes, asked, frozenset(once))
 
     def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, _Held]) -> bool:
         if kind.form is None:
@@ -890,13 +725,8 @@ class _Measurement:
         return its
 
     def _segment(self, kind: _SegmentKind) -> SlotRange:
-        segment = self._segments.get(kind)
-        device = self._values.device
-        if segment is None or segment.device != device:
-            key = SegmentKey(self._watched.layer, self._watched.tensor, _name_of(kind), self._shard)
-            segment = self._engine._slots.segment(key, *_COLUMNS[kind.source], device, contributes=self._contributes)
-            self._segments[kind] = segment
-        return segment
+        key = SegmentKey(self._watched.layer, self._watched.tensor, _name_of(kind), self._shard)
+        return self._engine._slots.segment(key, self._values.device, contributes=self._contributes)
 
     def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
@@ -916,33 +746,3 @@ class _Measurement:
             if kind.form == form and kind.source in sources:
                 labels += [request.label for request in requests]
         return ", ".join(labels)
-
-
-def _pass(form: _QuantizedForm | None, segments: Mapping[StatisticSource, SlotRange], *, in_blocks: bool) -> _Pass:
-
-    def at(source: StatisticSource) -> tuple[int, int]:
-        segment = segments.get(source)
-        if segment is None:
-            return (-1, -1)
-        return (segment.sum_start, segment.maximum_start)
-
-    moments = at(StatisticSource.TENSOR)
-    scales = at(StatisticSource.SCALES)
-    places = ColumnPlaces(
-        moments=moments[0],
-        maxima=moments[1],
-        compared=at(StatisticSource.QUANTIZED)[0],
-        scales=scales[0],
-        scale_maxima=scales[1],
-        exponents=at(StatisticSource.EXPONENTS)[0],
-    )
-    return _Pass(form, places, eager_blocks.places_of(at) if in_blocks else None)
-
-
-def _plain(values: torch.Tensor | None) -> torch.Tensor:
-    if values is None:
-        return torch.empty(0)
-    # Avoid a torch operation between GEMMs: for a small tensor it costs as much as the rest.
-    if type(values) is torch.Tensor:
-        return values
-    return values.detach()

@@ -17,11 +17,9 @@ Different tensors with the same name would be mixed: use separate process groups
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +31,9 @@ from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
+from te_precision_callbacks.engine.reading import TableReader
 from te_precision_callbacks.engine.slots import Asked, SegmentKey, Segments, SlotRange
+from te_precision_callbacks.statistics.series import SeriesTable
 from te_precision_callbacks.statistics.table import Columns, Values
 
 logger = logging.getLogger(__name__)
@@ -64,41 +64,10 @@ NO_STAMP = Stamp(0, 0, -1)
 
 
 class SegmentDescription(NamedTuple):
-    """Description of a segment, exchanged between ranks.
-
-    Attributes:
-        sums, maxima: names of the columns.
-        outputs: labels of statistics.
-    """
+    """Description of a segment, exchanged between ranks; ``outputs`` are labels of statistics."""
 
     key: SegmentKey
-    sums: tuple[str, ...]
-    maxima: tuple[str, ...]
     outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Due segments of one kind; the same object in each step with the same due segments.
-
-    Attributes:
-        keys: the segments, one per row.
-        outputs: the due labels of each row.
-    """
-
-    keys: Sequence[SegmentKey]
-    outputs: Sequence[Sequence[str]]
-
-
-class Table(NamedTuple):
-    """Segments of one kind after the reduction.
-
-    Attributes:
-        columns: column name -> values, one per row.
-    """
-
-    rows: Rows
-    columns: Columns
 
 
 class Reduction:
@@ -112,8 +81,9 @@ class Reduction:
         optimizers_differ: whether the ranks had different numbers of optimizer steps in an iteration.
     """
 
-    def __init__(self, messages: Messages | None, on_failure: Report) -> None:
+    def __init__(self, series: SeriesTable, messages: Messages | None, on_failure: Report) -> None:
         self.messages = messages
+        self._series = series
         self.local = False
         self.optimizers_differ = False
         self._on_failure = on_failure
@@ -127,7 +97,7 @@ class Reduction:
         self._last_agreement = 0
         self._is_undecided = False
 
-    def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[Table]:
+    def collect(self, slots: Segments, *, reduce: bool, stamp: Stamp = NO_STAMP) -> list[tuple[TableReader, Columns]]:
         """Return the measurements since the last call. With ``reduce``, all ranks of the group must call this.
 
         If the reduction fails, the measurements are local (:attr:`local`).
@@ -153,15 +123,15 @@ class Reduction:
         if self._is_undecided:
             return self._collect_own(slots)
         self.local = False
-        return layout.unpack(layout.merged)
+        return layout.unpack(self._series)
 
-    def _collect_own(self, slots: Segments) -> list[Table]:
+    def _collect_own(self, slots: Segments) -> list[tuple[TableReader, Columns]]:
         if self._own_layout is None or self._own_version != slots.version:
             self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, include_all=True)
             self._own_version = slots.version
         layout = self._own_layout
         layout.pack(slots, NO_STAMP, changed=False, requests=Requests())
-        return layout.unpack(layout.merged)
+        return layout.unpack(self._series)
 
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
         why = f"to reduce the statistics of iteration {stamp.iteration}. A rank may have ended or skipped a step()"
@@ -258,7 +228,7 @@ def _out_of_step_error(stamps: Mapping[int, Stamp]) -> RanksDifferError:
 
 
 def _describe(segment: SlotRange) -> SegmentDescription:
-    return SegmentDescription(segment.key, segment.sums, segment.maxima, tuple(segment.outputs))
+    return SegmentDescription(segment.key, tuple(segment.outputs))
 
 
 def _order(described: SegmentDescription) -> tuple[str, str, str, int]:
@@ -296,11 +266,10 @@ class _Layout:
         self._device = next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
         entries = list(described)
         self._due = sum(len(entry.outputs) for entry in entries)
-        self.split = self._due + sum(len(entry.sums) for entry in entries if entry.key.shard is None)
+        self.split = self._due + sum(len(entry.key.columns[0]) for entry in entries if entry.key.shard is None)
         self._pieces: list[_Piece] = []
-        self._blocks: dict[tuple[tuple[str, ...], tuple[str, ...]], _Block] = {}
+        self._tables: dict[bytes, list[_Table]] = {}
         moves: dict[tuple[torch.device, str], list[tuple[int, int, int]]] = {}
-        due = 0
         added = self._due
         largest = self.split
         for entry in entries:
@@ -308,20 +277,19 @@ class _Layout:
             if segment is not None and not (segment.contributes or include_all):
                 segment = None
             replicated = entry.key.shard is not None
+            sums, maxima = entry.key.columns
             sums_at = largest if replicated else added
             if replicated:
-                largest += len(entry.sums)
+                largest += len(sums)
             else:
-                added += len(entry.sums)
-            piece = _Piece(entry, segment, due, sums_at, largest)
-            due += len(entry.outputs)
-            largest += len(entry.maxima)
+                added += len(sums)
+            piece = _Piece(entry, segment, sums_at, largest)
+            largest += len(maxima)
             self._pieces.append(piece)
-            self._blocks.setdefault((entry.sums, entry.maxima), _Block()).add(piece)
             if segment is not None:
                 for of, start, target, names in (
-                    ("sums", segment.sum_start, sums_at, entry.sums),
-                    ("maxima", segment.maximum_start, piece.maxima_at, entry.maxima),
+                    ("sums", segment.sum_start, sums_at, sums),
+                    ("maxima", segment.maximum_start, piece.maxima_at, maxima),
                 ):
                     moves.setdefault((segment.device, of), []).append((start, target, len(names)))
         self._note_asked([])
@@ -360,7 +328,7 @@ class _Layout:
         """Pack this rank's message on its device, with neutral elements for absent values, and copy it to the host."""
         message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
         message[: self.split] = 0.0
-        if list(map(id, self._asked)) != list(map(id, slots.asked)):
+        if self._asked != slots.asked:
             self._note_asked(slots.asked)
         vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
         for on, of, source, target in self._moves:
@@ -386,19 +354,47 @@ class _Layout:
                 measured.add(asked_of.key)
         due: list[bool] = []
         resting: list[int] = []
-        for entry, segment, _, sums_at, _ in self._pieces:
+        for entry, segment, sums_at, _ in self._pieces:
             of_piece = labels.get(entry.key, ()) if segment is not None else ()
             due.extend(map(of_piece.__contains__, entry.outputs))
             if segment is not None and entry.key not in measured and entry.key.shard is not None:
-                resting.extend(range(sums_at, sums_at + len(entry.sums)))
+                resting.extend(range(sums_at, sums_at + len(entry.key.columns[0])))
         self._flags = np.array(due, dtype=np.float64)
         self._resting = torch.tensor(resting, dtype=torch.int64).to(self._device, non_blocking=True)
 
-    def unpack(self, values: Values) -> list[Table]:
-        """Return the segments with an output that is due on any rank, with the shards of replicas added up."""
-        due = values[: self._due] > 0
-        tables = (block.table(*columns, values, due) for columns, block in self._blocks.items())
-        return [table for table in tables if table is not None]
+    def unpack(self, series: SeriesTable) -> list[tuple[TableReader, Columns]]:
+        """Return the columns of segments with an output that is due on any rank."""
+        due = self.merged[: self._due] > 0
+        pattern = due.tobytes()
+        tables = self._tables.get(pattern)
+        if tables is None:
+            if len(self._tables) == _MAX_PATTERNS:
+                self._tables.clear()
+            tables = self._select(due.tolist(), series)
+            self._tables[pattern] = tables
+        return [(table.reader, table.columns(self.merged)) for table in tables]
+
+    def _select(self, due: Sequence[bool], series: SeriesTable) -> list[_Table]:
+        """Return a table for all segments with the same columns, with a row for each tensor and its shards."""
+        by_columns: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[SegmentKey, _Row]] = {}
+        flags = iter(due)
+        for piece in self._pieces:
+            entry = piece.entry
+            labels = [label for label in entry.outputs if next(flags)]
+            if labels:
+                rows = by_columns.setdefault(entry.key.columns, {})
+                row = rows.setdefault(entry.key._replace(shard=None), _Row({}, []))
+                row.labels.update(dict.fromkeys(labels))
+                row.shards.append(piece)
+        tables: list[_Table] = []
+        for (sums, maxima), rows in by_columns.items():
+            reader = TableReader([(key, tuple(row.labels)) for key, row in rows.items()], series)
+            shards = [(piece.sums_at, piece.maxima_at) for row in rows.values() for piece in row.shards]
+            sums_at, maxima_at = np.array(shards, dtype=np.intp).T
+            cells = [sums_at + np.arange(len(sums))[:, None], maxima_at + np.arange(len(maxima))[:, None]]
+            counts = [len(row.shards) for row in rows.values()]
+            tables.append(_Table(reader, sums, maxima, np.concatenate(cells), np.cumsum([0, *counts[:-1]])))
+        return tables
 
 
 class _Piece(NamedTuple):
@@ -406,92 +402,46 @@ class _Piece(NamedTuple):
 
     entry: SegmentDescription
     segment: SlotRange | None
-    due_at: int
     sums_at: int
     maxima_at: int
 
 
-@dataclass
-class _Block:
-    """Segments with the same columns; ``rows`` has a row index per tensor, shared by its shards."""
+class _Row(NamedTuple):
+    """A tensor: labels of its due statistics, and its shards."""
 
-    pieces: list[tuple[_Piece, int]] = field(default_factory=list)
-    rows: dict[SegmentKey, int] = field(default_factory=dict)
-    _selections: dict[bytes, _Selection] = field(default_factory=dict)
-
-    def add(self, piece: _Piece) -> None:
-        self.pieces.append((piece, self.rows.setdefault(piece.entry.key._replace(shard=None), len(self.rows))))
-
-    @functools.cached_property
-    def _cells(self) -> _Places:
-        entry = self.pieces[0][0].entry  # all have the same columns
-        sums_at, maxima_at = np.array([(piece.sums_at, piece.maxima_at) for piece, _ in self.pieces], dtype=np.intp).T
-        return np.concatenate(
-            [sums_at + np.arange(len(entry.sums))[:, None], maxima_at + np.arange(len(entry.maxima))[:, None]]
-        )
-
-    @functools.cached_property
-    def _due_at(self) -> _Places:
-        return np.concatenate(
-            [np.arange(piece.due_at, piece.due_at + len(piece.entry.outputs)) for piece, _ in self.pieces]
-        )
-
-    def table(
-        self, sums: tuple[str, ...], maxima: tuple[str, ...], values: Values, due: npt.NDArray[np.bool_]
-    ) -> Table | None:
-        """Return the due segments, one row for all shards of a tensor; None without a due segment."""
-        flags = due[self._due_at]
-        pattern = flags.tobytes()
-        if 1 not in pattern:
-            return None
-        selection = self._selections.get(pattern)
-        if selection is None:
-            if len(self._selections) == _MAX_PATTERNS:
-                self._selections.clear()
-            selection = self._select(flags.tolist())
-            self._selections[pattern] = selection
-        cells = values[selection.cells]
-        added = cells[: len(sums)]
-        largest = cells[len(sums) :]
-        added[added == NOTHING] = 0.0  # no rank has measured this replica
-        if len(selection.begins) < cells.shape[1]:
-            added = np.add.reduceat(added, selection.begins, axis=1)
-            largest = np.maximum.reduceat(largest, selection.begins, axis=1)
-        return Table(selection.rows, dict(zip((*sums, *maxima), (*added, *largest), strict=True)))
-
-    def _select(self, due: Sequence[bool]) -> _Selection:
-        outputs: dict[int, dict[str, None]] = {}
-        chosen: dict[int, list[int]] = {}
-        flags = iter(due)
-        for index, (piece, row) in enumerate(self.pieces):
-            labels = [label for label in piece.entry.outputs if next(flags)]
-            if labels:
-                outputs.setdefault(row, {}).update(dict.fromkeys(labels))
-                chosen.setdefault(row, []).append(index)
-        keys = list(self.rows)
-        counts = [len(pieces) for pieces in chosen.values()]
-        return _Selection(
-            Rows([keys[row] for row in outputs], [tuple(labels) for labels in outputs.values()]),
-            self._cells[:, list(itertools.chain.from_iterable(chosen.values()))],
-            np.cumsum([0, *counts[:-1]]),
-        )
+    labels: dict[str, None]
+    shards: list[_Piece]
 
 
 _MAX_PATTERNS = 16
 """Maximum number of cached combinations of due segments; features with different ``freq`` cause several."""
 
 
-class _Selection(NamedTuple):
-    """Due segments.
+class _Table(NamedTuple):
+    """Due segments with the same columns.
 
     Attributes:
-        cells: [columns, segments]: offsets in the message; segments of a row are adjacent.
-        begins: [rows]: the first segment of each row.
+        sums, maxima: names of the columns.
+        cells: [columns, segments]: offsets in the message; shards of a tensor are adjacent.
+        begins: [rows]: the first segment of each tensor.
     """
 
-    rows: Rows
+    reader: TableReader
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
     cells: _Places
     begins: _Places
+
+    def columns(self, values: Values) -> Columns:
+        """Return the columns, with the shards of replicas added up."""
+        cells = values[self.cells]
+        added = cells[: len(self.sums)]
+        largest = cells[len(self.sums) :]
+        added[added == NOTHING] = 0.0  # no rank has measured this replica
+        if len(self.begins) < cells.shape[1]:
+            added = np.add.reduceat(added, self.begins, axis=1)
+            largest = np.maximum.reduceat(largest, self.begins, axis=1)
+        return dict(zip((*self.sums, *self.maxima), (*added, *largest), strict=True))
 
 
 def _indices(starts: _Places, widths: _Places) -> torch.Tensor:

@@ -11,17 +11,45 @@ end of the step waits for all streams and merges their vectors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
-from te_precision_callbacks.engine.kernels.columns import NOTHING
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    LIMIT_SUMS,
+    LOSS_MAXIMA,
+    LOSS_SUMS,
+    MAXIMA,
+    MOMENT_SUMS,
+    NOTHING,
+    RANGE_MAXIMA,
+    RANGE_SUMS,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+)
+from te_precision_callbacks.gemm_error import FORMAT_SUMS, KERNEL_MAXIMA, KERNEL_SUMS
 from te_precision_callbacks.statistics.names import Request
+from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS, StatisticSource
 
 _FIRST_CAPACITY = 1024
+
+COLUMNS: Mapping[StatisticSource, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    StatisticSource.TENSOR: (MOMENT_SUMS, MAXIMA),
+    StatisticSource.EXPONENTS: (EXPONENT_COLUMNS, ()),
+    StatisticSource.BLOCKS: ((), ("block_range",)),
+    StatisticSource.QUANTIZED: (COMPARISON_SUMS, ()),
+    StatisticSource.SCALES: (SCALE_SUMS, SCALE_MAXIMA),
+    StatisticSource.SCALE_LIMITS: (LIMIT_SUMS, ()),
+    StatisticSource.LOSSES: (LOSS_SUMS, LOSS_MAXIMA),
+    StatisticSource.RANGES: (RANGE_SUMS, RANGE_MAXIMA),
+    StatisticSource.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
+    StatisticSource.GEMM_FORMAT: (FORMAT_SUMS, ()),
+}
+"""Source of a statistic -> the summed columns, and the maximum columns."""
 
 
 class SegmentKey(NamedTuple):
@@ -37,8 +65,13 @@ class SegmentKey(NamedTuple):
     kind: str
     shard: int | None = None
 
+    @property
+    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the summed columns, and of the maximum columns."""
+        return COLUMNS[StatisticSource[self.kind.partition(" ")[0]]]
 
-@dataclass
+
+@dataclass(eq=False)
 class SlotRange:
     """A segment's range of the vectors.
 
@@ -46,18 +79,14 @@ class SlotRange:
         sum_start, maximum_start: offsets in the vectors of ``device``.
         contributes: whether this rank's values count; False if another rank has the same part.
         outputs: labels of all statistics ever requested, in order.
-        last: the last requests, as :attr:`Segments.asked` has them.
     """
 
     key: SegmentKey
-    sums: tuple[str, ...]
-    maxima: tuple[str, ...]
     device: torch.device
     sum_start: int
     maximum_start: int
     contributes: bool = True
     outputs: dict[str, None] = field(default_factory=dict)
-    last: tuple[Sequence[Request], bool, Asked] = ((), True, ())
 
 
 Asked = Sequence[tuple[SlotRange, Set[str], bool]]
@@ -78,7 +107,6 @@ class _Vectors:
         self.lengths = lengths  # len() of a tensor calls a Python function
         self.sums = torch.full((lengths[0],), 0.0, dtype=torch.float64, device=device)
         self.maxima = torch.full((lengths[1],), NOTHING, dtype=torch.float64, device=device)
-        self.parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # offsets -> a segment's ranges
 
     def reset(self, used: tuple[int, int]) -> None:
         self.sums[: used[0]].fill_(0.0)
@@ -152,26 +180,18 @@ class Segments:
     Attributes:
         segments: in the order in which they were first measured.
         version: changes with the layout: a new segment, another place, or another requested statistic.
-        moves: number of segments that moved to another device.
-        asked: requests since the last reset; the same objects in each step with the same requests.
+        generation: changes when places of segments become invalid.
+        asked: requests since the last reset.
         devices: the vectors of each device.
     """
 
     segments: dict[SegmentKey, SlotRange] = field(default_factory=dict)
     version: int = 0
-    moves: int = 0
+    generation: int = 0
     asked: list[Asked] = field(default_factory=list)
     devices: dict[torch.device, DeviceSlots] = field(default_factory=dict)
 
-    def segment(
-        self,
-        key: SegmentKey,
-        sums: tuple[str, ...],
-        maxima: tuple[str, ...],
-        device: torch.device,
-        *,
-        contributes: bool,
-    ) -> SlotRange:
+    def segment(self, key: SegmentKey, device: torch.device, *, contributes: bool) -> SlotRange:
         segment = self.segments.get(key)
         if segment is None or (segment.device != device and not self._is_measured(segment)):
             on = self.devices.get(device)
@@ -179,17 +199,18 @@ class Segments:
                 on = DeviceSlots(device)
                 self.devices[device] = on
             sum_start, maximum_start = on.used
+            sums, maxima = key.columns
             on.used = sum_start + len(sums), maximum_start + len(maxima)
             on.last = None
             if segment is None:
-                segment = SlotRange(key, sums, maxima, device, sum_start, maximum_start, contributes)
+                segment = SlotRange(key, device, sum_start, maximum_start, contributes)
                 self.segments[key] = segment
             else:  # the layer moved to another device
                 segment.device = device
                 segment.sum_start = sum_start
                 segment.maximum_start = maximum_start
                 segment.contributes = contributes
-                self.moves += 1
+                self.generation += 1
             self.version += 1
         elif segment.contributes != contributes:
             segment.contributes = contributes
@@ -208,27 +229,18 @@ class Segments:
         return labels.keys()
 
     def request(self, segment: SlotRange, requests: Sequence[Request], *, is_measured: bool = True) -> None:
-        if segment.last[0] is not requests or segment.last[1] is not is_measured:
-            segment.last = requests, is_measured, [(segment, self.labels(segment, requests), is_measured)]
-        self.asked.append(segment.last[2])
+        self.asked.append([(segment, self.labels(segment, requests), is_measured)])
 
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
-        kept_sums, kept_maxima = self.parts(segment)
+        vectors = self.devices[segment.device].current()
         # The check is cheaper than a torch call that does nothing.
         if sums is not None:
-            kept_sums.add_(sums if sums.device == segment.device else sums.to(segment.device))
+            sums = sums if sums.device == segment.device else sums.to(segment.device)
+            vectors.sums.narrow(0, segment.sum_start, len(sums)).add_(sums)
         if maxima is not None:
             maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
-            torch.maximum(kept_maxima, maxima, out=kept_maxima)
-
-    def parts(self, segment: SlotRange) -> tuple[torch.Tensor, torch.Tensor]:
-        vectors = self.devices[segment.device].current()
-        offsets = segment.sum_start, segment.maximum_start
-        if offsets not in vectors.parts:
-            sums = vectors.sums.narrow(0, segment.sum_start, len(segment.sums))
-            maxima = vectors.maxima.narrow(0, segment.maximum_start, len(segment.maxima))
-            vectors.parts[offsets] = sums, maxima
-        return vectors.parts[offsets]
+            merged = vectors.maxima.narrow(0, segment.maximum_start, len(maxima))
+            torch.maximum(merged, maxima, out=merged)
 
     def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
         """Yield each device with its sums and maxima, merged over its streams, for use on the current stream."""

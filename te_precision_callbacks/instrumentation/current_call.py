@@ -39,7 +39,8 @@ class Forward:
         wanted: (layer index, tensor name) of tensors that features need before quantization.
         high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
         read: keys of tensors that a GEMM has read.
-        plans: the plans of the module's GEMMs; None if they have none.
+        due: the features that observe the module's tensors on its fused path; None without one.
+        repeats: whether its GEMMs can be measured by prepared launches.
         kept: values that are kept until the backward has run.
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
         micro_batch: number of the model's call, from 0; -1 if it is not known.
@@ -63,7 +64,8 @@ class Forward:
     wanted: Collection[tuple[int, str]] = ()
     high: PlainTensors | None = None
     read: set[tuple[int, str]]
-    plans: dict[tuple[object, ...], Any] | None = None
+    due: Any = None
+    repeats = False
     kept: Kept
     watched: set[tuple[int, str]] | None = None
     micro_batch = -1

@@ -27,21 +27,20 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.scalars import ScalarBuffer
-from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.flight.ring import Ring
+from te_precision_callbacks.instrumentation.current_call import Forward
 from te_precision_callbacks.instrumentation.debug_path import DebugPathDecisions, scales_in_graph
 from te_precision_callbacks.instrumentation.every_step import EveryStep
-from te_precision_callbacks.instrumentation.fused import FusedObservation
-from te_precision_callbacks.instrumentation.gemm_errors import GemmErrors, GemmRecords, SelectedGemms
+from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
-from te_precision_callbacks.instrumentation.planned import GemmPlans
 from te_precision_callbacks.instrumentation.regions import AutocastRegions
+from te_precision_callbacks.instrumentation.statistics import StatisticsConsumer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
-from te_precision_callbacks.layers.gemm_events import GemmEvent, Kept
+from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.parameters.watch import is_due as weights_are_sampled
 from te_precision_callbacks.statistics.schedule import Schedule
@@ -94,7 +93,8 @@ class ForwardHooks:
     Attributes:
         answers: decides which forwards take the debug path.
         regions: notes the regions of ``te.autocast``.
-        gemm_errors: measures errors of GEMMs.
+        selected_gemms: measures errors of GEMMs, and records GEMMs.
+        statistics: passes GEMMs on the fused path to features.
         products: counts the matrix products of the model.
     """
 
@@ -117,11 +117,8 @@ class ForwardHooks:
         self.answers = DebugPathDecisions(classify, failures, scalars, strict=strict)
         self._watched = self.answers.watched
         self.regions = AutocastRegions()
-        self._fused_observation = FusedObservation(engine, failures.report)
-        self._selected_gemms = SelectedGemms()
-        self.gemm_errors = GemmErrors(engine, failures.report, self._selected_gemms)
-        self._gemm_records = GemmRecords(self.gemm_errors.operands, failures.report, self._selected_gemms)
-        self.plans = GemmPlans(self._fused_observation, engine, self._selected_gemms)
+        self.statistics = StatisticsConsumer(engine, failures.report)
+        self.selected_gemms = SelectedGemms(engine, failures.report)
         self.every_step = EveryStep(Ring(), table, failures.report)
         self.products = ModelProducts(failures.report, lambda: classify.paused, table, self._observe_step)
         if every_step:
@@ -135,13 +132,13 @@ class ForwardHooks:
             failures.report,
             self.every_step,
             self._consume,
-            before=self._before_sum,
+            before=self.selected_gemms.before_sum,
             enter=self._enter_fused,
             products=self.products,
-            plans=self.plans,
+            statistics=self.statistics,
         )
         self._consumers: list[Callable[[GemmEvent], None]]
-        self._consumers = [self._fused_observation, self._gemm_records, self.gemm_errors]
+        self._consumers = [self.statistics, self.selected_gemms]
         self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.due))
         self._graphs = CudaGraphs()
         self._seams = Replacements()
@@ -173,10 +170,8 @@ class ForwardHooks:
         self._tap.watch(self._watched.modules, self._watched.layers, operations)
         self._has_gemms = bool(modules or operations)
         self.every_step.is_on = self._watches_every_step and self._has_gemms
-        self.gemm_errors.watch(modules)
-        self._selected_gemms.watch(modules)
-        self.plans.forget()
-        self._fused_observation.watch([named for named in modules if id(named.module) in self._watched.fused])
+        self.selected_gemms.watch(modules)
+        self.statistics.watch([named for named in modules if id(named.module) in self._watched.fused])
         in_graphs = *self._watched.modules, *(id(operation.module) for operation in operations)
         self._graphs.watch(roots, frozenset(in_graphs))
         self._observe_step()
@@ -196,7 +191,7 @@ class ForwardHooks:
         self._table.leave(iteration - 1)
         self._graphs.restore(self._watched.due, self.answers.ran)
         self.answers.forget_forwards()
-        self.gemm_errors.operands.forget()
+        self.selected_gemms.forget_operands()
         self.regions.has_entered = False
         self.products.unobserved.end_step()
         self._watched.begin(iteration)
@@ -241,12 +236,8 @@ class ForwardHooks:
                 except Exception as error:
                     self._failures.report("reading the scales of", self._watched.names[key], error)
 
-    def _before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> Any:
-        self._gemm_records.before_sum(layer, gemm, out, kept)
-        return self.gemm_errors.before_sum(layer, gemm, out, kept)
-
     def _enter_fused(
-        self, module: torch.nn.Module, kind: ForwardKind, tensor: Any, compiled: Any
+        self, module: torch.nn.Module, forward: Forward, tensor: Any, compiled: Any
     ) -> Collection[tuple[int, str]] | None:
         """Query a module's features on its fused path; return the tensors they need as (layer index, tensor name).
 
@@ -261,20 +252,22 @@ class ForwardHooks:
         iteration = debug_iteration()
         watched = self._watched
         layers = watched.layers[id(module)]
+        kind = forward.kind
         if compiled is not None and kind is not ForwardKind.EVALUATION:
             self.answers.enter_compiled(module, kind, compiled)
         changed = watched.fused.get(id(module))
         if changed != () and not watched.is_on_fused_path(module, iteration):
-            self._fused_observation.leave(layers)
             return ()
         if compiled is None and not self.answers.enter_fused(module, kind, tensor):
             return None
         if kind is not ForwardKind.OBSERVED:
             return ()
-        needed, upcoming = self._fused_observation.query(layers, iteration)
+        due, upcoming = self.statistics.query(layers, iteration)
+        forward.due = due
         if changed:
-            upcoming += [step for schedule in changed if (step := schedule.at(iteration)[1]) is not None]
+            upcoming = [*upcoming, *(step for schedule in changed if (step := schedule.at(iteration)[1]) is not None)]
         module.__dict__["next_iter_when_debug_should_be_run"] = min(upcoming, default=None)
+        needed = due.tensors
         if not needed:
             return ()
         self.answers.check_scales(module, iteration)

@@ -1,4 +1,4 @@
-"""Listeners of the tap: errors of GEMMs selected by LogGemmError, and GEMMs recorded for DumpTensors.
+"""GEMMs that features select: LogGemmError measures their errors, and DumpTensors records them.
 
 The kernel's error follows from a GEMM's codes, scales and result. The format's error needs operands in high precision:
 
@@ -27,7 +27,6 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import Report
-from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.layouts import LayoutError, is_quantized
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
@@ -35,7 +34,6 @@ from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, LogGemmEr
 from te_precision_callbacks.dumps.contents import Dump, create_record
 from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.gemm_operands import GemmOperands
 from te_precision_callbacks.gemm_error import (
     Factor,
     FactorError,
@@ -64,18 +62,44 @@ _FORWARD_OPERAND: Mapping[GemmName, str] = {"fprop": "weight", "dgrad": "weight"
 
 
 class SelectedGemms:
-    """GEMMs that features select, with the options."""
+    """Measures the errors of selected GEMMs, and records operands, result, and previous sum of others.
 
-    def __init__(self) -> None:
-        self._layers: frozenset[str] = frozenset()
+    Attributes:
+        unmeasured: why a GEMM was not measured, if none was.
+    """
+
+    def __init__(self, engine: StatisticsEngine, report: Report) -> None:
+        self._engine = engine
+        self._report = report
+        self._modules: dict[str, int] = {}
         self._options: dict[str, Sequence[LogGemmErrorItem | DumpTensorsGemmItem]] = {}
+        self._operands: dict[tuple[str, str], torch.Tensor] = {}  # of one module in high precision, until their GEMM
+        self._module: int | None = None
+        self._has_measured = False
+        self.unmeasured = ""
+        engine.keep_operand = self._keep_operand
 
     def watch(self, modules: Sequence[NamedModule]) -> None:
-        self._layers = frozenset(modules_by_layer(modules))
+        self._modules = {layer: id(module) for layer, module in modules_by_layer(modules).items()}
         self._options.clear()
+        self.forget_operands()
 
-    def due(self, kind: type[_OptionsT], layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
-        for options in self.of_layer(layer):
+    def forget_operands(self) -> None:
+        self._operands.clear()
+        self._module = None
+
+    def _keep_operand(self, layer: str, tensor: str, values: torch.Tensor) -> None:
+        """Keep an operand; the first one of another module drops the others."""
+        module = self._modules.get(layer)
+        if module != self._module:
+            self.forget_operands()
+            self._module = module
+        self._operands[layer, tensor] = values
+
+    def _due(self, kind: type[_OptionsT], layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
+        if layer not in self._options:
+            self._options[layer] = self._find(layer) if layer in self._modules else ()
+        for options in self._options[layer]:
             if isinstance(options, kind) and options.gemm == gemm:
                 iteration = kept.get("iteration")
                 if iteration is None:
@@ -84,41 +108,22 @@ class SelectedGemms:
                     return (options, iteration)
         return None
 
-    def of_layer(self, layer: str) -> Sequence[LogGemmErrorItem | DumpTensorsGemmItem]:
-        if layer in self._layers and layer not in self._options:
-            import nvdlfw_inspect.api as debug_api
+    def _find(self, layer: str) -> Sequence[LogGemmErrorItem | DumpTensorsGemmItem]:
+        import nvdlfw_inspect.api as debug_api
 
-            watchers = (debug_api.transformer_engine.watchers(layer, tensor) for tensor in ROWWISE)
-            options = [watcher.options for watcher in itertools.chain.from_iterable(watchers)]
-            kinds = LogGemmErrorItem, DumpTensorsGemmItem
-            self._options[layer] = [item for item in options if isinstance(item, kinds) and item.gemm]
-        return self._options.get(layer, ())
-
-
-class GemmErrors:
-    """Measures the errors of selected GEMMs.
-
-    Attributes:
-        operands: operands in high precision, until their GEMM has run.
-        unmeasured: why a GEMM was not measured, if none was.
-    """
-
-    def __init__(self, engine: StatisticsEngine, report: Report, selected: SelectedGemms) -> None:
-        self._engine = engine
-        self._report = report
-        self.operands = engine.gemm_operands = GemmOperands()
-        self._selected = selected
-        self._has_measured = False
-        self.unmeasured = ""
-
-    def watch(self, modules: Sequence[NamedModule]) -> None:
-        self.operands.forget()
-        self.operands.modules = {layer: id(module) for layer, module in modules_by_layer(modules).items()}
+        watchers = (debug_api.transformer_engine.watchers(layer, tensor) for tensor in ROWWISE)
+        options = [watcher.options for watcher in itertools.chain.from_iterable(watchers)]
+        kinds = LogGemmErrorItem, DumpTensorsGemmItem
+        return [item for item in options if isinstance(item, kinds) and item.gemm]
 
     def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> Thin | None:
-        """Multiply the accumulated tensor with the probes before a GEMM adds to it."""
-        due = self._selected.due(LogGemmErrorItem, layer, gemm, kept)
-        if due is None or not isinstance(out, torch.Tensor) or is_quantized(out) or not out.numel() or is_capturing():
+        """Copy the accumulated tensor, or multiply it with the probes, before a GEMM adds to it."""
+        if not isinstance(out, torch.Tensor) or is_capturing():
+            return None
+        if self._due(DumpTensorsGemmItem, layer, gemm, kept) is not None:
+            kept.setdefault("sums", {})[layer, gemm] = out.detach().clone()
+        due = self._due(LogGemmErrorItem, layer, gemm, kept)
+        if due is None or is_quantized(out) or not out.numel():
             return None
         item, iteration = due
         with without_autograd(out.device):
@@ -126,12 +131,25 @@ class GemmErrors:
             return thin(matrix, _probes(layer, item, iteration, gemm, matrix.t))
 
     def __call__(self, event: GemmEvent) -> None:
-        if event.kind is not ForwardKind.OBSERVED or is_capturing():
+        before = event.kept.get("sums", {}).pop((event.layer, event.gemm), None)
+        if event.kind is not ForwardKind.OBSERVED:
             return
+        try:
+            due = self._due(DumpTensorsGemmItem, event.layer, event.gemm, event.kept)
+            if due is not None:
+                self._record(event, before, due[1])
+        except ObservationError:
+            raise
+        except Exception as error:
+            self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
+        if not is_capturing():
+            self._measure_errors(event)
+
+    def _measure_errors(self, event: GemmEvent) -> None:
         try:
             if event.gemm == "fprop":
                 self._prepare(event)
-            due = self._selected.due(LogGemmErrorItem, event.layer, event.gemm, event.kept)
+            due = self._due(LogGemmErrorItem, event.layer, event.gemm, event.kept)
             if due is not None:
                 self._measure(event, *due)
         except ObservationError:
@@ -141,10 +159,9 @@ class GemmErrors:
         except Exception as error:
             self._report("measuring the GEMM of", f"{event.layer} {event.gemm}", error)
         finally:
-            if event.gemm == "fprop":
-                self.operands.drop(event.layer, "activation")
-            elif event.gemm == "wgrad":
-                self.operands.drop(event.layer, "gradient")
+            last_of = {"fprop": "activation", "wgrad": "gradient"}.get(event.gemm)
+            if last_of is not None:
+                self._operands.pop((event.layer, last_of), None)
 
     def _skip(self, event: GemmEvent, reason: str) -> None:
         """Log once why a GEMM or its format error is not measured."""
@@ -161,9 +178,9 @@ class GemmErrors:
     def _prepare(self, event: GemmEvent) -> None:
         """Multiply the forward's operands with the probes of all GEMMs that have them as operand A."""
         for gemm, tensor in _FORWARD_OPERAND.items():
-            due = self._selected.due(LogGemmErrorItem, event.layer, gemm, event.kept)
+            due = self._due(LogGemmErrorItem, event.layer, gemm, event.kept)
             operand = event.a if tensor == "weight" else event.b
-            high = high_precision_of(self.operands, event.layer, operand)
+            high = self._high_precision(event.layer, operand)
             if due is not None and high is not None and high.numel():
                 item, iteration = due
                 with without_autograd(high.device):
@@ -172,27 +189,19 @@ class GemmErrors:
                     product = right.t.multiply(x).product
                 event.kept.setdefault("probed", {})[event.layer, gemm] = product
 
-    def _factors(self, event: GemmEvent, item: LogGemmErrorItem) -> tuple[Factor, Factor] | None:
-        """Return operands B and A; None for a GEMM that cannot be measured."""
+    def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
         reason = why_not_seen(event, event.before)
         if reason:
             self._skip(event, reason)
-            return None
+            return
         left = factor_of(event.b.data, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
         right = factor_of(event.a.data, columnwise=event.a.columnwise, piece_bytes=item.max_memory)
         if not is_quantized(event.b.data) and not is_quantized(event.a.data):
             self._skip(event, "it runs in high precision")
-            return None
-        if 0 in (*left.shape, right.shape[0]):
-            return None
-        return left, right
-
-    def _measure(self, event: GemmEvent, item: LogGemmErrorItem, iteration: int) -> None:
-        factors = self._factors(event, item)
-        if factors is None:
             return
-        left, right = factors
         (n, k), m = left.shape, right.shape[0]
+        if 0 in (n, k, m):
+            return
         out = result_of(event)
         tensor = RESULT[event.gemm]
         with without_autograd(left.device):
@@ -209,7 +218,7 @@ class GemmErrors:
             self._has_measured = True
             self.unmeasured = ""
             product = event.kept.get("probed", {}).pop((event.layer, event.gemm), None)
-            high = high_precision_of(self.operands, event.layer, event.b)
+            high = self._high_precision(event.layer, event.b)
             if high is None or product is None:
                 which = OPERANDS[event.gemm][0] if high is None else _FORWARD_OPERAND[event.gemm]
                 self._skip(event, f"the format: {which} does not exist in high precision")
@@ -220,17 +229,72 @@ class GemmErrors:
                 errors = check_format(check.stored, call.alpha * exact.multiply(product).product)
                 self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, errors)
 
+    def _record(self, event: GemmEvent, before: torch.Tensor | None, iteration: int) -> None:
+        import nvdlfw_inspect.api as debug_api
+
+        reason = why_not_seen(event, before)
+        if reason:
+            if self._engine.notices.first(f"not dumped: {reason}"):
+                logger.warning(
+                    "DumpTensors: the GEMM %s of %s is not dumped: %s. Other GEMMs are not listed.",
+                    event.gemm,
+                    event.layer,
+                    reason,
+                )
+            return
+        record = functools.partial(self._make_dump, event, before, iteration)
+        debug_api.transformer_engine.observation.recorder.note(event.layer, f"{event.gemm} GEMM", record)
+
+    def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
+        out = result_of(event)
+        n, m, k = event.sizes
+        call = call_of(event, None)
+        gemm = DumpedGemm(
+            gemm=event.gemm,
+            result=RESULT[event.gemm],
+            n=n,
+            m=m,
+            k=k,
+            a=DumpedOperand(event.a.tensor, event.a.columnwise),
+            b=DumpedOperand(event.b.tensor, event.b.columnwise),
+            out=Plain((), ""),
+            alpha=call.alpha,
+            beta=call.beta,
+            split_accumulator=call.split_accumulator,
+            capability=call.capability,
+        )
+        operands = {
+            "a": (event.a.data, self._rows_of(event, event.a, m)),
+            "b": (event.b.data, self._rows_of(event, event.b, n)),
+        }
+        return create_record(
+            gemm,
+            operands,
+            out,
+            before=before,
+            bias=call.bias,
+            layer=event.layer,
+            iteration=iteration,
+            micro_batch=micro_batch,
+            rank=own_rank(),
+            recipe=event.recipe,
+        )
+
+    def _rows_of(self, event: GemmEvent, operand: GemmOperand, rows: int) -> torch.Tensor | None:
+        """Return an operand in high precision, [rows, k], unless gathered after quantization."""
+        high = self._high_precision(event.layer, operand)
+        return None if high is None or high.numel() != rows * event.sizes[2] else high
+
+    def _high_precision(self, layer: str, operand: GemmOperand) -> torch.Tensor | None:
+        high = operand.high if operand.high is not None else self._operands.get((layer, operand.tensor))
+        if high is None or is_quantized(high):
+            return None
+        return high.detach()
+
 
 def _probes(layer: str, item: LogGemmErrorItem, iteration: int, gemm: str, right: Factor) -> torch.Tensor:
     """Return the probes of a GEMM, [m, probes]; ``right`` has m rows."""
     return probes(right.shape[0], item.probes, seed_of(iteration, layer, gemm), right.device)
-
-
-def high_precision_of(kept: GemmOperands, layer: str, operand: GemmOperand) -> torch.Tensor | None:
-    high = operand.high if operand.high is not None else kept.get(layer, operand.tensor)
-    if high is None or is_quantized(high):
-        return None
-    return high.detach()
 
 
 @contextmanager
@@ -287,87 +351,3 @@ def call_of(event: GemmEvent, before: Any) -> GemmCall:
         split_accumulator=bool(arguments.get("use_split_accumulator", False)),
         capability=torch.cuda.get_device_capability(out.device) if out.device.type == "cuda" else None,
     )
-
-
-class GemmRecords:
-    """Listener of the tap that records GEMMs: operands, result, and previous sum."""
-
-    def __init__(self, operands: GemmOperands, report: Report, selected: SelectedGemms) -> None:
-        self._operands = operands
-        self._report = report
-        self._selected = selected
-        self._notices = Notices()
-
-    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> None:
-        is_due = self._selected.due(DumpTensorsGemmItem, layer, gemm, kept) is not None
-        if is_due and isinstance(out, torch.Tensor) and not is_capturing():
-            kept.setdefault("sums", {})[layer, gemm] = out.detach().clone()
-
-    def __call__(self, event: GemmEvent) -> None:
-        before = event.kept.get("sums", {}).pop((event.layer, event.gemm), None)
-        if event.kind is not ForwardKind.OBSERVED:
-            return
-        try:
-            due = self._selected.due(DumpTensorsGemmItem, event.layer, event.gemm, event.kept)
-            if due is not None:
-                self._record(event, before, due[1])
-        except ObservationError:
-            raise
-        except Exception as error:
-            self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
-
-    def _record(self, event: GemmEvent, before: torch.Tensor | None, iteration: int) -> None:
-        import nvdlfw_inspect.api as debug_api
-
-        reason = why_not_seen(event, before)
-        if reason:
-            if self._notices.first(reason):
-                logger.warning(
-                    "DumpTensors: the GEMM %s of %s is not dumped: %s. Other GEMMs are not listed.",
-                    event.gemm,
-                    event.layer,
-                    reason,
-                )
-            return
-        record = functools.partial(self._make_dump, event, before, iteration)
-        debug_api.transformer_engine.observation.recorder.note(event.layer, f"{event.gemm} GEMM", record)
-
-    def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
-        out = result_of(event)
-        n, m, k = event.sizes
-        call = call_of(event, None)
-        gemm = DumpedGemm(
-            gemm=event.gemm,
-            result=RESULT[event.gemm],
-            n=n,
-            m=m,
-            k=k,
-            a=DumpedOperand(event.a.tensor, event.a.columnwise),
-            b=DumpedOperand(event.b.tensor, event.b.columnwise),
-            out=Plain((), ""),
-            alpha=call.alpha,
-            beta=call.beta,
-            split_accumulator=call.split_accumulator,
-            capability=call.capability,
-        )
-        operands = {
-            "a": (event.a.data, self._high_precision(event, event.a, m)),
-            "b": (event.b.data, self._high_precision(event, event.b, n)),
-        }
-        return create_record(
-            gemm,
-            operands,
-            out,
-            before=before,
-            bias=call.bias,
-            layer=event.layer,
-            iteration=iteration,
-            micro_batch=micro_batch,
-            rank=own_rank(),
-            recipe=event.recipe,
-        )
-
-    def _high_precision(self, event: GemmEvent, operand: GemmOperand, rows: int) -> torch.Tensor | None:
-        """Return an operand in high precision, [rows, k], unless gathered after quantization."""
-        high = high_precision_of(self._operands, event.layer, operand)
-        return None if high is None or high.numel() != rows * event.sizes[2] else high

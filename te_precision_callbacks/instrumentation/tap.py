@@ -60,7 +60,7 @@ from te_precision_callbacks.instrumentation.arguments import (
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
 from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, UNOBSERVED, Forward, Running
 from te_precision_callbacks.instrumentation.every_step import EveryStep
-from te_precision_callbacks.instrumentation.planned import GemmPlans, Key
+from te_precision_callbacks.instrumentation.statistics import Key, StatisticsConsumer
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
 from te_precision_callbacks.layers.forwards import (
     NO_BACKWARD,
@@ -86,12 +86,12 @@ class GemmTap:
     Args:
         consume: gets the events of GEMMs that features observe.
         before: called before a GEMM accumulates into its result.
-        enter: called in each forward that is due, after ``prepare_forward``, with the module, the kind, its input, and
-            the arguments of its operator in a compiled graph, or None; returns the tensors that features need before
-            quantization, as (layer index, tensor name); None for a forward without events.
+        enter: called in each forward that is due, after ``prepare_forward``, with the module, the forward, its input,
+            and the arguments of its operator in a compiled graph, or None; returns the tensors that features need
+            before quantization, as (layer index, tensor name); None for a forward without events.
         products: counts the products of the model.
         every_step: gets the GEMMs of all training forwards.
-        plans: of GEMMs that need no event.
+        statistics: measures GEMMs that need no event.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class GemmTap:
         consume: Callable[[GemmEvent], None],
         *,
         before: BeforeSum | None = None,
-        enter: Callable[[torch.nn.Module, ForwardKind, Any, Any], Collection[tuple[int, str]] | None] | None = None,
+        enter: Callable[[torch.nn.Module, Forward, Any, Any], Collection[tuple[int, str]] | None] | None = None,
         products: ModelProducts | None = None,
-        plans: GemmPlans | None = None,
+        statistics: StatisticsConsumer | None = None,
     ) -> None:
         self._classify = classify
         self._every_step = every_step
@@ -114,7 +114,7 @@ class GemmTap:
         self._before = before
         self._enter = enter
         self._products = products
-        self._plans = plans
+        self._statistics = statistics
         self._attention = AttentionTap(report, self._running, every_step.table, products)
         self._unfused = UnfusedTensors(self._running, report)
         self.operations = OperationsTap(classify, self._running, self._report_silent)
@@ -325,18 +325,14 @@ class GemmTap:
 
     def _observe_forward(self, entered: Forward, module: Any, tensor: Any, compiled: Any) -> None:
         """Ask the features that are due, given the module's input, and the arguments of its operator in a graph."""
-        key = entered.module
         entered.read = set()
         entered.kept = {}
-        wanted = self._enter(module, entered.kind, tensor, compiled) if self._enter else ()
+        wanted = self._enter(module, entered, tensor, compiled) if self._enter else ()
         entered.is_due = wanted is not None
         if wanted:
             entered.wanted = wanted
             entered.high = {}
-            if self._plans is not None and compiled is None:
-                if key not in self._plans.of_modules:
-                    self._plans.add_module(module, entered.layers)
-                entered.plans = self._plans.of_modules.get(key)
+            entered.repeats = compiled is None and entered.due.only_measures
 
     def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
         """Make the forward of a compiled ``te.Linear``, given the arguments of its operator."""
@@ -559,7 +555,7 @@ class GemmTap:
                 every_step.ring.unwatched["operations that fuse several layers"] += 1
                 return upstream(*operands, **keywords)
             before: Sequence[Any] = ()
-            if forward.is_due and (grouped or forward.plans is None):  # no feature needs the sums of GEMMs with plans
+            if forward.is_due and (grouped or not forward.repeats):  # a prepared launch needs no sums
                 before = self._before_sums(forward, named(operands, keywords), grouped=grouped)
             state.in_gemm = True
             try:
@@ -617,21 +613,21 @@ class GemmTap:
         *,
         grouped: bool,
     ) -> None:
-        """Pass a GEMM to the features that are due: by its plan, or as an event.
+        """Pass a GEMM to the features that are due: to a prepared launch, or as an event.
 
         Args:
             half: :attr:`Forward.half` before the GEMM.
             named: names the arguments of the call.
         """
         key: Key | None = ()
-        if forward.plans is not None and self._plans is not None and not grouped and len(operands) == 2:
-            key = self._plans.follow(forward, half, operands, keywords, result)
-            if key is None:
-                return
-        if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
-            self._warn_captured(forward)
-            return
         try:
+            if forward.repeats and self._statistics is not None and not grouped and len(operands) == 2:
+                key = self._statistics.repeat(forward, half, operands, keywords, result)
+                if key is None:
+                    return
+            if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
+                self._warn_captured(forward)
+                return
             arguments = named(operands, keywords)
             layout = arguments["layout"]
             gemm = GEMM_OF_LAYOUT[layout]
@@ -654,10 +650,10 @@ class GemmTap:
                     gelu_input=None if grouped else result[2],
                     before=before[number] if before else None,
                     kept=forward.kept,
+                    watchers={} if forward.due is None else forward.due.layers[index],
+                    key=key or (),
                 )
                 self._consume(event)
-                if self._plans is not None and key:
-                    self._plans.record(forward, key, event)
         except ObservationError:  # reported already; must be raised
             raise
         except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
 
@@ -73,6 +73,8 @@ class GemmEvent:
         gelu_input: the result before GELU, if the GEMM applies it.
         before: the return value of :data:`BeforeSum`; None if the GEMM does not accumulate.
         kept: data that is kept from the forward until its backward.
+        watchers: tensor -> features that observe it.
+        key: of the prepared launch that the GEMM leaves; empty if it leaves none.
     """
 
     layer: str
@@ -87,6 +89,8 @@ class GemmEvent:
     gelu_input: Any = None
     before: Any = None
     kept: Kept = field(default_factory=Kept)
+    watchers: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    key: tuple[object, ...] = ()
 
     @property
     def operands(self) -> tuple[GemmOperand, GemmOperand]:

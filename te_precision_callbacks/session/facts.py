@@ -85,7 +85,7 @@ class RunFacts:
         results = self._results
         coverage = results.coverage
         changes = results.table.changes, results.layers, coverage.changes
-        settings = results.scales_loss, results.adds_eps, self._model.hooks.gemm_errors.unmeasured
+        settings = results.scales_loss, results.adds_eps, self._model.hooks.selected_gemms.unmeasured
         return *changes, len(coverage.other_ranks_products), len(results.unconverted), *settings
 
     def take(self) -> FactTables:
@@ -142,7 +142,7 @@ class RunFacts:
             "ignored": ignored_arguments(recipes_of(computed)),
             "margins": margins(recipes_of(computed)),
             "amaxes": amax_reductions(computed),
-            "unmeasured": self._model.hooks.gemm_errors.unmeasured,
+            "unmeasured": self._model.hooks.selected_gemms.unmeasured,
             "loss_is_filtered": self._results.filters_loss,
             "expects_low": self._results.expects_low or self._expects_by_region,
         }

@@ -1,6 +1,7 @@
 """Tensors quantized by numpy in the layouts of Transformer Engine's storages, and the expected result of a pass."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     RANGE_SUMS,
     SCALE_MAXIMA,
     SCALE_SUMS,
-    BlockPlaces,
     ColumnPlaces,
     Pending,
 )
@@ -236,10 +236,9 @@ def measured(add: Add, pending: Pending, *, begin: int = 3, without: Sequence[st
             end += 0 if name in without else len(names) + 1
         ends.append(end)
     places = ColumnPlaces(*(at[name] for name in ColumnPlaces._fields))
-    of_blocks = BlockPlaces(*(at[name] for name in BlockPlaces._fields))
     sums = torch.zeros(ends[0], dtype=torch.float64)
     maxima = torch.full((ends[1],), NOTHING, dtype=torch.float64)
-    add([pending._replace(places=places, of_blocks=of_blocks)], sums, maxima)
+    add([replace(pending, places=places)], sums, maxima)
     results: dict[str, exact.Columns] = {}
     for vector, sections, neutral in ((sums, SUMS, 0.0), (maxima, EXTREMES, NOTHING)):
         kept = vector.tolist()

@@ -18,12 +18,12 @@ def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
     slots, key = Segments(), SegmentKey("layer", "activation", "TENSOR")
 
     def on(device: torch.device) -> torch.device:
-        return slots.segment(key, ("sum", "numel"), ("max",), device, contributes=True).device
+        return slots.segment(key, device, contributes=True).device
 
     assert on(CPU) == CPU
     segment = slots.segments[key]
     slots.request(segment, (tensor_request("max"),))
-    slots.merge(segment, torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64))
+    slots.merge(segment, torch.arange(6, dtype=torch.float64), torch.full((3,), 3.0, dtype=torch.float64))
     assert on(META) == CPU, "its numbers are there"
     slots.reset()
     before = slots.version
@@ -31,10 +31,10 @@ def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
     assert slots.version > before, "who knows where it was must look again"
     assert list(segment.outputs) == ["max"]
     assert on(CPU) == CPU
-    ones = torch.ones(2, dtype=torch.float64)
-    slots.merge(slots.segments[key], ones, ones[:1])
+    ones = torch.ones(6, dtype=torch.float64)
+    slots.merge(slots.segments[key], ones, ones[:3])
     ((_, sums, maxima),) = (vector for vector in slots.vectors() if vector[0] == CPU)
-    assert (sums[-2:].tolist(), maxima[-1:].tolist()) == ([1.0, 1.0], [1.0])
+    assert (sums[-6:].tolist(), maxima[-3:].tolist()) == ([1.0] * 6, [1.0] * 3)
 
 
 @pytest.fixture
@@ -52,11 +52,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return result
 
 
-def added(slots: Segments, layer: str, number: float, width: int = 2) -> None:
-    names = tuple(f"sum{at}" for at in range(width))
-    segment = slots.segment(SegmentKey(layer, "activation", "TENSOR"), names, ("max",), CPU, contributes=True)
-    sums = torch.full((width,), number, dtype=torch.float64)
-    slots.merge(segment, sums, sums[:1])
+def added(slots: Segments, layer: str, number: float, kind: str = "TENSOR") -> None:
+    segment = slots.segment(SegmentKey(layer, "activation", kind), CPU, contributes=True)
+    sums, maxima = (torch.full((len(names),), number, dtype=torch.float64) for names in segment.key.columns)
+    slots.merge(segment, sums, maxima)
 
 
 def of_stream(slots: Segments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,20 +73,22 @@ def test_growing_moves_and_copies_nothing() -> None:
     """A kernel that is queued on another stream has the address of the vectors that were there."""
     slots = Segments()
     added(slots, "first", 1.0)
+    for layer in range(3):
+        added(slots, f"layer{layer}", 2.0, "EXPONENTS")
     before = of_stream(slots)
     addresses, contents = [item.data_ptr() for item in before], [item.clone() for item in before]
-    added(slots, "large", 2.0, width=5000)
+    added(slots, "last", 2.0, "EXPONENTS")
     after = of_stream(slots)
     assert [item.data_ptr() for item in before] == addresses, "it was not moved"
     assert {item.data_ptr() for item in after}.isdisjoint(addresses)
     assert all(torch.equal(item, content) for item, content in zip(before, contents, strict=True))
-    assert after[0][:2].tolist() == [0.0, 0.0], "it was not copied"
+    assert after[0][:6].tolist() == [0.0] * 6, "it was not copied"
     before[0][0] += 10.0  # such a kernel runs now
     before[1][0] = 7.0
     added(slots, "first", 1.0)
-    assert read(slots) == ([12.0, 2.0, *[2.0] * 5000], [7.0, 2.0])
+    assert read(slots) == ([12.0, *[2.0] * (5 + 4 * 256)], [7.0, 1.0, 1.0])
     slots.reset()
-    assert read(slots) == ([0.0] * 5002, [NOTHING] * 2)
+    assert read(slots) == ([0.0] * (6 + 4 * 256), [NOTHING] * 3)
     assert [item.data_ptr() for item in of_stream(slots)] == [item.data_ptr() for item in after], (
         "and the longest stays"
     )
@@ -101,12 +102,12 @@ def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(st
     added(slots, "layer", 2.0)
     of_second = of_stream(slots)
     assert {item.data_ptr() for item in of_first}.isdisjoint(item.data_ptr() for item in of_second)
-    assert of_first[0][:2].tolist() == [1.0, 1.0]
+    assert of_first[0][:6].tolist() == [1.0] * 6
     assert streams.log == [], "no stream waits for another before the reading"
     streams.now = "first"
     added(slots, "layer", 4.0)
     assert of_stream(slots)[0].data_ptr() == of_first[0].data_ptr()
-    assert read(slots) == ([7.0, 7.0], [4.0])
+    assert read(slots) == ([7.0] * 6, [4.0] * 3)
     addresses = {
         name: tuple(item.data_ptr() for item in of) for name, of in (("first", of_first), ("second", of_second))
     }
@@ -114,5 +115,5 @@ def test_each_stream_adds_to_vectors_of_its_own_and_the_reading_waits_for_all(st
     slots.reset()
     streams.log.clear()
     added(slots, "layer", 8.0)
-    assert read(slots) == ([8.0, 8.0], [8.0])
+    assert read(slots) == ([8.0] * 6, [8.0] * 3)
     assert streams.log == [("first", "first", addresses["first"])], "the other stream is not waited for again"

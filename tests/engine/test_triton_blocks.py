@@ -1,6 +1,7 @@
 """The Triton kernel for tensors in blocks, in Triton's interpreter, against float64."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels.columns import BlockPlaces, ColumnPlaces, Pending
+from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.engine.forms import (
@@ -115,7 +116,7 @@ def test_two_tensors_are_added(add: Add) -> None:
     pending = [pending_of(FORMS[0], part) for part in (x[:1], 3 * x[1:])]
 
     def twice(given: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
-        add([item._replace(places=given[0].places, of_blocks=given[0].of_blocks) for item in pending], sums, maxima)
+        add([replace(item, places=given[0].places) for item in pending], sums, maxima)
 
     both, first, second = measured(twice, pending[0]), *(measured(add, item) for item in pending)
     for place, columns in both.items():
@@ -128,9 +129,7 @@ def test_wrong_arguments(kernel: ModuleType) -> None:
     result = pending_of(FORMS[0], x).in_blocks
     vectors = torch.zeros(9, dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
     for values, in_blocks, error, message in (
-        (x.double(), result, TypeError, r"values.*torch\.float64"),
         (x[:1], result, ValueError, r"values.*\(1, 37, 150\).*\(2, 37, 150\)"),
-        (x.to("meta"), result, ValueError, "in_blocks: is on cpu.*meta"),
         (x, None, ValueError, "in_blocks: must be given"),
     ):
         with pytest.raises(error, match=message):
@@ -208,11 +207,11 @@ def test_a_direct_launch_has_all_arguments_in_order(form: Form) -> None:
     [
         lambda one: pending_of(FORMS[0], spread(64, 160)),
         lambda one: pending_of(FORMS[1], spread(64, 128)),
-        lambda one: one._replace(values=one.values.float()),
-        lambda one: one._replace(values=odd(one.values)),
-        lambda one: one._replace(values=one.values.t().contiguous().t()),
-        lambda one: one._replace(places=one.places._replace(moments=500)),
-        lambda one: one._replace(of_blocks=BlockPlaces(limits=3)),
+        lambda one: replace(one, values=one.values.float()),
+        lambda one: replace(one, values=odd(one.values)),
+        lambda one: replace(one, values=one.values.t().contiguous().t()),
+        lambda one: replace(one, places=one.places._replace(moments=500)),
+        lambda one: replace(one, places=one.places._replace(limits=3)),
     ],
 )
 def test_other_tensors_are_not_launched_again(change: Callable[[Pending], Pending]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels.columns import SCALE_SUMS, ColumnPlaces, Pending, layout
+from te_precision_callbacks.engine.kernels.columns import SCALE_SUMS, ColumnPlaces, Pending, Repeat, layout
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.combinations import half
@@ -375,27 +376,6 @@ def test_usual_tiles_are_read_once(kernel: ModuleType, monkeypatch: pytest.Monke
         assert len(read_again) == (2 if elements % 4096 else 0), "only the two rows of the tile that is not whole"
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((torch.zeros(2, dtype=torch.float64),), TypeError, r"values.*torch\.float64"),
-        ((torch.zeros(2, dtype=torch.int32),), TypeError, r"values.*torch\.int32"),
-        ((torch.zeros(2), BYTES[:2].to(torch.int8), torch.ones(1)), TypeError, r"codes.*torch\.int8"),
-        ((torch.zeros(2), BYTES[:3], torch.ones(1)), ValueError, r"codes.*\(3,\).*\(2,\)"),
-        ((torch.zeros(2), BYTES[:2].to("meta"), torch.ones(1)), ValueError, "codes.*meta.*cpu"),
-        ((torch.zeros(2), BYTES[:2]), ValueError, "scale_inv"),
-        ((torch.zeros(2), BYTES[:2], torch.ones(2)), ValueError, "scale_inv.*2 elements"),
-        ((torch.zeros(2), BYTES[:2], torch.ones(1).double()), TypeError, r"scale_inv.*torch\.float64"),
-    ],
-)
-def test_wrong_arguments(kernel: ModuleType, arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        measured_by(by_kernel(kernel), *arguments)
-
-
 # --- work of the host -------------------------------------------------------------------------------------------------
 
 
@@ -515,9 +495,9 @@ def test_tensors_with_one_key_have_one_compiled_kernel(codes: bool) -> None:
             values = [normal(*shape).to(dtype) for shape in shapes]
             pending = [pending_of(x, (70_000 if number else 0) + 40 * at, codes=codes) for at, x in enumerate(values)]
             if number == 1 and codes:
-                pending = [one._replace(scale_inv=odd(one.scale_inv)) for one in pending]
+                pending = [replace(one, scale_inv=odd(one.scale_inv)) for one in pending]
             if number == 2:
-                pending[0] = pending[0]._replace(places=ColumnPlaces(maxima=3))
+                pending[0] = replace(pending[0], places=ColumnPlaces(maxima=3))
             sums, maxima = vectors(80_000)
             (group,) = module.group_by_launch(pending)
             module.add_group(group, *((odd(sums), odd(maxima)) if number == 3 else (sums, maxima)))
@@ -587,15 +567,12 @@ def assert_same_launch(function: Any, bound: tuple[tuple[Any, ...], dict[str, An
     assert (direct[0], *direct[9:]) == (arguments[0], *addresses)
 
 
-def measured_again(module: ModuleType, pending: Sequence[Pending], into: Sequence[torch.Tensor]) -> list[Pending]:
-    """The tensors that were left, and then were measured and remembered."""
-    left = list(module.repeat(pending, *into))
-    if left:
-        groups = module.group_by_launch(left)
-        for together in groups:
-            module.add_group(together, *into)
-        module.remember(left, groups)
-    return left
+def launched(module: ModuleType, pending: Sequence[Pending], into: Sequence[torch.Tensor]) -> Repeat | None:
+    """Measure tensors through the binder; return what repeats it."""
+    repeat: Repeat | None = module.repeat_of(
+        pending, [module.add_group(together, *into) for together in module.group_by_launch(pending)]
+    )
+    return repeat
 
 
 @pytest.mark.usefixtures("compiles")
@@ -609,12 +586,15 @@ def test_a_direct_launch_has_all_arguments_in_order(codes: Sequence[int], launch
     vars(module)["_measure"] = compiled
     into = vectors(200)
     module.scratch(into[0].device, 1 << 12)  # not too small later
+    repeat = None
     for sizes in ((3, 4, 5), (3, 4, 5), (3000, 1, 70)):
         pending = [pending_of(normal(16, size), 50 * at, codes=at in codes) for at, size in enumerate(sizes)]
-        left = measured_again(module, pending, into)
-        assert bool(left) == (not compiled.direct)
-        for arguments in compiled.direct[-1:] if not left else ():
-            assert arguments[1:9] == (1, 1, 0, 7, (4, 1), None, None, None)
+        if repeat is None:
+            repeat = launched(module, pending, into)
+            assert repeat is not None
+        else:
+            assert not repeat(pending, *into, 0)
+            assert compiled.direct[-1][1:9] == (1, 1, 0, 7, (4, 1), None, None, None)
     compiled.bound.clear()
     by_kernel(module)(pending, *into)
     (bound,) = compiled.bound
@@ -625,18 +605,12 @@ def test_a_direct_launch_has_all_arguments_in_order(codes: Sequence[int], launch
 @pytest.mark.parametrize(
     "change",
     [
-        lambda one: one._replace(values=one.values.to(torch.bfloat16)),
-        lambda one: one._replace(values=normal(16, 6)[:, ::2]),
-        lambda one: one._replace(values=normal(15, 3)),
-        lambda one: one._replace(values=odd(one.values)),
-        lambda one: one._replace(codes=odd(one.codes)),
-        lambda one: one._replace(codes=one.codes.t()),
-        lambda one: one._replace(codes=None, scale_inv=None),
-        lambda one: one._replace(scale_inv=one.scale_inv.double()),
-        lambda one: one._replace(scale_inv=torch.ones(2)),
-        lambda one: one._replace(e5m2=True),
-        lambda one: one._replace(places=one.places._replace(moments=9)),
-        lambda one: one._replace(values=torch.empty(0, 3), codes=torch.empty(0, 3, dtype=torch.uint8)),
+        lambda one: replace(one, values=normal(16, 6)[:, ::2]),
+        lambda one: replace(one, values=normal(15, 3)),
+        lambda one: replace(one, values=odd(one.values)),
+        lambda one: replace(one, codes=odd(one.codes)),
+        lambda one: replace(one, codes=one.codes.t()),
+        lambda one: replace(one, values=torch.empty(0, 3), codes=torch.empty(0, 3, dtype=torch.uint8)),
     ],
 )
 def test_other_tensors_are_not_launched_again(change: Callable[[Any], Pending]) -> None:
@@ -644,11 +618,12 @@ def test_other_tensors_are_not_launched_again(change: Callable[[Any], Pending]) 
     compiled = Compiled(module._measure.arg_names)
     vars(module)["_measure"] = compiled
     one, into = pending_of(normal(16, 3), 0, codes=True), vectors(40)
-    assert measured_again(module, [one], into)
-    assert not measured_again(module, [one], into)
+    repeat = launched(module, [one], into)
+    assert repeat is not None
+    assert not repeat([one], *into, 0)
     other = change(one)
-    assert module.repeat([other], *into) == [other]
-    assert module.repeat([one, one], *into) == [one, one]
+    assert repeat([other], *into, 0) == [other]
+    assert launched(module, [other], into) is None
     assert len(compiled.direct) == 1
 
 
@@ -659,9 +634,10 @@ def test_a_launch_that_fails_leaves_its_tensors_and_the_later_ones() -> None:
     vars(module)["_measure"] = compiled
     into, of_e5m2 = vectors(200), (False, True, False)
     pending = [pending_of(normal(16, 3 + at), 50 * at, codes=True, e5m2=e5m2) for at, e5m2 in enumerate(of_e5m2)]
-    assert measured_again(module, pending, into) == pending
-    assert module.repeat(pending, *into) == [pending[1]], "the first launch has two tensors"
-    assert module.repeat(pending, *into) == pending
+    repeat = launched(module, pending, into)
+    assert repeat is not None
+    assert repeat(pending, *into, 0) == [pending[1]], "the first launch has two tensors"
+    assert launched(module, pending, into) is None, "there are no more"
 
 
 def test_another_interface_of_triton_is_reported_once(
@@ -669,13 +645,17 @@ def test_another_interface_of_triton_is_reported_once(
 ) -> None:
     compiled = Compiled(error=TypeError("19 arguments"))
     monkeypatch.setattr(kernel, "_measure", compiled)
-    for state in ("_compiled", "_known"):
-        monkeypatch.setattr(kernel, state, {})
-    for dtype in (torch.float32, torch.float16):
-        for _ in range(4):
-            measured_again(kernel, [pending_of(normal(16, 3).to(dtype), 0)], vectors(40))
-    assert len(compiled.bound) == 8
-    assert len(compiled.direct) == 2, "one for each dtype"
+    monkeypatch.setitem(kernel.launcher_of.__globals__, "_needs_binder", False)
+    repeats = {
+        dtype: launched(kernel, [pending_of(normal(16, 3).to(dtype), 0)], vectors(40))
+        for dtype in (torch.float32, torch.float16)
+    }
+    for dtype, repeat in repeats.items():
+        pending = [pending_of(normal(16, 3).to(dtype), 0)]
+        assert repeat is not None
+        assert repeat(pending, *vectors(40), 0) == pending
+        assert launched(kernel, pending, vectors(40)) is None
+    assert (len(compiled.bound), len(compiled.direct)) == (4, 2)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "19 arguments" in caplog.text
 
@@ -791,7 +771,7 @@ def compiled(
         (first,) = pending
         apart = ColumnPlaces(*(1000 if place >= 0 else -1 for place in first.places))
         places = [ColumnPlaces(*map(operator.add, first.places, (n * step for step in apart))) for n in range(together)]
-        by_kernel(module)([first._replace(places=of_tensor) for of_tensor in places], sums, maxima)
+        by_kernel(module)([replace(first, places=of_tensor) for of_tensor in places], sums, maxima)
 
     measured_by(add, values, *arguments, **options)
     return compiled_launch(capability, function, launch)

@@ -1,4 +1,4 @@
-"""Planned GEMMs: a session measures a GEMM like an earlier one by its plan, with the results that listeners have."""
+"""Prepared launches: a session measures a GEMM like an earlier one by its launch, with the results that events have."""
 
 import functools
 import gc
@@ -21,8 +21,8 @@ from hypothesis import given
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_precision_callbacks.engine import kernels
-from te_precision_callbacks.engine.kernels.columns import Again, Pending
-from te_precision_callbacks.instrumentation.planned import GemmPlans
+from te_precision_callbacks.engine.kernels.columns import Pending, Repeat
+from te_precision_callbacks.instrumentation.statistics import StatisticsConsumer
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper
@@ -55,16 +55,16 @@ def statistics_of(module: str, recipe: str, **options: int) -> dict[str, Any]:
     return config
 
 
-def plans_of(session: InspectSession) -> GemmPlans:
+def consumer_of(session: InspectSession) -> StatisticsConsumer:
     run: Any = session._run
-    plans: GemmPlans = run.hooks.plans
-    return plans
+    consumer: StatisticsConsumer = run.hooks.statistics
+    return consumer
 
 
 class Trained:
-    """Everything that a training and its session have to show, and the session's plans."""
+    """Everything that a training and its session have to show, and the session's prepared launches."""
 
-    def __init__(self, module: str, config: Any, steps: int, step: Step, *, planned: bool) -> None:
+    def __init__(self, module: str, config: Any, steps: int, step: Step, *, prepared: bool) -> None:
         torch.manual_seed(0)
         FP8GlobalStateManager.reset()
         self.net = MODULES[module][0]()
@@ -76,14 +76,16 @@ class Trained:
             TemporaryDirectory() as folder,
             InspectSession(config, model=self.net, log_dir=Path(folder), **options) as session,
         ):
-            if not planned:
-                patch.setattr(GemmPlans, "add_module", lambda *_: None)
+            if not prepared:
+                patch.setattr(StatisticsConsumer, "repeat", lambda *_: ())
             for number in range(steps):
                 step(number, self.net)
                 optimizer.step()
                 optimizer.zero_grad()
                 session.step()
-            self.plans = plans_of(session)
+            consumer = consumer_of(session)
+            self.repeated = consumer.repeated
+            self.prepared = len(consumer.prepared)
             order = [(info.name, info.exec_fwd, info.exec_bwd) for info in session.layers]
         rows = [sorted(repr(row) for row in records) for records in keeper.steps]
         facts = [str(session.precision), str(session.coverage()), [str(finding) for finding in session.findings]]
@@ -105,11 +107,12 @@ def train(net: Net, recipe: Any, rows: int = ROWS, checkpoint: str = "none", *, 
         out.float().pow(2).mean().backward()
 
 
-def both(module: str, config: Any, steps: int, step: Step) -> GemmPlans:
-    planned, by_events = (Trained(module, config, steps, step, planned=planned) for planned in (True, False))
-    assert planned.shown == by_events.shown
-    assert not by_events.plans.followed
-    return planned.plans
+def both(module: str, config: Any, steps: int, step: Step) -> tuple[int, int]:
+    """The numbers of GEMMs that prepared launches have measured, and of these launches."""
+    prepared, by_events = (Trained(module, config, steps, step, prepared=prepared) for prepared in (True, False))
+    assert prepared.shown == by_events.shown
+    assert (by_events.repeated, by_events.prepared) == (0, 0)
+    return prepared.repeated, prepared.prepared
 
 
 NETS = ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"]
@@ -117,20 +120,18 @@ SHOWN = ["none", "delayed", "current", "block", "mxfp8", "nvfp4"]
 
 
 @pytest.mark.parametrize("recipe", SHOWN)
-def test_planned_results_are_those_of_events(recipe: str) -> None:
+def test_results_are_those_of_events(recipe: str) -> None:
     """Of the layer that has all other modules of ``NETS`` in it."""
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     made = RECIPES[recipe]()
     config = statistics_of("TransformerLayer", recipe)
-    plans = both("TransformerLayer", config, 4, lambda number, net: train(net, made))
-    assert plans.followed >= 2 * plans.declined["new"] > 0
-    assert set(plans.declined) == {"new"}
+    assert both("TransformerLayer", config, 4, lambda number, net: train(net, made)) == (3 * 12, 12)
 
 
 @pytest.mark.slow
 @given(draw=randoms())
 @examples(8, shrink=False)
-def test_planned_results_are_those_of_events_in_any_training(draw: random.Random) -> None:
+def test_results_are_those_of_events_in_any_training(draw: random.Random) -> None:
     with any_capability():
         module, recipe = draw.choice(NETS), draw.choice(SHOWN)
         stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
@@ -158,46 +159,46 @@ def test_planned_results_are_those_of_events_in_any_training(draw: random.Random
         both(module, config, steps, step)
 
 
-def test_plans_fit_any_number_of_rows() -> None:
+def test_launches_fit_any_number_of_rows() -> None:
     made, rows = RECIPES["delayed"](), (ROWS, ROWS, 2 * ROWS, 2 * ROWS, 3 * ROWS, 3 * ROWS)
-    plans = both(
-        "LayerNormMLP", statistics_of("LayerNormMLP", "delayed"), 6, lambda number, net: train(net, made, rows[number])
-    )
-    assert (plans.followed, plans.declined) == (5 * 6, Counter(new=6))
+    config = statistics_of("LayerNormMLP", "delayed")
+    assert both("LayerNormMLP", config, 6, lambda number, net: train(net, made, rows[number])) == (5 * 6, 6)
 
 
-def test_an_empty_tensor_goes_to_the_listeners() -> None:
+def test_an_empty_tensor_goes_by_events() -> None:
     rows = (ROWS, ROWS, 0, 0, ROWS)
-    plans = both("Linear", statistics_of("Linear", "none"), 5, lambda number, net: train(net, None, rows[number]))
-    assert plans.declined.keys() == {"new", "empty"}
-    assert plans.followed >= 3
+    repeated, prepared = both(
+        "Linear", statistics_of("Linear", "none"), 5, lambda number, net: train(net, None, rows[number])
+    )
+    assert repeated >= 3
+    assert prepared == 3
 
 
-def test_another_dtype_has_another_plan() -> None:
+def test_another_dtype_has_another_launch() -> None:
     def step(number: int, net: Net) -> None:
         if number in (2, 4):
             net.to(torch.float32 if number == 2 else BF16)
         x = torch.randn(ROWS, 32, dtype=torch.float32 if number in (2, 3) else BF16)
         net(x).float().pow(2).mean().backward()
 
-    plans = both("Linear", statistics_of("Linear", "none"), 6, step)
-    assert (plans.followed, plans.declined) == (4 * 2, Counter(new=2, dtype=2))
+    assert both("Linear", statistics_of("Linear", "none"), 6, step) == (4 * 2, 4)
 
 
-def test_another_recipe_has_another_plan() -> None:
+def test_another_recipe_has_another_launch() -> None:
     made = [RECIPES[name]() for name in ("delayed", "delayed", "current", "delayed", "current", "none", "delayed")]
-    plans = both("Linear", statistics_of("Linear", "delayed"), 7, lambda number, net: train(net, made[number]))
-    assert (plans.followed, plans.declined) == (4 * 3, Counter(new=3, recipe=6))
+    config = statistics_of("Linear", "delayed")
+    assert both("Linear", config, 7, lambda number, net: train(net, made[number])) == (4 * 3, 7), (
+        "without a recipe, its quantization is simulated"
+    )
 
 
-def test_other_features_have_another_plan() -> None:
+def test_other_features_have_another_launch() -> None:
     made = RECIPES["current"]()
     config = statistics_of("Linear", "current", freq=2)
-    plans = both("Linear", config, 6, lambda number, net: train(net, made))
-    assert (plans.followed, plans.declined) == (4 * 3, Counter(new=3, features=3))
+    assert both("Linear", config, 6, lambda number, net: train(net, made)) == (4 * 3, 6)
 
 
-def test_another_dtype_of_the_result_has_another_plan() -> None:
+def test_another_dtype_of_the_result_has_another_launch() -> None:
     """Operands in FP8 are the same."""
     made = RECIPES["current"]()
 
@@ -207,8 +208,7 @@ def test_another_dtype_of_the_result_has_another_plan() -> None:
         with torch.autocast("cpu", dtype=dtype), te.autocast(enabled=True, recipe=made):
             net(x).float().pow(2).mean().backward()
 
-    plans = both("Linear", statistics_of("Linear", "current"), 10, step)
-    assert (plans.followed, plans.declined) == (7 * 3, Counter(new=3, dtype=2 * 3))
+    assert both("Linear", statistics_of("Linear", "current"), 10, step) == (8 * 3, 6)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
@@ -220,38 +220,39 @@ def test_the_weight_is_measured_in_the_first_micro_batch(recipe: str) -> None:
         for _ in range(3):
             train(net, made)
 
-    plans = both("LayerNormLinear", statistics_of("LayerNormLinear", recipe), 3, step)
-    assert plans.declined == Counter(new=3)
-    assert plans.followed == 3 * 9 - 3
+    config = statistics_of("LayerNormLinear", recipe)
+    assert both("LayerNormLinear", config, 3, step) == (3 * 9 - 3, 3)
 
 
 def test_the_same_tensors_are_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton's launches, which the first micro-batch has for the weight too."""
-    made, counts = RECIPES["delayed"](), Counter[int]()
+    made, counts, add = RECIPES["delayed"](), Counter[int](), kernels.add
 
-    def again(first: Sequence[Pending]) -> Again:
+    def add_and_repeat(first: Sequence[Pending], *vectors: torch.Tensor) -> Repeat:
         expected = [(one.values.dtype, one.codes is None, one.places) for one in first]
 
-        def launch(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int) -> list[Pending]:
+        def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int) -> list[Pending]:
             assert [(one.values.dtype, one.codes is None, one.places) for one in pending] == expected
             counts[len(pending)] += 1
-            kernels.add(pending, sums, maxima)
+            add(pending, sums, maxima)
             return []
 
-        return launch
+        add(first, *vectors)
+        return repeat
 
     def step(number: int, net: Net) -> None:
         for _ in range(2):
             train(net, made)
 
-    monkeypatch.setattr(kernels, "again", again)
-    plans = both("LayerNormMLP", statistics_of("LayerNormMLP", "delayed"), 4, step)
-    assert sum(counts.values()) == plans.followed - 8, "all but the first of 6 GEMMs, and of 2 without the weight"
+    monkeypatch.setattr(kernels, "add", add_and_repeat)
+    repeated, _ = both("LayerNormMLP", statistics_of("LayerNormMLP", "delayed"), 4, step)
+    # Twice, since events repeat launches too. All but the first of 6 GEMMs, and of 2 without the weight.
+    assert sum(counts.values()) >= repeated - 2
     assert counts.keys() == {1, 2, 3}
 
 
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "te"])
-def test_recomputed_forwards_go_to_the_listeners(checkpoint: str) -> None:
+def test_recomputed_forwards_go_by_events(checkpoint: str) -> None:
     made = RECIPES["current"]()
 
     def step(number: int, net: Net) -> None:
@@ -259,18 +260,18 @@ def test_recomputed_forwards_go_to_the_listeners(checkpoint: str) -> None:
             x = torch.randn(ROWS, 32, dtype=BF16, requires_grad=True)
             CHECKPOINTS[checkpoint](net, x).float().pow(2).mean().backward()
 
-    plans = both("LayerNormMLP", statistics_of("LayerNormMLP", "current"), 4, step)
-    assert plans.followed >= 2 * plans.declined["new"] > 0
-    assert set(plans.declined) == {"new"}
+    repeated, prepared = both("LayerNormMLP", statistics_of("LayerNormMLP", "current"), 4, step)
+    assert repeated >= 2 * prepared > 0
 
 
-def test_a_forward_recomputed_in_its_own_backward_goes_to_the_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_recomputed_in_its_own_backward_goes_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     made = RECIPES["current"]()
     build = functools.partial(te.LayerNormMLP, 32, 64, params_dtype=BF16, checkpoint=True)
     monkeypatch.setitem(MODULES, "checkpointed", (build, {}, {}))
-    plans = both("checkpointed", statistics_of("LayerNormMLP", "current"), 4, lambda number, net: train(net, made))
-    assert plans.followed >= 2 * plans.declined["new"] > 0
-    assert set(plans.declined) == {"new", "recomputed"}
+    repeated, prepared = both(
+        "checkpointed", statistics_of("LayerNormMLP", "current"), 4, lambda number, net: train(net, made)
+    )
+    assert repeated >= 2 * prepared > 0
 
 
 def test_evaluation_and_frozen_weights_between_steps() -> None:
@@ -283,12 +284,12 @@ def test_evaluation_and_frozen_weights_between_steps() -> None:
             parameter.requires_grad_(number not in (3, 4) or parameter.ndim == 1)
         train(net, made)
 
-    plans = both("LayerNormLinear", statistics_of("LayerNormLinear", "delayed"), 6, step)
-    assert plans.followed == 3 + 3 + 2 + 2 + 3
+    repeated, _ = both("LayerNormLinear", statistics_of("LayerNormLinear", "delayed"), 6, step)
+    assert repeated == 3 + 3 + 2 + 2 + 3
 
 
-def test_a_step_that_failed_leaves_plans_as_they_were() -> None:
-    """A failed loss, and a failed measurement with the same report as a GEMM without a plan."""
+def test_a_step_that_failed_leaves_launches_as_they_were() -> None:
+    """A failed loss, and a failed measurement with the same report as an event."""
     made = RECIPES["delayed"]()
 
     def step(number: int, net: Net) -> None:
@@ -296,13 +297,13 @@ def test_a_step_that_failed_leaves_plans_as_they_were() -> None:
             forward(net, made)
         train(net, made)
 
-    plans = both("LayerNormMLP", statistics_of("LayerNormMLP", "delayed"), 4, step)
-    assert plans.declined == Counter(new=6)
-    reports = [failures(planned=planned) for planned in (True, False)]
+    _, prepared = both("LayerNormMLP", statistics_of("LayerNormMLP", "delayed"), 4, step)
+    assert prepared == 6
+    reports = [failures(prepared=prepared) for prepared in (True, False)]
     assert reports[0] == reports[1] != []
 
 
-def failures(*, planned: bool) -> list[Any]:
+def failures(*, prepared: bool) -> list[Any]:
     torch.manual_seed(0)
     net, keeper, made = MODULES["Linear"][0](), Keeper(), RECIPES["current"]()
     config = statistics_of("Linear", "current")
@@ -312,15 +313,15 @@ def failures(*, planned: bool) -> list[Any]:
         TemporaryDirectory() as folder,
         InspectSession(config, model=net, log_dir=Path(folder), **options) as session,
     ):
-        if not planned:
-            patch.setattr(GemmPlans, "add_module", lambda *_: None)
+        if not prepared:
+            patch.setattr(StatisticsConsumer, "repeat", lambda *_: ())
         for number in range(4):
             with pytest.MonkeyPatch.context() as failing:
                 if number == 2:
                     failing.setattr(kernels, "add", fail)
                 train(net, made)
             session.step()
-        assert plans_of(session).followed == (9 if planned else 0)
+        assert consumer_of(session).repeated == (9 if prepared else 0)
         shown = [sorted(repr(row) for row in records) for records in keeper.steps]
         run: Any = session._run
         return [shown, run.context.failures.take()]
@@ -330,10 +331,10 @@ def fail(*_: Any) -> None:
     raise RuntimeError("the kernel failed")
 
 
-def test_threads_share_plans() -> None:
+def test_threads_share_launches() -> None:
     made = RECIPES["current"]()
 
-    def run(*, planned: bool) -> list[Any]:
+    def run(*, prepared: bool) -> list[Any]:
         torch.manual_seed(0)
         net, keeper = torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=BF16) for _ in range(2))), Keeper()
         inputs = [torch.randn(ROWS, 32, dtype=BF16) for _ in range(2)]
@@ -350,15 +351,15 @@ def test_threads_share_plans() -> None:
                 threads = [threading.Thread(target=half, args=(number,)) for number in range(2)]
                 for thread in threads:
                     thread.start()
-                    if step < 3 or not planned:
+                    if step < 3 or not prepared:
                         thread.join()
                 for thread in threads:
                     thread.join()
                 s.step()
-            assert not planned or plans_of(s).followed >= 2 * 2 * 2
+            assert not prepared or consumer_of(s).repeated >= 2 * 2 * 2
         return [sorted(repr(row) for row in records) for records in keeper.steps]
 
-    assert run(planned=True) == run(planned=False)
+    assert run(prepared=True) == run(prepared=False)
 
 
 def test_nothing_of_a_step_is_kept() -> None:
@@ -377,10 +378,10 @@ def test_nothing_of_a_step_is_kept() -> None:
             train(net, made)
 
     try:
-        trained = Trained("LayerNormLinear", statistics_of("LayerNormLinear", "delayed"), 3, step, planned=True)
+        trained = Trained("LayerNormLinear", statistics_of("LayerNormLinear", "delayed"), 3, step, prepared=True)
     finally:
         gc.enable()
-    assert trained.plans.followed == 2 * 3
+    assert trained.repeated == 2 * 3
     assert len(kept) == 3 * 4
     assert [reference for reference in kept if reference() is not None] == []
 
@@ -409,6 +410,6 @@ def test_functions_per_tensor() -> None:
         sys.setprofile(None)
 
     config = statistics_of("TransformerLayer", "delayed")
-    trained = Trained("TransformerLayer", config, 3, step, planned=True)
-    assert trained.plans.followed
+    trained = Trained("TransformerLayer", config, 3, step, prepared=True)
+    assert trained.repeated
     assert sum(calls.values()) < FUNCTIONS_PER_TENSOR * 22, calls.most_common()

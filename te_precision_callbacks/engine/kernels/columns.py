@@ -71,7 +71,10 @@ NOTHING = -math.inf
 
 
 class ColumnPlaces(NamedTuple):
-    """Offsets of a measurement's columns in the vectors of sums and maxima; -1 if not measured."""
+    """Offsets of a measurement's columns in the vectors of sums and maxima; -1 if not measured.
+
+    Only a block-scaled tensor has the columns from ``limits`` on.
+    """
 
     moments: int = -1
     maxima: int = -1
@@ -79,16 +82,17 @@ class ColumnPlaces(NamedTuple):
     scales: int = -1
     scale_maxima: int = -1
     exponents: int = -1
-
-
-class BlockPlaces(NamedTuple):
-    """Offsets of the columns that only a block-scaled tensor has; -1 if not measured."""
-
     limits: int = -1
     losses: int = -1
     ranges: int = -1
     loss_maxima: int = -1
     range_maxima: int = -1
+
+
+UNBLOCKED = ColumnPlaces._fields.index("limits")
+"""Number of places that every tensor can have."""
+
+NOT_MEASURED = ColumnPlaces()
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ class BlockScaledTensor:
         return rows
 
 
-class Pending(NamedTuple):
+@dataclass(eq=False)
+class Pending:
     """A tensor to measure.
 
     Attributes:
@@ -150,16 +155,15 @@ class Pending(NamedTuple):
     """
 
     values: torch.Tensor
-    codes: torch.Tensor | None
-    scale_inv: torch.Tensor | None
-    e5m2: bool
-    places: ColumnPlaces
+    codes: torch.Tensor | None = None
+    scale_inv: torch.Tensor | None = None
+    e5m2: bool = False
+    places: ColumnPlaces = NOT_MEASURED
     in_blocks: BlockScaledTensor | None = None
-    of_blocks: BlockPlaces = BlockPlaces()
 
 
-Again: TypeAlias = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor, int], Sequence[Pending]]
-"""Measures tensors that differ in nothing but their sizes and contents from earlier ones, in the same launches.
+Repeat: TypeAlias = Callable[[Sequence[Pending], torch.Tensor, torch.Tensor, int], Sequence[Pending]]
+"""Repeats the launches of earlier tensors for others, which differ in nothing but their sizes and contents.
 
 It takes the tensors, the vectors of sums and maxima, and the handle of the current stream, and returns the tensors that
 are left.

@@ -176,11 +176,11 @@ _KEPT = ("maxima", "scale_maxima")
 
 
 def _columns(pending: Pending) -> dict[str, torch.Tensor]:
-    values, codes, scale_inv, e5m2, places, *_ = pending
-    flat = flatten(values) if codes is None else values.reshape(-1)
-    number_format = E5M2 if e5m2 else E4M3
+    codes = pending.codes
+    flat = flatten(pending.values) if codes is None else pending.values.reshape(-1)
+    number_format = E5M2 if pending.e5m2 else E4M3
     flat_codes = None if codes is None else codes.reshape(-1)
-    scale = None if scale_inv is None else scale_inv.reshape(())
+    scale = None if pending.scale_inv is None else pending.scale_inv.reshape(())
     merged: dict[str, torch.Tensor] = {}
     step = piece_size(flat)
     for start in range(0, flat.numel(), step):
@@ -195,7 +195,7 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
         of_piece = {"moments": piece_sums[:, 0], "maxima": piece_maxima[:, 0]}
         if quantized is not None and limit is not None:
             of_piece["compared"] = comparison(row, quantized, limit)[:, 0]
-        if places.exponents >= 0:
+        if pending.places.exponents >= 0:
             of_piece["exponents"] = exponents(piece)
         for name, part in of_piece.items():
             merged[name] = _merge(name, merged[name], part) if name in merged else part

@@ -9,7 +9,7 @@ the tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
     NOTHING,
     ROUNDING,
-    BlockPlaces,
     BlockScaledTensor,
+    ColumnPlaces,
     Pending,
 )
 from te_precision_callbacks.statistics.names import Blocks
@@ -42,36 +42,41 @@ _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL, _ = range(len(COMPARISON_SUMS))
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
-    places = destinations(pending)
-    for source, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), places).items():
-        at_sums, at_maxima = places[source]
+    places = pending.places._asdict()
+    wanted = [source for source in _OF_FORM if places[_PLACES[source][0]] >= 0]
+    for source, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), wanted).items():
+        of_sums, of_maxima = _PLACES[source]
         if found_sums is not None:
-            sums.narrow(0, at_sums, len(found_sums)).add_(found_sums)
-        if found_maxima is not None:
-            kept = maxima.narrow(0, at_maxima, len(found_maxima))
-            torch.maximum(kept, found_maxima, out=kept)
+            sums.narrow(0, places[of_sums], len(found_sums)).add_(found_sums)
+        if found_maxima is not None and of_maxima is not None:
+            merged = maxima.narrow(0, places[of_maxima], len(found_maxima))
+            torch.maximum(merged, found_maxima, out=merged)
 
 
-def destinations(pending: Pending) -> dict[StatisticSource, tuple[int, int]]:
-    """Return the requested kinds of block statistics -> offsets of their sums and maxima, or -1."""
-    whole = pending.places
-    own = pending.of_blocks
-    places = {
-        StatisticSource.QUANTIZED: (whole.compared, -1),
-        StatisticSource.SCALES: (whole.scales, whole.scale_maxima),
-        StatisticSource.SCALE_LIMITS: (own.limits, -1),
-        StatisticSource.LOSSES: (own.losses, own.loss_maxima),
-        StatisticSource.RANGES: (own.ranges, own.range_maxima),
-    }
-    return {source: at for source, at in places.items() if max(at) >= 0}
+_PLACES: Mapping[StatisticSource, tuple[str, str | None]] = {
+    StatisticSource.TENSOR: ("moments", "maxima"),
+    StatisticSource.EXPONENTS: ("exponents", None),
+    StatisticSource.QUANTIZED: ("compared", None),
+    StatisticSource.SCALES: ("scales", "scale_maxima"),
+    StatisticSource.SCALE_LIMITS: ("limits", None),
+    StatisticSource.LOSSES: ("losses", "loss_maxima"),
+    StatisticSource.RANGES: ("ranges", "range_maxima"),
+}
+"""Source of statistics -> fields of :class:`ColumnPlaces` with the offsets of its sums and of its maxima."""
+
+_OF_FORM = tuple(_PLACES)[2:]
+"""Sources that a quantized form has."""
 
 
-def places_of(at: Callable[[StatisticSource], tuple[int, int]]) -> BlockPlaces:
-    """Inverse of :func:`destinations`: ``at`` returns the offsets of the sums and maxima of a kind."""
-    (limits, _), losses, ranges = map(
-        at, (StatisticSource.SCALE_LIMITS, StatisticSource.LOSSES, StatisticSource.RANGES)
-    )
-    return BlockPlaces(limits=limits, losses=losses[0], ranges=ranges[0], loss_maxima=losses[1], range_maxima=ranges[1])
+def places_of(segments: Mapping[StatisticSource, tuple[int, int]]) -> ColumnPlaces:
+    """Return the places of sources, given the offsets of their sums and maxima."""
+    places: dict[str, int] = {}
+    for source, (sums_at, maxima_at) in segments.items():
+        sums, maxima = _PLACES[source]
+        places[sums] = sums_at
+        if maxima is not None:
+            places[maxima] = maxima_at
+    return ColumnPlaces(**places)
 
 
 def columns(

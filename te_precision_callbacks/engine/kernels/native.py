@@ -14,7 +14,7 @@ import torch
 from te_precision_callbacks.base.compiling import CppFile
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending
+from te_precision_callbacks.engine.kernels.columns import UNBLOCKED, Pending
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> its number in the C++ code."""
@@ -26,7 +26,7 @@ ONE_PASS = CppFile(
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int64),
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-            *[ctypes.c_int64] * len(ColumnPlaces._fields),
+            *[ctypes.c_int64] * UNBLOCKED,
         ),
         "te_precision_largest": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
     },
@@ -46,18 +46,21 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
     For a dense tensor it calls no torch operation.
     """
-    for values, codes, scale_inv, e5m2, places, *_ in pending:
+    for tensor in pending:
+        values = tensor.values
+        codes = tensor.codes
+        factor = tensor.scale_inv
         # The check is cheaper than a torch operation that does nothing.
         if not values.is_contiguous():
             values = (eager.flatten(values) if codes is None else values).contiguous()
         codes_format = 0
         at_codes = None
         at_factor = None
-        if codes is not None and scale_inv is not None:
+        if codes is not None and factor is not None:
             codes = codes.contiguous()
             # A call of torch takes as long as the pass over a small tensor.
-            factor = scale_inv if scale_inv.dtype is torch.float32 else scale_inv.to(torch.float32)
-            codes_format = 2 if e5m2 else 1
+            factor = factor if factor.dtype is torch.float32 else factor.to(torch.float32)
+            codes_format = 2 if tensor.e5m2 else 1
             at_codes = codes.data_ptr()
             at_factor = factor.data_ptr()
         ONE_PASS.functions["te_precision_one_pass"](
@@ -70,5 +73,5 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
             torch.get_num_threads(),
             sums.data_ptr(),
             maxima.data_ptr(),
-            *places,
+            *tensor.places[:UNBLOCKED],
         )

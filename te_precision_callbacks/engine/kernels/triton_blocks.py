@@ -15,7 +15,7 @@ threads.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,17 +36,16 @@ from te_precision_callbacks.engine.kernels.columns import (
     ROUNDING,
     SCALE_MAXIMA,
     SCALE_SUMS,
-    BlockPlaces,
     BlockScaledTensor,
     ColumnPlaces,
     Pending,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
-    FORMATS,
     MEASURING,
     THREADS,
     Jit,
+    Launcher,
     add_exponents,
     comparison,
     decode,
@@ -83,14 +82,12 @@ _PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
 
 _GENERAL = [
     *("tiles", "tiles_across", "tile_stride"),
-    *(f"{name}_at" for name in (*ColumnPlaces._fields, *BlockPlaces._fields)),
+    *(f"{name}_at" for name in ColumnPlaces._fields),
 ]
 _jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 
-_known: dict[tuple[object, ...], tuple[Callable[..., object], Sequence[Any], Sequence[Any]] | None] = {}
-"""All arguments of a launch but addresses -> how to repeat it: :func:`launcher_of`, and the arguments after the
-addresses. None after a failure.
-"""
+_known: dict[tuple[object, ...], tuple[Launcher, Sequence[Any]]] = {}
+"""All arguments of a launch but addresses -> how to repeat it, and the arguments after the addresses."""
 
 
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -103,13 +100,11 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if their strides are
             not a matrix's.
         sums, maxima: float64, 1-D, on the device of the tensor.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: the tensor and its quantized form differ in shape or device, or ``in_blocks`` is missing.
     """
     values = pending.values.detach()
-    quantized = _blocks_of(pending)
+    quantized = pending.in_blocks
+    if quantized is None:
+        raise ValueError("in_blocks: must be given.")
     matrix = quantized.matrix(values)
     if not matrix.numel():
         return
@@ -123,14 +118,12 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     tiles = -(-rows // tile_rows) * across
     programs = min(program_count(values.device), tiles)
     places = pending.places
-    own = pending.of_blocks
     matrix, decoding = loadable(matrix)
     memory = quantized.part.scale_memory
-    compares = places.compared >= 0 or own.losses >= 0
+    compares = places.compared >= 0 or places.losses >= 0
     tensors = matrix, *_quantized(quantized, compares=compares)
     numbers = [
         *places,
-        *own,
         rows,
         columns,
         *matrix.stride(),
@@ -147,10 +140,10 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         **MEASURING,
         **_threads(width, height, matrix.element_size()),
         "MOMENTS": max(places.moments, places.maxima) >= 0,
-        "LOSSES": max(own.losses, own.loss_maxima) >= 0,
-        "LIMITS": own.limits >= 0,
+        "LOSSES": max(places.losses, places.loss_maxima) >= 0,
+        "LIMITS": places.limits >= 0,
         "SCALE_SOURCES": places.scales >= 0,
-        "RANGES": own.ranges >= 0,
+        "RANGES": places.ranges >= 0,
         "EXPONENTS": places.exponents >= 0,
         "STEPS": tile_rows // _TILE_ROWS,
         "TURNED": turned,
@@ -164,20 +157,6 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     with torch.cuda.device(values.get_device()):
         results = *scratch(values.device, programs * (_COLUMNS + _EXTREMES)), sums, maxima
         _launch(programs, values.device, [*tensors, *results], numbers, constants)
-
-
-def _blocks_of(pending: Pending) -> BlockScaledTensor:
-    values = pending.values
-    quantized = pending.in_blocks
-    if quantized is None:
-        raise ValueError("in_blocks: must be given.")
-    if values.dtype not in FORMATS:
-        raise TypeError(f"values: the dtype is {values.dtype}, must be one of {', '.join(map(str, FORMATS))}.")
-    if quantized.part.codes.device != values.device:
-        raise ValueError(
-            f"in_blocks: is on {quantized.part.codes.device}, must be where the values are, {values.device}."
-        )
-    return quantized
 
 
 def _threads(width: int, height: int, element_size: int) -> dict[str, int]:
@@ -216,17 +195,16 @@ def _launch(
     key = (device, *specialized, *numbers, *constants.values())
     known = _known.get(key)
     if known is not None:
-        launch, settings, rest = known
+        (launch, settings), rest = known
         try:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, (*addresses, *rest))
             return
         except Exception as error:
-            _known[key] = None
+            _known.clear()
             report_binder(error)
-    compiled = _measure[(programs,)](*tensors, *numbers, **constants)
-    if key not in _known and compiled is not None:  # None in the interpreter
-        rest = [*numbers, *[constants[name] for name in _measure.arg_names if name in constants]]
-        _known[key] = *launcher_of(compiled), rest
+    launcher = launcher_of(_measure[(programs,)](*tensors, *numbers, **constants))
+    if launcher is not None:
+        _known[key] = launcher, [*numbers, *[constants[name] for name in _measure.arg_names if name in constants]]
 
 
 def _quantized(tensor: BlockScaledTensor, *, compares: bool) -> tuple[torch.Tensor | None, ...]:

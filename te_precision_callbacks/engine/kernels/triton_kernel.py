@@ -20,15 +20,15 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from te_precision_callbacks.base.devices import raw_stream_of
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import ROUNDING, Again, ColumnPlaces, Pending, layout
+from te_precision_callbacks.engine.kernels.columns import ROUNDING, UNBLOCKED, ColumnPlaces, Pending, Repeat, layout
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
@@ -37,6 +37,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     MOST_TOGETHER,
     THREADS,
     Jit,
+    Launcher,
     add_exponents,
     are_plain,
     careful_moments,
@@ -82,7 +83,7 @@ _GENERAL = [
     *(f"scale_inv{tensor or ''}" for tensor in range(MOST_TOGETHER)),
     *("merged_sums", "merged_maxima"),
     *("begin1", "begin2", "begin3"),
-    *(f"{name}{tensor}" for tensor, name in itertools.product(range(MOST_TOGETHER), ColumnPlaces._fields)),
+    *(f"{name}{tensor}" for tensor, name in itertools.product(range(MOST_TOGETHER), ColumnPlaces._fields[:UNBLOCKED])),
 ]
 
 _jit: Jit = triton.jit(do_not_specialize=_GENERAL)
@@ -90,26 +91,22 @@ _jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 _Key = tuple[torch.device, torch.dtype, bool]
 """Device and dtype of tensors that can share a launch, and whether they have a histogram."""
 
-_compiled: dict[tuple[_Key | None, str], Any] = {}
-"""Key of the tensors, and format of their codes -> kernel."""
-
 
 class _Launch(NamedTuple):
     """A launch without Triton's binder.
 
     Attributes:
-        launch, settings: see :func:`launcher_of`.
+        launcher: see :func:`launcher_of`.
         tensors: selects :data:`MOST_TOGETHER` tensors; unused ones repeat the first.
         quantized: selects the tensors whose codes and scales are passed; without codes, that of another.
         used: number of tensors.
         tile: elements.
         most: maximum number of programs of a tensor.
-        size: of the partial results of all launches of the signature, at most.
+        size: of the partial results, at most.
         arguments: the arguments after the first programs: columns, geometry and constants.
     """
 
-    launch: Callable[..., object]
-    settings: Sequence[Any]
+    launcher: Launcher
     tensors: Callable[[Sequence[Any]], tuple[Any, ...]]
     quantized: Callable[[Sequence[Any]], tuple[Any, ...]]
     used: int
@@ -119,10 +116,6 @@ class _Launch(NamedTuple):
     arguments: Sequence[Any]
 
 
-_known: dict[tuple[object, ...] | None, list[_Launch]] = {}
-"""Signature of tensors -> their launches; empty after a failure."""
-
-
 def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
     """Group tensors by launch: up to :data:`MOST_TOGETHER` similar dense tensors share a launch.
 
@@ -130,15 +123,10 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
         pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if more than 5
             dimensions cannot be merged. A quantized value is the decoded code times ``scale_inv``, in float32. An
             element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv`` and ROUNDING.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: codes and values differ in shape or device, or ``scale_inv`` does not have exactly one element.
     """
     groups: list[list[Pending]] = []
     of_key: dict[_Key, list[list[Pending]]] = {}
     for tensor in pending:
-        _check(tensor.values, tensor.codes, tensor.scale_inv)
         key = _shared_launch(tensor)
         shared = [] if key is None else of_key.setdefault(key, [])
         for group in shared:
@@ -233,7 +221,9 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
     return _Form(rows * vector * THREADS, columns + extremes, constants)
 
 
-def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
+def add_group(
+    together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor
+) -> tuple[Sequence[Pending], Launcher | None]:
     """Measure tensors in one launch, with their quantized values if any, and merge the results.
 
     The result is bit-identical for the same tensors, strides and device, in any grouping. A quantized value of inf or
@@ -241,12 +231,16 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
 
     Args:
         sums, maxima: float64, 1-D, on the device of the tensors.
+
+    Returns:
+        The tensors, and how their kernel is launched without Triton's binder, if it can.
     """
     first = together[0]
     values = first.values
     codes = first.codes
     if values.numel() == 0:
-        return eager.add(together, sums, maxima)
+        eager.add(together, sums, maxima)
+        return together, None
     form = _form_of(together)
     constants = form.constants
     key = _shared_launch(first)
@@ -256,7 +250,7 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
         dimensions = _collapse(values, codes)
         if len(dimensions) > _MAX_DIMENSIONS:
             codes = None if codes is None else codes.contiguous()
-            return add_group([first._replace(values=values.contiguous(), codes=codes)], sums, maxima)
+            return add_group([replace(first, values=values.contiguous(), codes=codes)], sums, maxima)
         outer, *others = dimensions
         inner = [*reversed(others), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(others))]
         geometry = [size for size, _, _ in inner]
@@ -282,9 +276,7 @@ def add_group(together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Ten
         compiled = _measure[(programs,)](
             *elements, *of_codes, *memory, *sizes, *begins, *_columns_of(padded), *geometry, **constants
         )
-    if key is not None and compiled is not None:  # None in the interpreter
-        _compiled.setdefault((key, constants["CODES"]), compiled)
-    return None
+    return together, None if key is None else launcher_of(compiled)
 
 
 def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
@@ -294,7 +286,7 @@ def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
 
 
 def _columns_of(padded: Iterable[Pending]) -> Iterable[int]:
-    return itertools.chain.from_iterable(one.places for one in padded)
+    return itertools.chain.from_iterable(one.places[:UNBLOCKED] for one in padded)
 
 
 # Sizes and strides of one dimension.
@@ -302,72 +294,29 @@ def _one_dimension(constants: Mapping[str, Any]) -> list[int]:
     return [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(constants["CODES"] != "")]
 
 
-def remember(pending: Sequence[Pending], groups: Sequence[Sequence[Pending]]) -> None:
-    """Keep the launches of tensors for :func:`repeat`, if all can be launched without Triton's binder."""
-    signature = _signature(pending)
-    if signature is None or signature in _known:
-        return
-    launches = []
-    place_of = {id(one): place for place, one in enumerate(pending)}
+def repeat_of(
+    pending: Sequence[Pending], launched: Sequence[tuple[Sequence[Pending], Launcher | None]]
+) -> Repeat | None:
+    """Return a function that repeats the launches of tensors for others; None if it needs Triton's binder."""
+    places = {tensor: place for place, tensor in enumerate(pending)}
     most = program_count(pending[0].values.device)
-    forms = [_form_of(together) for together in groups]
-    size = most * MOST_TOGETHER * max(form.row for form in forms)
-    for form, together in zip(forms, groups, strict=True):
-        kernel = _compiled.get((_shared_launch(together[0]), form.constants["CODES"]))
-        if kernel is None:
-            return
+    launches: list[_Launch] = []
+    for together, launcher in launched:
+        if launcher is None:
+            return None
+        form = _form_of(together)
         padded = [*together, *[together[0]] * (MOST_TOGETHER - len(together))]
-        places = operator.itemgetter(*[place_of[id(one)] for one in padded])
-        quantized = operator.itemgetter(*[place_of[id(one)] for one in _quantized(padded)])
+        tensors, quantized = (
+            operator.itemgetter(*[places[tensor] for tensor in of]) for of in (padded, _quantized(padded))
+        )
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
         arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
-        launches.append(
-            _Launch(*launcher_of(kernel), places, quantized, len(together), form.tile, most, size, arguments)
-        )
-    _known[signature] = launches
+        size = most * MOST_TOGETHER * form.row
+        launches.append(_Launch(launcher, tensors, quantized, len(together), form.tile, most, size, arguments))
+    return functools.partial(_repeat, launches)
 
 
-def _signature(pending: Iterable[Pending]) -> tuple[object, ...] | None:
-    """Return what determines the launches of tensors besides their sizes; None if one cannot be launched again."""
-    signature: list[object] = []
-    for values, codes, scale_inv, e5m2, places, in_blocks, _ in pending:
-        if in_blocks is not None or not _is_dense(values):
-            return None
-        device = values.get_device()
-        signature += device, values.dtype, places
-        if codes is None or scale_inv is None:
-            if codes is not None:
-                return None
-        elif codes.shape == values.shape and codes.get_device() == device and _is_dense(codes):
-            signature += e5m2, codes.dtype, scale_inv.dtype, scale_inv.get_device(), scale_inv.numel()
-        else:
-            return None
-    return tuple(signature)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return (
-        not tensor.numel() % 16 and 0 < tensor.numel() < 2**31 and not tensor.data_ptr() % 16 and tensor.is_contiguous()
-    )
-
-
-def again(pending: Sequence[Pending]) -> Again | None:
-    """Return a function that measures tensors with the signature of these by the same launches, if there are any."""
-    launches = _known.get(_signature(pending))
-    if not launches:
-        return None
-    return functools.partial(_launch_again, launches)
-
-
-def repeat(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Sequence[Pending]:
-    """Repeat the launches of earlier, similar tensors, and return the tensors that are left."""
-    launch = again(pending)
-    if launch is None:
-        return pending
-    return launch(pending, sums, maxima, raw_stream_of(sums.device)())
-
-
-def _launch_again(
+def _repeat(
     launches: list[_Launch], pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int
 ) -> Sequence[Pending]:
     """Repeat launches for tensors that may differ in their sizes; return the tensors that are left.
@@ -379,7 +328,10 @@ def _launch_again(
     values_at: list[int] = []
     codes_at: list[int | None] = []
     scales_at: list[int | None] = []
-    for values, codes, scale_inv, _, _, _, _ in pending:
+    for tensor in pending:
+        values = tensor.values
+        codes = tensor.codes
+        scale_inv = tensor.scale_inv
         size = values.numel()
         at = values.data_ptr()
         if size % 16 or not 0 < size < 2**31 or at % 16 or not values.is_contiguous():
@@ -396,16 +348,14 @@ def _launch_again(
         codes_at.append(at)
         scales_at.append(scale_inv.data_ptr())
     device = sums.get_device()
-    if not launches or (
-        device >= 0 and (torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing())
-    ):
+    if device >= 0 and (torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing()):
         return pending
-    memory = kept_scratch.get((max(device, 0), stream))
-    if memory is None or memory[0].numel() < launches[0].size:
-        memory = scratch(sums.device, launches[0].size)
-    memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
     for done, launch in enumerate(launches):
-        run, settings, of_tensors, of_quantized, used, tile, most, _, arguments = launch
+        (run, settings), of_tensors, of_quantized, used, tile, most, size, arguments = launch
+        memory = kept_scratch.get((max(device, 0), stream))
+        if memory is None or memory[0].numel() < size:
+            memory = scratch(sums.device, size)
+        memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
         of_launch = of_tensors(sizes)
         programs, begins = grid_of(of_launch[:used], tile, most, MOST_TOGETHER)
         quantized_at = *of_quantized(codes_at), *of_quantized(scales_at)
@@ -415,30 +365,8 @@ def _launch_again(
         except Exception as error:
             report_binder(error)
             left = set[int]().union(*(missed.tensors(range(len(pending))) for missed in launches[done:]))
-            launches.clear()
-            return [one for place, one in enumerate(pending) if place in left]
+            return [tensor for place, tensor in enumerate(pending) if place in left]
     return ()
-
-
-def _check(values: torch.Tensor, codes: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
-    if values.dtype not in FORMATS:
-        known = ", ".join(str(dtype) for dtype in FORMATS)
-        raise TypeError(f"values: the dtype is {values.dtype}, must be one of {known}.")
-    if codes is None:
-        return
-    if scale_inv is None:
-        raise ValueError("scale_inv: must be given with codes.")
-    for argument, tensor, dtype in (("codes", codes, torch.uint8), ("scale_inv", scale_inv, torch.float32)):
-        if tensor.dtype != dtype:
-            raise TypeError(f"{argument}: the dtype is {tensor.dtype}, must be {dtype}.")
-        if tensor.device != values.device:
-            raise ValueError(f"{argument}: is on {tensor.device}, must be where the values are, on {values.device}.")
-    if codes.shape != values.shape:
-        raise ValueError(
-            f"codes: the shape is {tuple(codes.shape)}, must be that of the values, {tuple(values.shape)}."
-        )
-    if scale_inv.numel() != 1:
-        raise ValueError(f"scale_inv: has {scale_inv.numel()} elements, must have 1.")
 
 
 def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:

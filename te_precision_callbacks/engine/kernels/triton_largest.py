@@ -7,14 +7,13 @@ it is called without Triton's binder.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from te_precision_callbacks.base.devices import is_lost, raw_stream_of
+from te_precision_callbacks.base.devices import raw_stream_of
 from te_precision_callbacks.engine.kernels.columns import (
     AMAX,
     COLUMNS,
@@ -28,6 +27,7 @@ from te_precision_callbacks.engine.kernels.columns import (
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
     Jit,
+    Launcher,
     decode,
     grid_of,
     jit,
@@ -60,8 +60,7 @@ _GENERAL = [
 
 _jit: Jit = triton.jit(do_not_specialize=_GENERAL)
 
-_launchers: dict[torch.device, tuple[Callable[..., object], Sequence[Any]] | None] = {}
-"""Device -> how to launch the kernel without Triton's binder; None if that failed."""
+_launchers: dict[torch.device, Launcher] = {}
 
 
 def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> list[LargestOf]:
@@ -102,17 +101,15 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> list[LargestOf]:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
             return []
         except Exception as error:
-            if is_lost(error):
-                raise
-            _launchers[device] = None
+            _launchers.clear()
             report_binder(error)
     padded = [*tensors, *[tensors[0]] * unused]
     as_words = [values.detach().view(-1).view(torch.int32) for values, *_ in padded]
     scales = [one if scale is None else scale for _, _, scale, *_ in padded]
     with torch.cuda.device(as_words[0].get_device()):
-        compiled = _add[(programs,)](*as_words, *scales, row, *words, *begins, *of_tensors, WORDS=_WORDS)
-    if compiled is not None and device not in _launchers:  # None in the interpreter
-        _launchers[device] = launcher_of(compiled)
+        launcher = launcher_of(_add[(programs,)](*as_words, *scales, row, *words, *begins, *of_tensors, WORDS=_WORDS))
+    if launcher is not None:
+        _launchers[device] = launcher
     return []
 
 

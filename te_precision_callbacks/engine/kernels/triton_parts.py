@@ -30,14 +30,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from te_precision_callbacks.base.devices import is_capturing, raw_stream_of
-from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.devices import is_capturing, is_lost, raw_stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,14 @@ MERGED_COLUMNS = tl.constexpr(32)
 MERGED_ROWS = tl.constexpr(64)
 """Tile of the merge; a program's row of results has at most so many columns."""
 
-_notices = Notices()
+_needs_binder = False
+"""Whether a launch without Triton's binder has failed."""
+
+Launcher: TypeAlias = tuple[Callable[..., object], Sequence[Any]]
+"""Launches a compiled kernel without Triton's binder, and its settings.
+
+It takes the number of programs, 1, 1, the stream, the settings, and a tuple of the kernel's arguments.
+"""
 
 # triton has no types: this keeps the module typed.
 Jit = Callable[[Callable[..., Any]], Any]
@@ -135,11 +141,10 @@ def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor
     return kept
 
 
-def launcher_of(kernel: Any) -> tuple[Callable[..., object], Sequence[Any]]:
-    """Return a function that launches a compiled kernel without Triton's binder, and its settings.
-
-    It takes the number of programs, 1, 1, the stream, the settings, and a tuple of the kernel's arguments.
-    """
+def launcher_of(kernel: Any) -> Launcher | None:
+    """Return how to launch a compiled kernel directly; None in the interpreter, or once this has failed."""
+    if kernel is None or _needs_binder:
+        return None
     run = kernel.run
     function = kernel.function
     metadata = kernel.packed_metadata
@@ -158,7 +163,12 @@ def launcher_of(kernel: Any) -> tuple[Callable[..., object], Sequence[Any]]:
 
 
 def report_binder(error: Exception) -> None:
-    if _notices.first("binder"):
+    """Log once that a launch without Triton's binder has failed, after which there are no more; raise a lost GPU."""
+    global _needs_binder
+    if is_lost(error):
+        raise error
+    if not _needs_binder:
+        _needs_binder = True
         logger.warning(
             "Statistics on the GPU take longer than necessary: Triton %s does not launch a compiled kernel as expected"
             " (%s: %s). Results do not change.",
