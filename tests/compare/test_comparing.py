@@ -15,7 +15,7 @@ from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
-from te_precision_callbacks.views.compare.departures import LEVEL, MAGNITUDE, SQUARE, NoiseScale
+from te_precision_callbacks.views.compare.noise import LEVEL, MAGNITUDE, SQUARE, NoiseScale
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.wording import (
     describe_first,

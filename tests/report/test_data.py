@@ -51,10 +51,10 @@ def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
         assert [subjects.layers[layer].name for layer in overview.layers] == grid.layers
         for column, (first, last) in enumerate(zip(columns.first, columns.last, strict=True)):
             for row, values in enumerate(grid.values[:, first : last + 1]):
-                assert overview.cells[REDUCED][row, column] == max(values, key=family.badness)
-        at = overview.worst_at[REDUCED]
-        assert overview.worst[REDUCED].tolist() == grid.values[np.arange(len(grid.layers)), at].tolist()
-        assert overview.worst[REDUCED].tolist() == [max(values, key=family.badness) for values in grid.values]
+                assert overview.cells[0, row, column] == max(values, key=family.badness)
+        at = overview.worst_at[0]
+        assert overview.worst[0].tolist() == grid.values[np.arange(len(grid.layers)), at].tolist()
+        assert overview.worst[0].tolist() == [max(values, key=family.badness) for values in grid.values]
 
 
 def test_a_family_has_the_gemm_of_its_series() -> None:
@@ -71,7 +71,7 @@ def test_families_that_are_read_in_pieces_are_whole(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("te_precision_callbacks.views.report.overview.pieces", lambda counts: pieces(counts, 100))
     for first, other in zip(whole, overviews(RUN, subjects.families, columns), strict=True):
         assert first.family == other.family
-        np.testing.assert_array_equal(first.cells[REDUCED], other.cells[REDUCED])
+        np.testing.assert_array_equal(first.cells, other.cells)
 
 
 @pytest.mark.processes
@@ -79,8 +79,9 @@ def test_of_several_ranks_the_worst_counts() -> None:
     run = drifting(blocks=1, steps=6, ranks=(0, 2), statistics=("sqnr_db",), histograms=False)
     (overview, *_) = overviews(run, Subjects(run).families, Columns.of(run, 6))
     item = [run.grid("sqnr_db", "activation", rank=rank).values for rank in (0, 2)]
-    row, rank = overview.worst_rows(1)[0]
-    assert overview.worst[rank][row] == min(values.min() for values in item)
+    (worst,) = overview.worst_layers(1)
+    assert worst.value == min(values.min() for values in item)
+    assert worst.rank == (0, 2)[int(np.argmin([values.min() for values in item]))]
 
 
 def with_values(run: RecordedRun, change: dict[tuple[str, int], float]) -> RecordedRun:
@@ -107,10 +108,10 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
         if (series.family.statistic, series.family.tensor) == ("underflows%", "activation")
     )
     (overview,) = overviews(run, [family], Columns.of(run, 4))
-    assert overview.worst_rows(2) == [(0, REDUCED), (1, REDUCED)]
-    cells = overview.cells[REDUCED]
+    assert [(worst.layer, worst.rank) for worst in overview.worst_layers(2)] == [(0, REDUCED), (1, REDUCED)]
+    (cells,) = overview.cells
     assert math.isnan(cells[0, 0])
-    levels = PackedScale.of(cells).bytes(cells, overview.present[REDUCED])
+    levels = PackedScale.of(cells).bytes(cells, overview.present[0])
     assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
     assert math.isnan(page_data(run, 10**7)[0]["worst_layers"][0]["items"][0]["value"])
 
@@ -125,8 +126,8 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert run.grid("sqnr_db", "weight").values.tolist() == [[math.inf, math.inf]]
     (overview,) = overviews(run, Subjects(run).families, Columns.of(run, 10))
-    assert overview.present[REDUCED].all()
-    assert overview.cells[REDUCED].tolist() == [[math.inf, math.inf]]
+    assert overview.present.all()
+    assert overview.cells.tolist() == [[[math.inf, math.inf]]]
     assert page_data(run, 10**7)[0]["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 

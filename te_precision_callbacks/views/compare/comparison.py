@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.summary import precision_shares
 from te_precision_callbacks.runs.tables import facts_at_end
-from te_precision_callbacks.views.compare.departures import Search, Side, side_of_run
+from te_precision_callbacks.views.compare.departures import Search
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.origins import Order, partings
 from te_precision_callbacks.views.compare.result import (
@@ -30,6 +32,7 @@ from te_precision_callbacks.views.compare.result import (
     Pairing,
     compare_verdicts,
 )
+from te_precision_callbacks.views.compare.values import Side
 from te_precision_callbacks.views.report.facts import readable
 
 if TYPE_CHECKING:
@@ -46,30 +49,21 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     Returns:
         ``b``, and a note about the names, empty without a change.
     """
-    ours = _layers(a)
-    theirs = _layers(b)
-    if not ours or not theirs or ours & theirs:
+    names_a = set(filter(None, pc.unique(a.series["layer"]).to_pylist()))
+    names_b = set(filter(None, pc.unique(b.series["layer"]).to_pylist()))
+    if not names_a or not names_b or names_a & names_b:
         return b, ""
 
-    def common(pair: tuple[str, str]) -> tuple[int, int]:
-        return len(_without(ours, pair[0]) & _without(theirs, pair[1])), -len("".join(pair))
+    def matches(prefixes: tuple[str, str]) -> int:
+        return len(_without(prefixes[0], names_a) & _without(prefixes[1], names_b))
 
-    own, other = max(itertools.product(_prefixes(ours), _prefixes(theirs)), key=common)
-    count, _ = common((own, other))
-    if 2 * count < min(len(ours), len(theirs)):
+    pairs = sorted(itertools.product(_prefixes(names_a), _prefixes(names_b)), key=lambda pair: len("".join(pair)))
+    prefix_a, prefix_b = pair = max(pairs, key=matches)
+    count = matches(pair)
+    if 2 * count < min(len(names_a), len(names_b)):
         return b, ""
-
-    def rename(name: str) -> str:
-        if name.startswith(other):
-            return own + name[len(other) :]
-        return name
-
-    note = f"{count} layers are paired without their prefixes: {other!r} in {b.path}, {own!r} in {a.path}."
-    return replace(b, **{name: _with_layers(getattr(b, name), rename) for name in _TABLES}), note
-
-
-def _layers(run: RecordedRun) -> set[str]:
-    return set(filter(None, pc.unique(run.series["layer"]).to_pylist()))
+    note = f"{count} layers are paired without their prefixes: {prefix_b!r} in {b.path}, {prefix_a!r} in {a.path}."
+    return replace(b, **{name: _with_prefix(getattr(b, name), prefix_a, prefix_b) for name in _TABLES}), note
 
 
 def _prefixes(names: Collection[str]) -> list[str]:
@@ -81,16 +75,18 @@ def _prefixes(names: Collection[str]) -> list[str]:
     return ["", *(prefix for prefix, count in counts.items() if 2 * count >= len(names))]
 
 
-def _without(names: Collection[str], prefix: str) -> set[str]:
-    return {name[len(prefix) :] for name in names if name.startswith(prefix)}
+def _without(prefix: str, names: Collection[str]) -> set[str]:
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
-def _with_layers(table: pa.Table, rename: Callable[[str], str]) -> pa.Table:
-    place = table.schema.get_field_index("layer")
-    if place < 0 or not len(table):
+def _with_prefix(table: pa.Table, new: str, old: str) -> pa.Table:
+    number = table.schema.get_field_index("layer")
+    if number < 0 or not len(table):
         return table
-    column = pa.array([name and rename(name) for name in table["layer"].to_pylist()], pa.string())
-    return table.set_column(place, table.schema.field(place), column.cast(table.schema.field(place).type))
+    names = table["layer"].to_pylist()
+    names = [new + name.removeprefix(old) if name and name.startswith(old) else name for name in names]
+    field = table.schema.field(number)
+    return table.set_column(number, field, pa.array(names, pa.string()).cast(field.type))
 
 
 _OF_EVERY_RUN = frozenset(
@@ -106,13 +102,21 @@ _ROWS = "rows in a step of"
 
 def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     """Compare the facts of the last process starts of two runs, then their matrix products."""
-    ours = _settings(a)
-    theirs = _settings(b)
-    if not ours or not theirs:  # a log of plain nvidia-dlfw-inspect has none
-        ours = theirs = {}
-    names = dict(ours.items() ^ theirs.items()).keys() - {"config_hash"}
-    settings = [FactDifference(name, ours.get(name, ""), theirs.get(name, "")) for name in sorted(names, key=_rank)]
-    return [*settings, *_state_differences(a, b), *_product_differences(a, b)]
+    settings_a = _settings(a)
+    settings_b = _settings(b)
+    differences = []
+    if settings_a and settings_b:  # a log of plain nvidia-dlfw-inspect has none
+        names = dict(settings_a.items() ^ settings_b.items()).keys() - {"config_hash"}
+        ordered = sorted(names, key=_rank)
+        differences += [FactDifference(name, settings_a.get(name, ""), settings_b.get(name, "")) for name in ordered]
+    precision_b = _state_types(b) | _coverage(b)
+    for name, text in (_state_types(a) | _coverage(a)).items():
+        if precision_b.get(name, text) != text:
+            differences.append(FactDifference(name, text, precision_b[name]))
+    for (what, text_a, text_b), layers in _changed_layer_facts(a, b).items():
+        name = f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}"
+        differences.append(FactDifference(name, text_a, text_b))
+    return differences
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -120,59 +124,45 @@ def _rank(name: str) -> tuple[int, str]:
     return _FIRST.index(part) if part in _FIRST else len(_FIRST), name
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if path or not (key in _OF_EVERY_RUN or key.endswith("_at") or key.startswith(("first_", "last_"))):
-                yield from _flat(f"{path}.{key}" if path else str(key), inner)
-    elif value is not None:
-        yield path, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-
-
 def _settings(run: RecordedRun) -> dict[str, str]:
     facts = readable(run.segments[-1].facts) if run.segments else {}
     config = yaml.safe_load(facts.pop("config_text", None) or "{}")
-    return {**dict(_flat("config", config)), **dict(_flat("", facts))}
+    names = [name for name in facts if name not in _OF_EVERY_RUN and not _CHANGES_BY_RUN.search(name)]
+    return dict(_flat({"config": config, **{name: facts[name] for name in names}}))
 
 
-def _state_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    ours = _types(a)
-    theirs = _types(b)
-    for subject in ours:
-        if ours[subject] != theirs.get(subject, ours[subject]):
-            yield FactDifference(f"type of {subject.replace('_', ' ')}", ours[subject], theirs[subject])
+_CHANGES_BY_RUN = re.compile("_at$|^first_|^last_")
 
 
-def _types(run: RecordedRun) -> dict[str, str]:
-    types: dict[str, set[str]] = defaultdict(set)
-    for row in run.states.to_pylist():
-        types[row["subject"] or ""].add(row["dtype"] or "")
-    return {subject: ", ".join(sorted(dtypes)) for subject, dtypes in types.items()}
+def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            for path, text in _flat(value):
+                yield f"{name}.{path}", text
+        elif value is not None:
+            yield str(name), value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
-def _shares_text(run: RecordedRun) -> str:
-    return ", ".join(f"{name.upper()} {percent(share)} %" for name, share in precision_shares(run).items())
+def _state_types(run: RecordedRun) -> dict[str, str]:
+    types = group_by_key((row["subject"] or "", row["dtype"] or "") for row in run.states.to_pylist())
+    return {f"type of {subject.replace('_', ' ')}": ", ".join(sorted(set(types[subject]))) for subject in types}
 
 
-def _product_differences(a: RecordedRun, b: RecordedRun) -> Iterator[FactDifference]:
-    if not len(a.gemms) or not len(b.gemms):
-        return
-    of_a = _shares_text(a)
-    of_b = _shares_text(b)
-    if of_a != of_b:
-        yield FactDifference("coverage", of_a, of_b)
-    for (what, before, after), layers in _changed_layer_facts(a, b).items():
-        yield FactDifference(f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}", before, after)
+def _coverage(run: RecordedRun) -> dict[str, str]:
+    shares = precision_shares(run)
+    if not shares:
+        return {}
+    return {"coverage": ", ".join(f"{name.upper()} {percent(share)} %" for name, share in shares.items())}
 
 
 def _changed_layer_facts(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
-    theirs = _layer_facts(b)
-    changed: dict[tuple[str, str, str], list[str]] = {}
-    for key, value in _layer_facts(a).items():
-        what, _, layer = key
-        if theirs.get(key, value) != value:
-            changed.setdefault((what, value, theirs[key]), []).append(layer)
-    return changed
+    """Return fact, text of A, text of B -> the layers."""
+    facts_b = _layer_facts(b)
+    return group_by_key(
+        ((what, text, facts_b[what, scope, layer]), layer)
+        for (what, scope, layer), text in _layer_facts(a).items()
+        if facts_b.get((what, scope, layer), text) != text
+    )
 
 
 def _layer_facts(run: RecordedRun) -> dict[tuple[str, str, str], str]:
@@ -180,11 +170,11 @@ def _layer_facts(run: RecordedRun) -> dict[tuple[str, str, str], str]:
     facts: dict[tuple[str, str, str], str] = {}
     precisions: dict[tuple[str, str, str], str] = {}
     for row in facts_at_end(run.gemms).to_pylist():
-        place = row["scope"] or "", row["layer"]
-        precisions[(f"{row['gemm']} of", *place)] = (row["precision"] or "").upper()
+        layer = (row["scope"] or "", row["layer"])
+        precisions[(f"{row['gemm']} of", *layer)] = (row["precision"] or "").upper()
         if row["gemm"] == "fprop" and all(row[name] for name in ("macs", "n", "m", "k", "batch", "calls")):
-            facts.setdefault((_ROWS, *place), f"{row['n'] * row['batch'] * row['calls']:,}")
-            facts.setdefault(("weight of", *place), f"{row['m']} x {row['k']}")
+            facts.setdefault((_ROWS, *layer), f"{row['n'] * row['batch'] * row['calls']:,}")
+            facts.setdefault(("weight of", *layer), f"{row['m']} x {row['k']}")
     return facts | precisions
 
 
@@ -213,33 +203,33 @@ def compare(
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
     (b, *noise), rename = zip(*(align(a, run) for run in (b, *noise)), strict=True)
     runs = (a, b, *noise)
-    first, other, *others = (side_of_run(run, _name(run, runs)) for run in runs)
-    paired = [subject for subject in first.subjects if subject in other.series or subject in other.scalars]
+    first, other, *others = (Side.of(run, _name(run, runs)) for run in runs)
+    paired = [subject for subject in first.subjects if subject in other.subjects]
     apart = _explain_unpaired(first, other)
     for reason in (apart if not paired else "", *(_explain_unpaired(first, side) for side in others if not apart)):
         if reason:
             raise ComparisonError(reason)
-    order = Order([a, b])
     collect = None if numbers is None else numbers.collect_from(first, other)
     search = Search(first, other, others, lasting, collect)
-    departures = list(search.run(paired))
-    resized = _resized(a, b)
-    # Published bounds are for equal batches.
-    shares = ({}, {}) if resized else (precision_shares(a), precision_shares(b))
+    departures = search.run(paired)
     if search.without_steps == len(paired):
         raise ComparisonError(
             f"{first.name} and {other.name} have {len(paired)} series in common, but no common steps: {_span(first)},"
             f" {_span(other)}.{first.run.notes_sentence}{other.run.notes_sentence}"
         )
+    pairing = _pairing(first, other, paired, search)
+    # Published bounds are for equal batches.
+    shares = ({}, {}) if pairing.with_other_rows else (precision_shares(a), precision_shares(b))
+    order = Order([a, b])
     same_run = (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
     notes = list(filter(None, rename))
-    for run in runs:
-        notes += [f"{_name(run, runs)}: {note}" for note in run.notes]
+    for side in (first, other, *others):
+        notes += [f"{side.name}: {note}" for note in side.run.notes]
     return Comparison(
         first.name,
         other.name,
         tuple(facts_that_differ(a, b)),
-        _pairing(first, other, paired, search, resized),
+        pairing,
         lasting,
         Floor(tuple(side.name for side in others), search.without_noise) if others else None,
         order.seen,
@@ -253,15 +243,6 @@ def compare(
     )
 
 
-def _resized(a: RecordedRun, b: RecordedRun) -> list[str]:
-    """Return the layers with different numbers of rows in a step, for example from another batch size."""
-    resized: list[str] = []
-    for (what, *_), layers in _changed_layer_facts(a, b).items():
-        if what == _ROWS:
-            resized += layers
-    return resized
-
-
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     several = any(other.path == run.path and other.run_id != run.run_id for other in runs)
     if several:
@@ -270,13 +251,12 @@ def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
 
 
 def _explain_unpaired(first: Side, other: Side) -> str:
-    notes = first.run.notes_sentence + other.run.notes_sentence
-    if any(subject.layer for subject in first.series if subject in other.series):
+    """Return why no series of a layer pairs, and the remedy; empty if one does."""
+    if any(subject.layer for subject in first.subjects if subject in other.subjects):
         return ""
-    ours = _layers_of(first)
-    theirs = _layers_of(other)
-    for side, layers in ((first, ours), (other, theirs)):
-        if not layers:
+    notes = first.run.notes_sentence + other.run.notes_sentence
+    for side in (first, other):
+        if not side.layers:
             remedy = "Record it with a config that logs statistics, such as LogTensorStats."
             if "te" not in side.run.layers["family"].to_pylist():
                 remedy = (
@@ -284,29 +264,17 @@ def _explain_unpaired(first: Side, other: Side) -> str:
                     " te_precision_callbacks.accelerate.convert_to_te(model) before creating the optimizer."
                 )
             return f"{side.name} has no statistics of layers, so no layer can be compared. {remedy}{notes}"
-    _, own_names = zip(*ours, strict=True)
-    _, other_names = zip(*theirs, strict=True)
-    if set(own_names).intersection(other_names):
+    names = [name for _, name in first.layers]
+    other_names = [name for _, name in other.layers]
+    if set(names).intersection(other_names):
         return (
             f"{first.name} and {other.name} have common layers, but no common statistics. Record statistics that do not"
             f" depend on the recipe, such as std and cur_amax.{notes}"
         )
     return (
-        f"{first.name} and {other.name} have no common layers: one has {own_names[0]!r}, the other"
+        f"{first.name} and {other.name} have no common layers: one has {names[0]!r}, the other"
         f" {other_names[0]!r}.{notes}"
     )
-
-
-_Layers = dict[tuple[str, str], None]
-"""Scope and name of layers, in the order of the records."""
-
-
-def _layers_of(side: Side) -> _Layers:
-    return dict.fromkeys((subject.scope, subject.layer) for subject in side.series if subject.layer)
-
-
-def _names_only_in(layers: _Layers, others: _Layers) -> tuple[str, ...]:
-    return tuple(name for scope, name in layers if (scope, name) not in others)
 
 
 def _span(side: Side) -> str:
@@ -315,25 +283,29 @@ def _span(side: Side) -> str:
     return f"{side.name} has steps {min(first)} to {max(last)}"
 
 
-def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search, resized: Sequence[str]) -> Pairing:
-    ours = set(first.subjects) - set(paired)
-    theirs = set(other.subjects) - set(paired)
-    layers_a = _layers_of(first)
-    layers_b = _layers_of(other)
+def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search) -> Pairing:
+    layers_a = first.layers
+    layers_b = other.layers
     statistics_a = {subject.statistic for subject in first.subjects}
     statistics_b = {subject.statistic for subject in other.subjects}
+    resized = [
+        layer
+        for (what, _, _), layers in _changed_layer_facts(first.run, other.run).items()
+        if what == _ROWS
+        for layer in layers
+    ]
     return Pairing(
-        len(paired) - search.without_steps,
-        search.without_steps,
-        len(ours),
-        len(theirs),
-        len(layers_a.keys() & layers_b.keys()),
-        _names_only_in(layers_a, layers_b),
-        _names_only_in(layers_b, layers_a),
-        tuple(sorted(statistics_a - statistics_b)),
-        tuple(sorted(statistics_b - statistics_a)),
-        int(search.iterations[0]),
-        int(search.iterations[-1]),
-        tuple(resized),
-        len(search.iterations),
+        series=len(paired) - search.without_steps,
+        without_steps=search.without_steps,
+        only_a=len(first.subjects) - len(paired),
+        only_b=len(other.subjects) - len(paired),
+        layers=sum(layer in layers_b for layer in layers_a),
+        layers_only_a=tuple(name for scope, name in layers_a if (scope, name) not in layers_b),
+        layers_only_b=tuple(name for scope, name in layers_b if (scope, name) not in layers_a),
+        statistics_only_a=tuple(sorted(statistics_a - statistics_b)),
+        statistics_only_b=tuple(sorted(statistics_b - statistics_a)),
+        first=int(search.iterations[0]),
+        last=int(search.iterations[-1]),
+        with_other_rows=tuple(resized),
+        steps=len(search.iterations),
     )

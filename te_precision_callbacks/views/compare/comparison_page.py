@@ -5,8 +5,9 @@ Runs may be large, and are read in pieces. The page keeps downsampled curves of 
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ import numpy as np
 
 from te_precision_callbacks.runs.index import REDUCED, Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.compare.departures import ComparedValues, Side
+from te_precision_callbacks.views.compare.departures import ComparedValues
 from te_precision_callbacks.views.compare.loss import loss_curves
-from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting, StatisticDeparture
+from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting
+from te_precision_callbacks.views.compare.values import Side
 from te_precision_callbacks.views.compare.wording import (
     FACT_NAMES,
     describe_first,
@@ -29,13 +31,15 @@ from te_precision_callbacks.views.compare.wording import (
     times,
 )
 from te_precision_callbacks.views.report.data import finding_on_page
-from te_precision_callbacks.views.report.packing import PackedArrays, narrow, steps_between
+from te_precision_callbacks.views.report.packing import PackedArrays
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 from te_precision_callbacks.views.report.subjects import Subjects, layer_name
 
 _MOST_POINTS = 1000
 
 _MOST_CURVES = 1500
+
+_MOST_PARTINGS = 1000
 
 
 class ComparedSeries(NamedTuple):
@@ -78,38 +82,32 @@ class ComparedNumbers:
 
     @property
     def curves(self) -> list[ComparedSeries]:
-        return sorted(self._curves, key=lambda curve: (not curve.departs, -curve.strength))
+        in_order = sorted(self._curves, key=lambda curve: self.a.place_in_records(curve.subject))
+        return sorted(in_order, key=lambda curve: (not curve.departs, -curve.strength))
 
-    def _collect(self, part: ComparedValues) -> None:
-        begin_of = dict(zip(part.series[part.begins].tolist(), part.begins.tolist(), strict=True))
-        edges = np.searchsorted(part.series, np.arange(len(part.subjects) + 1))
-        for place, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
-            if begin == end:
-                continue
-            subject = part.subjects[place]
-            own = slice(begin, end)
-            every = -(-(end - begin) // _MOST_POINTS)
-            at = np.arange(begin, end, every)
-            if place in begin_of:
-                at = np.unique(np.append(at, begin_of[place]))
-            strength = float(np.max(np.abs(part.difference[own]) / part.limit[own]))
+    def _collect(self, values: ComparedValues) -> None:
+        strength = np.abs(values.difference) / values.limit
+        begin_of = dict(zip(values.series[values.begins].tolist(), values.begins.tolist(), strict=True))
+        for series in np.unique(values.series).tolist():
+            begin, end = np.searchsorted(values.series, (series, series + 1)).tolist()
+            every = math.ceil((end - begin) / _MOST_POINTS)
+            shown = np.arange(begin, end, every)
+            if series in begin_of:
+                shown = np.union1d(shown, begin_of[series])
             curve = ComparedSeries(
-                subject,
-                place in begin_of,
-                strength,
+                values.subjects[series],
+                series in begin_of,
+                float(strength[begin:end].max()),
                 every,
-                part.iterations[at],
-                part.a[at],
-                part.b[at],
-                part.below[at],
-                part.above[at],
+                values.iterations[shown],
+                values.a[shown],
+                values.b[shown],
+                values.below[shown],
+                values.above[shown],
             )
             self._curves.append(curve)
-            if len(self._curves) >= 2 * _MOST_CURVES:
-                self._curves = self.curves[:_MOST_CURVES]
-
-
-_MOST_PARTINGS = 1000
+        if len(self._curves) >= 2 * _MOST_CURVES:
+            self._curves = self.curves[:_MOST_CURVES]
 
 
 def write_comparison(
@@ -129,80 +127,62 @@ def write_comparison(
 
 
 def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any]:
-    layer_of = numbers.subjects.place_of_layer
-    loss = _loss(result, numbers, packed)
-    curves = [_curve(curve, layer_of, packed) for curve in numbers.curves]
     return {
         "a": result.a,
         "b": result.b,
         "floor": None if result.floor is None else result.floor.sides,
         "lost": list(first_lines(result)),
-        "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, layer_of),
         "facts": [(FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b) for fact in result.facts],
         "what": list(describe_pairing(result)),
         "first": list(describe_first(result)),
         "notes": result.notes,
-        "parted": [_parting(parting, layer_of) for parting in result.parted[:_MOST_PARTINGS]],
+        "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, numbers.subjects),
+        "parted": [_parting(parting, numbers.subjects) for parting in result.parted[:_MOST_PARTINGS]],
         "parted_total": len(result.parted),
-        "loss": loss,
+        "loss": _loss(result, numbers, packed),
         "layers": numbers.subjects.layers,
-        "curves": list(filter(None, curves)),
+        "curves": list(_curves(numbers, packed)),
     }
 
 
-def _verdicts(verdicts: ComparedVerdicts, layer_of: dict[str, int]) -> dict[str, Any]:
+def _verdicts(verdicts: ComparedVerdicts, subjects: Subjects) -> dict[str, Any]:
     return {
-        "summary": verdicts.summary,
+        **verdicts.as_json(),
         "partial": verdicts.a.is_partial or verdicts.b.state == "not enough checked",
-        "a": verdicts.a.summary,
-        "b": verdicts.b.summary,
-        "only_b": [finding_on_page(finding, layer_of) for finding in verdicts.only_b],
-        "not_checked_in_a": list(verdicts.not_checked_in_a),
+        "only_b": [finding_on_page(finding, subjects) for finding in verdicts.only_b],
     }
 
 
-def _parting(parting: Parting, layer_of: dict[str, int]) -> dict[str, Any]:
+def _tensor(tensor: Subject | Parting, subjects: Subjects) -> dict[str, Any]:
     return {
-        "layer": layer_of.get(layer_name(parting.scope, parting.layer), -1),  # -1 for a metric of the trainer
-        "tensor": parting.tensor,
-        "rank": REDUCED if parting.rank is None else parting.rank,
-        "iteration": parting.iteration,
-        "name": parting.name,
-        "origin": origin(parting),
-        "departures": list(map(_departure, parting.departures)),
+        "layer": subjects.number_of_layer.get(layer_name(tensor.scope, tensor.layer), -1),  # -1: a trainer's metric
+        "tensor": tensor.tensor,
+        "rank": REDUCED if tensor.rank is None else tensor.rank,
     }
 
 
-def _departure(departure: StatisticDeparture) -> dict[str, Any]:
-    return {
-        "statistic": departure.statistic,
-        "gemm": departure.gemm,
-        "iteration": departure.iteration,
-        "until": departure.until,
-        "to_the_end": departure.to_the_end,
-        "a": number(departure.a),
-        "b": number(departure.b),
-        "difference": difference(departure),
-        "times": times(departure),
-    }
+def _parting(parting: Parting, subjects: Subjects) -> dict[str, Any]:
+    departures = []
+    for departure in parting.departures:
+        texts = {
+            "a": number(departure.a),
+            "b": number(departure.b),
+            "difference": difference(departure),
+            "times": times(departure),
+        }
+        departures.append({**vars(departure), **texts})
+    place = {"iteration": parting.iteration, "origin": origin(parting)}
+    return {**_tensor(parting, subjects), **place, "departures": departures}
 
 
-def _curve(curve: ComparedSeries, layer_of: dict[str, int], packed: PackedArrays) -> dict[str, Any] | None:
-    columns = (curve.a, curve.b, curve.below, curve.above)
-    arrays = packed.try_put(steps_between(curve.iterations), *map(narrow, columns))
-    if arrays is None:
-        return None
-    subject = curve.subject
-    return {
-        "layer": layer_of.get(layer_name(subject.scope, subject.layer), -1),
-        "tensor": subject.tensor,
-        "gemm": subject.gemm,
-        "statistic": subject.statistic,
-        "rank": REDUCED if subject.rank is None else subject.rank,
-        "departs": curve.departs,
-        "every": curve.every,
-        "arrays": arrays,
-    }
+def _curves(numbers: ComparedNumbers, packed: PackedArrays) -> Iterator[dict[str, Any]]:
+    for curve in numbers.curves:
+        arrays = packed.try_put_curve(curve.iterations, curve.a, curve.b, curve.below, curve.above)
+        if arrays is not None:
+            subject = curve.subject
+            names = {"gemm": subject.gemm, "statistic": subject.statistic}
+            facts = {"departs": curve.departs, "every": curve.every, "arrays": arrays}
+            yield {**_tensor(subject, numbers.subjects), **names, **facts}
 
 
 def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any] | None:
@@ -210,18 +190,5 @@ def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) ->
     if result.loss is None or curves is None:
         return None
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)
-    arrays = packed.try_put(steps_between(curves.iterations), *map(narrow, columns))
-    yardsticks = []
-    for yardstick in result.loss.yardsticks:
-        bound = 100 * yardstick.bound
-        yardsticks.append({"name": yardstick.name, "bound": bound, "holds": yardstick.holds})
-    return {
-        "name": curves.name.statistic,
-        "sentences": list(describe_losses(result.loss)),
-        "finding": result.loss.is_finding,
-        "window": curves.window,
-        "stable_since": result.loss.stable_since,
-        "floor": None if result.loss.floor is None else 100 * result.loss.floor,
-        "yardsticks": yardsticks,
-        "arrays": arrays,
-    }
+    arrays = packed.try_put_curve(curves.iterations, *columns)
+    return {**vars(result.loss), "sentences": list(describe_losses(result.loss)), "arrays": arrays}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first
 from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.compare.departures import Side
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
+from te_precision_callbacks.views.compare.values import Side, join, metric_subject
 
 _YARDSTICKS = {
     ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3"): ("high", "fp8"),
@@ -30,7 +30,8 @@ _LEAST_WINDOW = 5
 Shares = Mapping[str, float]
 
 
-class LossCurves(NamedTuple):
+@dataclass(frozen=True)
+class LossCurves:
     """The losses of two sides at their common steps. A *lost* loss is not finite from a step to the end of its run.
 
     Attributes:
@@ -53,32 +54,50 @@ class LossCurves(NamedTuple):
     lost_a: LostLoss | None
     lost_b: LostLoss | None
 
+    @property
+    def stable(self) -> slice:
+        """The last quarter of the steps."""
+        return slice(max(min(self.steps - 1, 3 * self.steps // 4), 0), self.steps)
+
+    @property
+    def difference(self) -> float:
+        return _mean(self.relative[self.stable])
+
+    @property
+    def spikes(self) -> Floats:
+        """The factor between two losses in each step before one is lost; 1 if the factor between their running medians
+        is a tenth of it or more.
+        """
+        factors = _factors(self.a[: self.steps], self.b[: self.steps])
+        smooth = _factors(self.smooth_a[: self.steps], self.smooth_b[: self.steps])
+        return np.where(factors >= _SPIKE * smooth, factors, 1.0)
+
 
 def loss_curves(a: Side, b: Side) -> LossCurves | None:
     """The most likely loss among the metrics; preferably a lost loss, since a trainer may also log it filtered."""
-    losses = {subject.statistic: subject for subject in a.scalars if subject in b.scalars}
-    names = [losses[name] for name in loss_first(losses) if is_loss(name)]
-    names.sort(key=lambda name: not (is_training_loss(name.statistic) and any(_lost(side, name) for side in (a, b))))
-    if names:
-        return _curves(a, b, names[0])
-    return None
+    common = a.run.metrics.keys() & b.run.metrics.keys()
+    losses = [metric_subject(name) for name in loss_first(common) if is_loss(name)]
+    lost = (loss for loss in losses if is_training_loss(loss.statistic) and (_lost(a, loss) or _lost(b, loss)))
+    chosen = next(lost, losses[0] if losses else None)
+    if chosen is None:
+        return None
+    return _curves(a, b, chosen)
 
 
 def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
-    left = a.read([name])
-    right = b.read([name])
-    iterations, at, there = np.intersect1d(left.iterations, right.iterations, assume_unique=True, return_indices=True)
+    _, iterations, values_a, values_b = join(a.read([name]), b.read([name]))
     if not len(iterations):
         return None
-    ours = left.values[at]
-    theirs = right.values[there]
-    lost = _lost(a, name), _lost(b, name)
-    since = [loss.since for loss in lost if loss is not None]
-    steps = int(np.searchsorted(iterations, min(since))) if since else len(iterations)
+    lost_a = _lost(a, name)
+    lost_b = _lost(b, name)
+    steps = len(iterations)
+    for loss in filter(None, (lost_a, lost_b)):
+        steps = min(steps, int(np.searchsorted(iterations, loss.since)))
     window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
-    x = _smooth(ours, steps, window)
-    y = _smooth(theirs, steps, window)
-    return LossCurves(name, iterations, ours, theirs, steps, window, x, y, _relative(x, y), *lost)
+    smooth_a = _smooth(values_a, steps, window)
+    smooth_b = _smooth(values_b, steps, window)
+    relative = _relative(smooth_a, smooth_b)
+    return LossCurves(name, iterations, values_a, values_b, steps, window, smooth_a, smooth_b, relative, lost_a, lost_b)
 
 
 def _lost(side: Side, name: Subject) -> LostLoss | None:
@@ -97,69 +116,60 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     curves = loss_curves(a, b)
     if curves is None:
         return None
-    iterations = curves.iterations[: curves.steps]
-    relative = curves.relative[: curves.steps]
-    stable = _stable(curves.steps)
-    early = curves.steps // 4
-    difference = _mean(relative[stable])
-    baselines = []
-    floors = []
-    for side in noise:
-        baseline = _curves(a, side, curves.name) if curves.name in side.scalars else None
-        if baseline is not None:
-            baselines.append(baseline)
-            floors.append(abs(_mean(baseline.relative[: baseline.steps][_stable(baseline.steps)])))
-    sizes = np.nan_to_num(np.abs(relative[early:]), nan=-1.0, posinf=np.inf)
-    largest = early + int(sizes.argmax()) if sizes.size else None
-    kinds = (_kind(shares[0]), _kind(shares[1]))
-    yardsticks = []
-    for (name, bound, source), runs in _YARDSTICKS.items():
-        is_comparable = kinds == runs and not math.isnan(difference)
-        yardsticks.append(Yardstick(name, bound, source, abs(difference) < bound if is_comparable else None))
+    baselines = [_curves(a, side, curves.name) for side in noise if curves.name in side.subjects]
+    known_baselines = [baseline for baseline in baselines if baseline is not None]
+    stable = curves.stable
+    stable_since = largest_at = int(curves.iterations[0])
+    largest = math.nan
+    if curves.steps:
+        early = curves.steps // 4
+        sizes = np.abs(curves.relative[early : curves.steps])
+        place = early + int(np.nan_to_num(sizes, nan=-1.0, posinf=np.inf).argmax())
+        largest = float(sizes[place - early])
+        largest_at = int(curves.iterations[place])
+        stable_since = int(curves.iterations[stable.start])
     return LossComparison(
-        curves.name.statistic,
-        curves.steps,
-        curves.window,
-        int(curves.iterations[0] if largest is None else iterations[stable][0]),
-        _mean(curves.smooth_a[: curves.steps][stable]),
-        _mean(curves.smooth_b[: curves.steps][stable]),
-        difference,
-        math.nan if largest is None else float(abs(relative[largest])),
-        int(curves.iterations[0] if largest is None else iterations[largest]),
-        max(floors, default=None),
-        tuple(yardsticks),
-        _spike(curves, baselines),
-        (_precision(shares[0]), _precision(shares[1])),
-        curves.lost_a,
-        curves.lost_b,
+        name=curves.name.statistic,
+        steps=curves.steps,
+        window=curves.window,
+        stable_since=stable_since,
+        a=_mean(curves.smooth_a[stable]),
+        b=_mean(curves.smooth_b[stable]),
+        relative=curves.difference,
+        largest=largest,
+        largest_at=largest_at,
+        floor=max((abs(baseline.difference) for baseline in known_baselines), default=None),
+        yardsticks=tuple(_yardsticks(curves.difference, shares)),
+        spike=_spike(curves, known_baselines),
+        precisions=(_precision(shares[0]), _precision(shares[1])),
+        lost_a=curves.lost_a,
+        lost_b=curves.lost_b,
     )
 
 
+def _yardsticks(difference: float, shares: tuple[Shares, Shares]) -> Iterator[Yardstick]:
+    kinds = (_kind(shares[0]), _kind(shares[1]))
+    for (name, bound, source), runs in _YARDSTICKS.items():
+        is_comparable = kinds == runs and not math.isnan(difference)
+        yield Yardstick(name, bound, source, abs(difference) < bound if is_comparable else None)
+
+
 def _mean(values: Floats) -> float:
-    there = values[~np.isnan(values)]
-    if there.size:
-        return float(there.mean())
+    known = values[~np.isnan(values)]
+    if known.size:
+        return float(known.mean())
     return math.nan
 
 
 def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
     """Find steps with very different losses but similar running medians; None if the noise has such steps too."""
-    factors = _spikes(curves)
-    at = int(factors.argmax()) if factors.size else None
-    if at is None or factors[at] < _SPIKE or any(_spikes(curve).max(initial=0.0) >= factors[at] for curve in noise):
+    spikes = curves.spikes
+    largest = spikes.max(initial=0.0)
+    if largest < _SPIKE or any(baseline.spikes.max(initial=0.0) >= largest for baseline in noise):
         return None
-    steps = int((factors >= _SPIKE).sum())
-    return LossSpike(steps, int(curves.iterations[at]), float(curves.a[at]), float(curves.b[at]))
-
-
-def _spikes(curves: LossCurves) -> Floats:
-    """The factor between two losses in each step before one is lost; 1 if the factor between their running medians is
-    a tenth of it or more.
-    """
-    shown = slice(curves.steps)
-    factors = _factors(curves.a[shown], curves.b[shown])
-    smooth = _factors(curves.smooth_a[shown], curves.smooth_b[shown])
-    return np.where(factors >= _SPIKE * smooth, factors, 1.0)
+    place = int(spikes.argmax())
+    steps = int((spikes >= _SPIKE).sum())
+    return LossSpike(steps, int(curves.iterations[place]), float(curves.a[place]), float(curves.b[place]))
 
 
 def _factors(a: Floats, b: Floats) -> Floats:
@@ -187,10 +197,6 @@ def _relative(x: Floats, y: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(x == y, 0.0, (y - x) / np.abs(x))
     return np.where(np.isfinite(x) & np.isfinite(y), relative, np.nan)
-
-
-def _stable(steps: int) -> slice:
-    return slice(max(min(steps - 1, 3 * steps // 4), 0), steps)
 
 
 def _kind(shares: Shares) -> str:

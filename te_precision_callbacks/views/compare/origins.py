@@ -17,19 +17,43 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.views.compare.departures import SeriesDeparture
 from te_precision_callbacks.views.compare.result import Parting
 
-Layer = tuple[str, str]
-
-_IN_FORWARD = {"activation": 0, "weight": 1, "output": 2}
-_IN_BACKWARD = {"gradient": 0, "dgrad": 1, "wgrad": 2}
-
 FORWARD = 0
 BACKWARD = 1
 AFTERWARDS = 2
+
+_PHASES = {
+    "activation": (FORWARD, 0),
+    "weight": (FORWARD, 1),
+    "output": (FORWARD, 2),
+    "gradient": (BACKWARD, 0),
+    "dgrad": (BACKWARD, 1),
+    "wgrad": (BACKWARD, 2),
+}
+"""Tensor -> its phase of the step, and its place in the layer."""
+
+_SOURCES: Mapping[str, tuple[str, ...]] = {
+    "activation": ("activation", "weight", "output"),
+    "gradient": ("gradient", "weight", "dgrad"),
+    "output": ("activation", "weight"),
+    "dgrad": ("gradient", "weight"),
+    "wgrad": ("gradient", "activation"),
+    "weight": ("wgrad", "gradient"),
+}
+
+_THROUGH_LAYERS = ("activation", "gradient")
+"""The tensors whose sources are in earlier layers; those of all others are in the same layer."""
+
+_SHARE = 0.75
+"""The minimum ratio of a source's difference to an inherited difference."""
+
+_MOST_LINKS = 10
+"""The maximum length of a chain of sources to correct, if sources have rarer values than inheriting tensors."""
 
 
 class StepPlace(NamedTuple):
@@ -45,34 +69,29 @@ class Order:
     ``seen``: whether the order was recorded; otherwise layers are in the order of their first values.
     """
 
-    def __init__(self, runs: Iterable[RecordedRun]) -> None:
-        self._forward: dict[Layer, float] = {}
-        self._backward: dict[Layer, float] = {}
-        runs = list(runs)
-        for run in runs:
-            for row in run.layers.to_pylist():
-                layer = row["scope"] or "", row["layer"]
-                if row["exec_fwd"] is not None:
-                    self._forward.setdefault(layer, row["exec_fwd"])
-                if row["exec_bwd"] is not None:
-                    self._backward.setdefault(layer, row["exec_bwd"])
+    def __init__(self, runs: Sequence[RecordedRun]) -> None:
+        self._forward: dict[tuple[str, str], float] = {}
+        self._backward: dict[tuple[str, str], float] = {}
+        for row in itertools.chain(*(run.layers.to_pylist() for run in runs)):
+            layer = (row["scope"] or "", row["layer"])
+            if row["exec_fwd"] is not None:
+                self._forward.setdefault(layer, row["exec_fwd"])
+            if row["exec_bwd"] is not None:
+                self._backward.setdefault(layer, row["exec_bwd"])
         self.seen = bool(self._forward)
         # Layers without a recorded place follow, in the order of the records.
         behind = max(self._forward.values(), default=-1.0) + 1
-        for run in runs:
-            for subject in run.subjects:
-                if subject.layer:
-                    self._forward.setdefault((subject.scope, subject.layer), behind + len(self._forward))
+        for subject in itertools.chain(*(run.subjects for run in runs)):
+            if subject.layer:
+                self._forward.setdefault((subject.scope, subject.layer), behind + len(self._forward))
 
     def place(self, subject: Subject) -> StepPlace:
         layer = (subject.scope, subject.layer)
-        stage = _stage(subject.scope)
-        if subject.tensor in _IN_FORWARD:
-            return StepPlace(FORWARD, stage, self._forward.get(layer, math.inf), _IN_FORWARD[subject.tensor])
-        if subject.tensor in _IN_BACKWARD:
-            backward = self._backward.get(layer, -self._forward.get(layer, -math.inf))
-            return StepPlace(BACKWARD, -stage, backward, _IN_BACKWARD[subject.tensor])
-        return StepPlace(AFTERWARDS, 0, self._forward.get(layer, math.inf), 0)
+        phase, tensor = _PHASES.get(subject.tensor, (AFTERWARDS, 0))
+        forward = self._forward.get(layer, math.inf)
+        if phase == BACKWARD:
+            return StepPlace(phase, -_stage(subject.scope), self._backward.get(layer, -forward), tensor)
+        return StepPlace(phase, _stage(subject.scope), forward, tensor)
 
 
 def _stage(scope: str) -> int:
@@ -81,65 +100,47 @@ def _stage(scope: str) -> int:
     return int(numbers.get("vpp", 0)) * 1_000_000 + int(numbers.get("pp", 0))
 
 
-_SHARE = 0.75
-"""The minimum ratio of a source's difference to an inherited difference."""
+_Tensor = tuple[str, str, str, int | None]
 
-_SOURCES: Mapping[str, tuple[str, ...]] = {
-    "activation": ("activation", "weight", "output"),
-    "gradient": ("gradient", "weight", "dgrad"),
-    "output": ("activation", "weight"),
-    "dgrad": ("gradient", "weight"),
-    "wgrad": ("gradient", "activation"),
-    "weight": ("wgrad", "gradient"),
-}
 
-_MOST_LINKS = 10
-"""The maximum length of a chain of sources to correct, if sources have rarer values than inheriting tensors."""
-
-_IN_ORDER = ("activation", "gradient")
-
-_Key = tuple[str, str, str, int | None]
+def _tensor_of(subject: Subject) -> _Tensor:
+    # Metrics of the trainer or of a custom feature have no source, so the statistic is part of the key.
+    return subject.scope, subject.layer, subject.tensor or f"\0{subject.statistic}", subject.rank
 
 
 def partings(departures: Iterable[SeriesDeparture], order: Order) -> list[Parting]:
-    tensors: dict[_Key, list[SeriesDeparture]] = {}
-    for departed in departures:
-        tensors.setdefault(_key(departed.subject), []).append(departed)
+    """Return the tensors that depart, by iteration, then by execution order."""
+    tensors = group_by_key((_tensor_of(departed.subject), departed) for departed in departures)
     for group in tensors.values():
         group.sort(key=lambda departed: -departed.departure.strength)
     sources = _Sources(tensors, order)
-    source_of = {key: sources.find(group) for key, group in tensors.items()}
+    source_of = {tensor: sources.find(group) for tensor, group in tensors.items()}
     began = _first_iterations(tensors, source_of)
-    ordered = sorted(tensors, key=lambda key: (began[key], order.place(tensors[key][0].subject)))
-    return [_parting(tensors[key], source_of[key]) for key in ordered]
+    ordered = sorted(tensors, key=lambda tensor: (began[tensor], order.place(tensors[tensor][0].subject)))
+    return [_parting(tensors[tensor], source_of[tensor]) for tensor in ordered]
 
 
 def _first_iterations(
-    tensors: Mapping[_Key, Sequence[SeriesDeparture]], source_of: Mapping[_Key, SeriesDeparture | None]
-) -> dict[_Key, int]:
+    tensors: Mapping[_Tensor, Sequence[SeriesDeparture]], source_of: Mapping[_Tensor, SeriesDeparture | None]
+) -> dict[_Tensor, int]:
     """The iteration of each tensor's first difference; a source is moved before the tensors that inherit from it.
 
     For example, a weight with values in every fifth step may seem to depart after the activations it affects.
     """
-    began = {key: _first(group).departure.iteration for key, group in tensors.items()}
+    began = {tensor: _first(group).departure.iteration for tensor, group in tensors.items()}
     for _ in range(_MOST_LINKS):
-        before = dict(began)
-        for key, source in source_of.items():
+        previous = dict(began)
+        for tensor, source in source_of.items():
             if source is not None:
-                of = _key(source.subject)
-                began[of] = min(began[of], max(source.since, began[key]))
-        if began == before:
+                origin = _tensor_of(source.subject)
+                began[origin] = min(began[origin], max(source.since, began[tensor]))
+        if began == previous:
             break
     return began
 
 
 def _first(group: Sequence[SeriesDeparture]) -> SeriesDeparture:
     return min(group, key=lambda departed: departed.departure.iteration)
-
-
-def _key(subject: Subject) -> _Key:
-    # Metrics of the trainer or of a custom feature have no source, so the statistic is part of the key.
-    return subject.scope, subject.layer, subject.tensor or f"\0{subject.statistic}", subject.rank
 
 
 def _parting(group: Sequence[SeriesDeparture], source: SeriesDeparture | None) -> Parting:
@@ -161,32 +162,30 @@ def _parting(group: Sequence[SeriesDeparture], source: SeriesDeparture | None) -
 class _Sources:
     """Finds where a difference between two runs comes from: an earlier tensor that differs first."""
 
-    def __init__(self, tensors: Mapping[_Key, Sequence[SeriesDeparture]], order: Order) -> None:
-        self._by_key = tensors
+    def __init__(self, tensors: Mapping[_Tensor, Sequence[SeriesDeparture]], order: Order) -> None:
+        self._tensors = tensors
         self._order = order
-        self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, SeriesDeparture]]] = {}
-        every = list(itertools.chain.from_iterable(tensors.values()))
-        for tensor in _IN_ORDER:
-            placed = []
-            for departed in every:
-                if departed.subject.tensor in _SOURCES[tensor]:
-                    place = self._place(departed, tensor)
-                    placed.append((place, departed))
-            for place, departed in sorted(placed, key=itemgetter(0)):
-                line = tensor, departed.subject.rank, departed.subject.statistic
-                self._lines.setdefault(line, []).append((place, departed))
+        placed = [
+            (self._place(departed, tensor), departed, tensor)
+            for tensor in _THROUGH_LAYERS
+            for departed in itertools.chain(*tensors.values())
+            if departed.subject.tensor in _SOURCES[tensor]
+        ]
+        self._lines = group_by_key(
+            ((tensor, departed.subject.rank, departed.subject.statistic), (place, departed))
+            for place, departed, tensor in sorted(placed, key=itemgetter(0))
+        )
 
     def find(self, group: Sequence[SeriesDeparture]) -> SeriesDeparture | None:
         """Find the source of a tensor's difference, by the strongest statistic that departs in a source too."""
         for departed in group:
+            candidates = list(self._candidates(departed))
             own = departed.departure.difference
-            has_any = False
-            for source in self._candidates(departed):
-                theirs = source.departure.difference
-                has_any = True
-                if theirs * own > 0 and abs(theirs) >= _SHARE * abs(own):
+            for source in candidates:
+                difference = source.departure.difference
+                if difference * own > 0 and abs(difference) >= _SHARE * abs(own):
                     return source
-            if has_any:
+            if candidates:
                 break
         return None
 
@@ -197,21 +196,19 @@ class _Sources:
         """Yield differences of the same statistic at that time, of earlier layers, nearest first; for outputs and
         weights, of the same layer.
         """
-        subject = departed.subject
-        at = departed.departure.iteration
-        if subject.tensor in _IN_ORDER:
-            line = self._lines.get((subject.tensor, subject.rank, subject.statistic), [])
-            before = bisect_left(line, self._place(departed, subject.tensor), key=itemgetter(0))
-            sources = [source for _, source in reversed(line[:before])]
+        scope, layer, tensor, _, statistic, rank = departed.subject
+        if tensor in _THROUGH_LAYERS:
+            line = self._lines.get((tensor, rank, statistic), [])
+            end = bisect_left(line, self._place(departed, tensor), key=itemgetter(0))
+            sources = [source for _, source in reversed(line[:end])]
         else:
-            sources = []
-            for tensor in _SOURCES.get(subject.tensor, ()):
-                of_tensor = self._by_key.get((subject.scope, subject.layer, tensor, subject.rank), ())
-                sources += [source for source in of_tensor if source.subject.statistic == subject.statistic]
+            names = [(scope, layer, source_tensor, rank) for source_tensor in _SOURCES.get(tensor, ())]
+            in_layer = itertools.chain(*(self._tensors.get(name, ()) for name in names))
+            sources = [source for source in in_layer if source.subject.statistic == statistic]
         for source in sources:
-            if subject.tensor == "weight":  # the optimizer has run between them
+            if tensor == "weight":  # the optimizer has run between them
                 existed = source.departure.iteration < departed.since
             else:
-                existed = source.since <= at <= source.departure.until
+                existed = source.since <= departed.departure.iteration <= source.departure.until
             if existed:
                 yield source

@@ -16,9 +16,9 @@ from typing import Literal
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.views.compare.departures import side_of_run
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.result import ComparisonError, LossComparison
+from te_precision_callbacks.views.compare.values import Side
 
 TOLERANCE = 0.0025
 """Share of A's loss: the bound for FP8 against BF16 of DeepSeek-V3, arXiv 2412.19437, 3.3."""
@@ -67,32 +67,34 @@ def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float =
         raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
     count = len(a)
     mean_a = sum(a) / count
+    mean_b = sum(b) / count
     scale = abs(mean_a) or 1.0
-    differences = [(theirs - ours) / scale for ours, theirs in zip(a, b, strict=True)]
+    differences = [(loss_b - loss_a) / scale for loss_a, loss_b in zip(a, b, strict=True)]
     mean = sum(differences) / count
     spread = math.nan
     if count > 1:
         spread = math.sqrt(sum((value - mean) ** 2 for value in differences) / (count - 1))
-    wide = _interval(mean, spread, count, 0.95)
-    narrow = _interval(mean, spread, count, 0.9)
-    decision = _decide(narrow, tolerance)
-    if math.isfinite(mean_a) and not math.isfinite(sum(b)):
+
+    def interval(confidence: float, pairs: int) -> tuple[float, float]:
+        if pairs < 2:
+            return math.nan, math.nan
+        width = t_quantile(0.5 + confidence / 2, pairs - 1) * spread / math.sqrt(pairs)
+        return mean - width, mean + width
+
+    def decide(pairs: int) -> Decision:
+        return _decide(interval(0.9, pairs), tolerance)
+
+    decision = decide(count)
+    if math.isfinite(mean_a) and not math.isfinite(mean_b):
         decision = "beyond"
     needed = None
     if decision == "undecided" and count > 1:
-        counts = range(count, _MOST_PAIRS + 1)
         # Intervals shrink with the number of pairs.
-        place = bisect_left(counts, True, key=lambda n: _decide(_interval(mean, spread, n, 0.9), tolerance) != decision)
-        if place < len(counts):
-            needed = counts[place]
-    return PairedDifference(count, mean_a, sum(b) / count, mean, wide, narrow, tolerance, decision, needed)
-
-
-def _interval(mean: float, spread: float, count: int, confidence: float) -> tuple[float, float]:
-    if count < 2:
-        return math.nan, math.nan
-    width = t_quantile(0.5 + confidence / 2, count - 1) * spread / math.sqrt(count)
-    return mean - width, mean + width
+        pairs = range(count, _MOST_PAIRS + 1)
+        first = bisect_left(pairs, True, key=lambda number: decide(number) != "undecided")
+        needed = pairs[first] if first < len(pairs) else None
+    wide = interval(0.95, count)
+    return PairedDifference(count, mean_a, mean_b, mean, wide, interval(0.9, count), tolerance, decision, needed)
 
 
 def _decide(interval: tuple[float, float], tolerance: float) -> Decision:
@@ -106,18 +108,8 @@ def _decide(interval: tuple[float, float], tolerance: float) -> Decision:
 
 @functools.cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """Return a quantile above the median of Student's t, by bisection of its distribution."""
-    low = 0.0
-    high = 1.0
-    while _t_distribution(high, freedom) < probability:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _t_distribution(middle, freedom) < probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    """Return a quantile above the median of Student's t, up to 1,000, by bisection of its distribution."""
+    return bisect_left(range(10**15), probability, key=lambda t: _t_distribution(t / 1e12, freedom)) / 1e12
 
 
 def _t_distribution(t: float, freedom: int) -> float:
@@ -166,24 +158,19 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
     twice = [run.path for run in (*a, *b) if ids.count(run.run_id) > 1]
     if twice:
         raise OptionError(f"{twice[0]} is given twice: each run counts once, as one seed of one side.")
-    name = ""
-    losses_a = []
-    losses_b = []
-    since = []
+    losses: list[LossComparison] = []
     lost: list[str] = []
-    for ours, theirs in zip(a, b, strict=False):
-        loss, lost_runs = _final_losses(ours, theirs)
-        name = name or loss.name
-        losses_a.append(loss.a)
-        losses_b.append(loss.b)
-        since.append(loss.stable_since)
+    for run_a, run_b in zip(a, b, strict=False):
+        loss, lost_runs = _final_losses(run_a, run_b)
+        losses.append(loss)
         lost += lost_runs
     if len(a) != len(b):
         raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
+    losses_a = tuple(loss.a for loss in losses)
+    losses_b = tuple(loss.b for loss in losses)
     paired = paired_difference(losses_a, losses_b, tolerance)
-    return SeedComparison(
-        _names(a), _names(b), name, tuple(since), tuple(losses_a), tuple(losses_b), paired, tuple(lost)
-    )
+    since = tuple(loss.stable_since for loss in losses)
+    return SeedComparison(_names(a), _names(b), losses[0].name, since, losses_a, losses_b, paired, tuple(lost))
 
 
 def _names(runs: Iterable[RecordedRun]) -> tuple[str, ...]:
@@ -192,8 +179,8 @@ def _names(runs: Iterable[RecordedRun]) -> tuple[str, ...]:
 
 def _final_losses(ours: RecordedRun, theirs: RecordedRun) -> tuple[LossComparison, list[str]]:
     """Return the losses of a pair, nan for a run that ends with inf or nan, and a line for each such run."""
-    a = side_of_run(ours, str(ours.path))
-    b = side_of_run(theirs, str(theirs.path))
+    a = Side.of(ours, str(ours.path))
+    b = Side.of(theirs, str(theirs.path))
     loss = compare_losses(a, b, (), ({}, {}))
     if loss is None:
         raise ComparisonError(

@@ -12,7 +12,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many, some_of, without_exponents
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import fold_names, form_of
-from te_precision_callbacks.views.compare.departures import NO_NUMBER, ZERO_BELOW
+from te_precision_callbacks.views.compare.noise import NO_NUMBER, ZERO_BELOW
 from te_precision_callbacks.views.compare.paired import PairedDifference, SeedComparison
 from te_precision_callbacks.views.compare.result import (
     ComparedVerdicts,

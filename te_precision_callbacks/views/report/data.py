@@ -7,17 +7,19 @@ findings, then of the worst layers, then of all others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.runs.recorded import Curve, RecordedRun
+from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.summary import (
     last_steps,
     loss_first,
@@ -25,27 +27,34 @@ from te_precision_callbacks.runs.summary import (
     outcome_notes,
     why_nothing_to_show,
 )
-from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report import facts
-from te_precision_callbacks.views.report.overview import Columns, Overview, has_room_for, histograms, overviews, pieces
-from te_precision_callbacks.views.report.packing import PackedArrays, PackedScale, narrow, steps_between
-from te_precision_callbacks.views.report.subjects import (
-    FamilySeries,
-    ReportError,
-    Subjects,
-    folder_name,
-    layer_name,
+from te_precision_callbacks.views.report.overview import (
+    Columns,
+    Overview,
+    curves_of,
+    heat_map_columns,
+    histograms,
+    overviews,
 )
+from te_precision_callbacks.views.report.packing import PackedArrays, PackedScale
+from te_precision_callbacks.views.report.subjects import ReportError, Subjects, folder_name
 
 _HISTOGRAM_COLUMNS = 60
 
 WORST = 5
+"""The number of worst layers of each statistic."""
 
 _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_scales%", "flushed_scales%")
 
+_FORMATS = {form.name: {"max": form.max, "least": form.min_subnormal, "reach": 1.0} for form in (E4M3, E5M2, E2M1)}
+# Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
+_FORMATS[E2M1.name]["reach"] = E4M3.min_subnormal / E4M3.max
 
-_FORMATS = (E4M3, E5M2, E2M1)
+_MOST_MISSES = 500
+"""After so many curves in a row that do not fit, no other is tried."""
+
+_MOST_LAYERS_OF_FINDING = 200
 
 
 def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
@@ -56,239 +65,171 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     subjects = Subjects(run)
     verdict = diagnose(run)
     packed = PackedArrays(most)
-    chosen, columns, left_out = _choose_families(run, subjects)
-    made = []
-    shown: list[Overview] = []
-    total = 0
-    for overview in overviews(run, chosen, columns):
-        made.append(FamilyOnPage(overview, packed))
-        overview.cells.clear()
-        overview.present.clear()
-        shown.append(overview)
-        total += len(overview.of.series)
-    formats = {form.name: {"max": form.max, "least": form.min_subnormal, "reach": 1.0} for form in _FORMATS}
-    # Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
-    formats[E2M1.name]["reach"] = E4M3.min_subnormal / E4M3.max
+    columns = heat_map_columns(run, subjects.families)
+    made: list[Overview] = []
+    contents: list[dict[str, Any]] = []
+    for overview in overviews(run, subjects.families, columns):
+        contents.append(_family(overview, packed))
+        del overview.cells, overview.present
+        made.append(overview)
+    findings = [finding_on_page(finding, subjects) for finding in verdict]
     content: dict[str, Any] = {
         "run": _run(run),
-        "notes": [
-            *no_step_note(run),
-            *run.notes,
-            *left_out,
-        ],
-        "layers": _layers(run, subjects),
+        "notes": [*no_step_note(run), *run.notes],
+        "layers": facts.layers(run, subjects.layers),
         "scalars": _scalars(run, subjects, packed),
-        "formats": formats,
-        "verdict": _verdict(verdict, run, subjects),
-        "worst_layers": worst_layers(shown),
+        "formats": _FORMATS,
+        "verdict": {**verdict.as_json(), "findings": findings},
+        "worst_layers": worst_layers(made),
         "last_steps": _last_steps(run, packed),
+        "families": contents,
     }
-    worst: set[int] = set()
-    for finding in content["verdict"]["findings"]:
-        worst.update(finding["places"])
-    for listed in content["worst_layers"]:
-        worst.update(item["layer"] for item in listed["items"])
-    content["histograms"] = _histograms(run, subjects, packed, worst)
-    exact = _put_curves(run, made, packed, verdict)
-    content["families"] = [family.content for family in made]
+    layers = {layer for finding in findings for layer in finding["places"]}
+    layers.update(item["layer"] for listed in content["worst_layers"] for item in listed["items"])
+    content["histograms"] = _histograms(run, subjects, packed, layers)
+    order = _curves_by_priority(run, made, verdict)
     content["exact"] = {
-        "curves": exact,
-        "series": total,
-        "widest": int(np.max(columns.last - columns.first) + 1) if len(columns) else 0,
+        "curves": _put_curves(run, order, contents, packed),
+        "series": sum(len(overview.places) for overview in made),
+        "widest": int(np.max(columns.last - columns.first, initial=-1) + 1),
     }
     return content, packed.texts
 
 
 def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
     """The worst layers of each statistic with a bad direction, most severe first, without perfect values."""
-    listed_families = []
-    for place, overview in enumerate(made):
+    listed = []
+    priorities = {}
+    for number, overview in enumerate(made):
         family = overview.family
         if not family.has_direction or family.request is None:
             continue
-        items = []
-        worst = {}
-        values = {}
-        for row, number in overview.worst_of_rows().items():
-            layer = int(overview.layers[row])
-            worst[layer] = number
-            values[layer] = number.value
-        for layer in worst_first(WORST, family, values):
-            value, rank, at = worst[layer]
-            is_good = (family.worse is Worse.HIGH and value == 0) or (family.worse is Worse.LOW and np.isposinf(value))
-            if is_good:
-                continue
-            items.append({"layer": layer, "rank": rank, "value": value, "at": at})
-        listed_families.append({"family": place, "items": items, "counted": bool(worst)})
-
-    def priority(listed: dict[str, Any]) -> tuple[int, int]:
-        request = made[listed["family"]].family.request
-        name = "" if request is None else request.statistic.name
-        return (_FIRST.index(name) if name in _FIRST else len(_FIRST), listed["family"])
-
-    return sorted(listed_families, key=priority)
+        perfect = 0.0 if family.worse is Worse.HIGH else np.inf
+        worst = overview.worst_layers(WORST)
+        items = [item._asdict() for item in worst if item.value != perfect]
+        listed.append({"family": number, "items": items, "counted": bool(worst)})
+        name = family.request.statistic.name
+        priorities[number] = _FIRST.index(name) if name in _FIRST else len(_FIRST)
+    return sorted(listed, key=lambda entry: priorities[entry["family"]])
 
 
-MOST_PLACES = 200
-
-
-def _verdict(verdict: Verdict, run: RecordedRun, subjects: Subjects) -> dict[str, Any]:
-    places: dict[str, int] = {}
-    for table in (run.series, run.layers):
-        for scope, layer in set(zip(table["scope"].to_pylist(), table["layer"].to_pylist(), strict=True)):
-            place = subjects.place_of_layer.get(layer_name(scope, layer))
-            if place is not None:
-                places[layer] = min(place, places.get(layer, place))
-    content = verdict.as_json()
-    del content["verdict"]
-    content["findings"] = [finding_on_page(finding, places) for finding in verdict]
-    return content
-
-
-def finding_on_page(finding: Finding, places: Mapping[str, int]) -> dict[str, Any]:
-    """A finding for a page; ``places``: layer, as in records -> its index in the page's list of layers."""
+def finding_on_page(finding: Finding, subjects: Subjects) -> dict[str, Any]:
     content = finding.as_json()
     del content["layers"]
-    layers = [places[layer] for layer in finding.layers if layer in places]
-    return {**content, "places": layers[:MOST_PLACES], "layers_total": len(finding.layers)}
+    layers = [subjects.number_of_layer[layer] for layer in finding.layers if layer in subjects.number_of_layer]
+    return {**content, "places": layers[:_MOST_LAYERS_OF_FINDING], "layers_total": len(finding.layers)}
 
 
-def _choose_families(run: RecordedRun, subjects: Subjects) -> tuple[list[FamilySeries], Columns, list[str]]:
-    kept: list[FamilySeries] = []
-    rows = 0
-    for family in sorted(subjects.families, key=lambda family: not family.family.has_direction):
-        more = len(family.rows) * len(family.ranks)
-        if kept and not has_room_for(rows + more):
-            continue
-        kept.append(family)
-        rows += more
-    left_out = [family for family in subjects.families if family not in kept]
-    notes = []
-    if left_out:
-        named = ", ".join(f"{family.family.statistic} of {family.family.tensor}" for family in left_out[:5])
-        notes.append(f"{len(left_out)} of {len(subjects.families)} statistics do not fit, such as {named}.")
-    return [family for family in subjects.families if family in kept], Columns.for_rows(run, rows), notes
+def _family(overview: Overview, packed: PackedArrays) -> dict[str, Any]:
+    family = overview.family
+    request = family.request
+    row = None if request is None else request.statistic
+    scale = PackedScale.of(overview.cells, centred=row is not None and row.signed)
+    cells = scale.bytes(overview.cells, overview.present)
+
+    def put_by_rank(values: npt.NDArray[Any]) -> dict[str, Any]:
+        return {str(rank): packed.put(of_rank) for rank, of_rank in zip(overview.ranks, values, strict=True)}
+
+    return {
+        "tensor": family.tensor,
+        "statistic": family.statistic,
+        "gemm": family.gemm,
+        "base": None if row is None else row.name,
+        "recipe": None if request is None else request.recipe,
+        "columnwise": request is not None and request.columnwise,
+        "unit": "" if row is None else row.unit,
+        "formula": "" if row is None else row.formula,
+        "worse": None if family.worse is None else family.worse.value,
+        "ranks": overview.ranks,
+        "rows": packed.put(overview.layers.astype(np.int32)),
+        "first": packed.put(overview.columns.first),
+        "last": packed.put(overview.columns.last),
+        "scale": scale,
+        "cells": put_by_rank(cells),
+        "worst": put_by_rank(overview.worst),
+        "worst_at": put_by_rank(overview.worst_at),
+        "curves": {},
+    }
 
 
-class FamilyOnPage:
-    def __init__(self, overview: Overview, packed: PackedArrays) -> None:
-        self.overview = overview
-        family = overview.family
-        request = overview.family.request
-        row = None if request is None else request.statistic
-        shown = np.concatenate([cells.ravel() for cells in overview.cells.values()])
-        scale = PackedScale.of(shown, centred=row is not None and row.signed)
-        self.content: dict[str, Any] = {
-            "tensor": family.tensor,
-            "statistic": family.statistic,
-            "gemm": family.gemm,
-            "base": None if row is None else row.name,
-            "recipe": None if request is None else request.recipe,
-            "columnwise": request is not None and request.columnwise,
-            "unit": "" if row is None else row.unit,
-            "formula": "" if row is None else row.formula,
-            "worse": None if family.worse is None else family.worse.value,
-            "ranks": overview.of.ranks,
-            "rows": packed.put(overview.layers.astype(np.int32)),
-            "first": packed.put(overview.columns.first.astype(np.int64)),
-            "last": packed.put(overview.columns.last.astype(np.int64)),
-            "scale": vars(scale),
-            "cells": {
-                str(rank): packed.put(scale.bytes(cells, overview.present[rank]))
-                for rank, cells in overview.cells.items()
-            },
-            "worst": {str(rank): packed.put(narrow(worst)) for rank, worst in overview.worst.items()},
-            "worst_at": {str(rank): packed.put(at) for rank, at in overview.worst_at.items()},
-            "curves": {},
-        }
+class CurveOnPage(NamedTuple):
+    """A series: its number, the number of its family, and its key in the family's curves."""
+
+    series: int
+    family: int
+    key: str
 
 
-_CurvePlace = tuple[FamilyOnPage, int, int, int, int]
-"""A series: its heat map, row, rank, number, and number of values."""
-
-
-def _put_curves(run: RecordedRun, made: Sequence[FamilyOnPage], packed: PackedArrays, verdict: Verdict) -> int:
-    order = _by_priority(run, made, verdict)
-    kept = 0
-    for piece in pieces(np.array([count for *_, count in order], np.int64), 500_000):
-        wanted = order[piece]
-        table = run.values([series for *_, series, _ in wanted])
-        numbers = table["series"].to_numpy()
-        iterations = table["iteration"].to_numpy()
-        values = table["value"].to_numpy()
-        flags = table["flags"].to_numpy()
-        misses = 0
-        for page_family, row, rank, series, _ in wanted:
-            begin, end = np.searchsorted(numbers, [series, series + 1])
-            counts = ~page_family.overview.family.leaves_out(flags[begin:end])
-            steps = iterations[begin:end][counts]
-            own = values[begin:end][counts]
-            references = packed.try_put(steps_between(steps), narrow(own))
-            if references is None:
-                misses += 1
-                continue
-            page_family.content["curves"][f"{row}:{rank}"] = references
-            kept += 1
-        if misses > len(wanted) // 2:
+def _put_curves(
+    run: RecordedRun, order: Sequence[CurveOnPage], contents: Sequence[dict[str, Any]], packed: PackedArrays
+) -> int:
+    """Put curves into the families' contents until many in a row do not fit; returns their number."""
+    exact = 0
+    misses = 0
+    for on_page, curve in zip(order, curves_of(run, [on_page.series for on_page in order]), strict=True):
+        references = packed.try_put_curve(*curve)
+        if references is not None:
+            contents[on_page.family]["curves"][on_page.key] = references
+            exact += 1
+            misses = 0
+        else:
+            misses += 1
+        if misses == _MOST_MISSES:
             break
-    return kept
+    return exact
 
 
-def _by_priority(run: RecordedRun, made: Sequence[FamilyOnPage], verdict: Verdict) -> list[_CurvePlace]:
-    """All series, by priority: with findings; the worst of each statistic, the second worst, and so on; the other
-    statistics of these layers; the rest.
+def _curves_by_priority(run: RecordedRun, made: Sequence[Overview], verdict: Verdict) -> list[CurveOnPage]:
+    """All series with values: those with findings; those of the worst layer of each statistic, of the second worst, and
+    so on; the rest.
     """
-    with_findings: dict[tuple[str, str], set[str]] = {}
-    for finding in verdict:
-        with_findings.setdefault((finding.tensor, finding.statistic), set()).update(finding.layers)
-    places: dict[tuple[int, int, int], int] = {}
-    layers: set[int] = set()
-    for shown in made:
-        for place, (row, rank) in enumerate(shown.overview.worst_rows(WORST)):
-            places[id(shown), row, rank] = place
-            layers.add(int(shown.overview.layers[row]))
-    keyed: list[tuple[tuple[bool, int, bool, bool], _CurvePlace]] = []
-    for shown in made:
-        overview = shown.overview
-        counts = dict(zip(overview.of.series.tolist(), overview.of.count.tolist(), strict=True))
-        named = with_findings.get((overview.family.tensor, overview.family.statistic), set())
-        for rank, numbers in overview.series.items():
-            for row, number in enumerate(numbers.tolist()):
-                if number >= 0:
-                    place = places.get((id(shown), row, rank), WORST)
-                    other = place < WORST and not overview.family.has_direction
-                    key = (
-                        run.subjects[number].layer not in named,
-                        place,
-                        other,
-                        int(overview.layers[row]) not in layers,
-                    )
-                    keyed.append((key, (shown, row, rank, number, counts[number])))
-    return [place for _, place in sorted(keyed, key=lambda entry: entry[0])]
+    with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
+    place_of: dict[int, int] = {}
+    for overview in made:
+        for place, item in enumerate(overview.worst_layers(WORST)):
+            place_of[item.layer] = min(place, place_of.get(item.layer, place))
+    counts = run.series["count"].to_pylist()
+    order: list[tuple[bool, int, CurveOnPage]] = []
+    for number, overview in enumerate(made):
+        for (rank, row), series in sorted((place, series) for series, place in overview.places.items()):
+            subject = run.subjects[series]
+            is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
+            place = place_of.get(int(overview.layers[row]), WORST)
+            if counts[series]:
+                order.append((is_other, place, CurveOnPage(series, number, f"{row}:{overview.ranks[rank]}")))
+    return [curve for *_, curve in sorted(order, key=itemgetter(0, 1))]
 
 
 def _histograms(
-    run: RecordedRun, subjects: Subjects, packed: PackedArrays, worst: Collection[int]
+    run: RecordedRun, subjects: Subjects, packed: PackedArrays, layers: Collection[int]
 ) -> list[dict[str, Any]]:
-    families = [family for family in subjects.histograms if (family.layer >= 0).all()]
+    """The histograms that fit in a third of the remaining room, first of some layers."""
+    families = [series for series in subjects.histograms if (series.layer >= 0).all()]
+    if not families:
+        return []
     content: list[dict[str, Any]] = []
-    for family in families:
-        facts_of_family = {"tensor": family.family.tensor, "statistic": family.family.statistic, "ranks": family.ranks}
-        content.append({**facts_of_family, "layers": np.unique(family.layer).tolist(), "counts": {}})
-    columns = Columns.of(run, _HISTOGRAM_COLUMNS) if families else None
+    for series in families:
+        names = {"tensor": series.family.tensor, "statistic": series.family.statistic, "ranks": series.ranks}
+        content.append({**names, "layers": series.rows.tolist(), "counts": {}})
+    columns = Columns.of(run, _HISTOGRAM_COLUMNS)
     most = packed.size + (packed.most - packed.size) // 3
-    for is_worst in (True, False):
-        for family, entry in zip(families, content, strict=True):
-            wanted = set(family.series[np.isin(family.layer, list(worst)) == is_worst].tolist())
-            for place, used, lowest, counts in histograms(run, family, columns, wanted) if columns is not None else ():
-                arrays = packed.try_put(narrow(counts), used.first, used.last) if packed.size <= most else None
+    for is_first in (True, False):
+        for series, entry in zip(families, content, strict=True):
+            chosen = set(series.series[np.isin(series.layer, list(layers)) == is_first].tolist())
+            for histogram in histograms(run, series, columns, chosen):
+                if packed.size > most:
+                    return content
+                used = histogram.columns
+                arrays = packed.try_put(histogram.counts, used.first, used.last)
                 if arrays is None:
                     return content
-                entry["counts"][f"{family.layer[place]}:{family.rank[place]}"] = {"arrays": arrays, "lowest": lowest}
+                key = f"{series.layer[histogram.member]}:{series.rank[histogram.member]}"
+                entry["counts"][key] = {"arrays": arrays, "lowest": histogram.lowest}
     return content
 
 
 def _run(run: RecordedRun) -> dict[str, Any]:
+    rows, total = facts.events(run)
     return {
         "path": str(run.path),
         "id": run.run_id,
@@ -298,49 +239,34 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "duration": facts.duration(run),
         "trainer": facts.trainer_steps(run),
         "coverage": facts.coverage(run),
-        "outcome": list(outcome_notes(run)),
+        "outcome": outcome_notes(run),
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
         "plan": facts.plan(run),
-        **dict(zip(("events", "events_total"), facts.events(run), strict=True)),
+        "events": rows,
+        "events_total": total,
     }
 
 
 def _last_steps(run: RecordedRun, packed: PackedArrays) -> dict[str, Any] | None:
     """The last steps; ``magnitudes``: tensors x iterations, -1 where a tensor was not read."""
-    found = last_steps(run)
-    if found is None:
+    steps = last_steps(run)
+    if steps is None:
         return None
-    rows = [list(map(_magnitude, row)) for row in found["magnitudes"]]
-    return {**found, "magnitudes": packed.put(np.array(rows, np.float32))}
-
-
-def _magnitude(number: float | str | None) -> float:
-    return -1.0 if number is None else float(number)
-
-
-def _layers(run: RecordedRun, subjects: Subjects) -> list[dict[str, Any]]:
-    known: Mapping[str, dict[str, Any]] = facts.layer_facts(run)
-    products = facts.gemms(run)
-    layers = []
-    for layer in subjects.layers:
-        recorded = {"facts": known.get(layer.name, {}), "gemms": products.get(layer.name, [])}
-        layers.append({**vars(layer), **recorded})
-    return layers
+    rows = [[-1.0 if number is None else float(number) for number in row] for row in steps["magnitudes"]]
+    return {**steps, "magnitudes": packed.put(np.array(rows, np.float32))}
 
 
 def _scalars(run: RecordedRun, subjects: Subjects, packed: PackedArrays) -> list[dict[str, Any]]:
     names = sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)
     curves = [(name, run.curves[name]) for name in names]
     for family in subjects.free:
-        for series, rank in zip(family.series.tolist(), family.rank.tolist(), strict=True):
-            table = run.values([series])
-            name = family.family.statistic + ("" if rank == REDUCED else f" (rank {rank})")
-            curves.append((name, Curve(table["iteration"].to_numpy(), table["value"].to_numpy())))
+        for rank, curve in zip(family.rank.tolist(), curves_of(run, family.series.tolist()), strict=True):
+            curves.append((family.family.statistic + ("" if rank == REDUCED else f" (rank {rank})"), curve))
     content = []
     for name, (iterations, values) in curves:
         shown = facts.downsample(values)
-        arrays = packed.try_put(iterations[shown], narrow(values[shown]))
+        arrays = packed.try_put_curve(iterations[shown], values[shown])
         if arrays is not None:
-            content.append({"name": name, "total": len(values), "shown": len(shown), "arrays": arrays})
+            content.append({"name": name, "arrays": arrays})
     return content

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.other_steps import recorded_products
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.summary import multiply_adds
 from te_precision_callbacks.runs.tables import facts_at_end
 from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.report.subjects import layer_name
+from te_precision_callbacks.views.report.subjects import ReportLayer, layer_name
 
 _MOST_EVENTS = 2000
 _MOST_POINTS = 20_000
@@ -40,27 +40,29 @@ def coverage(run: RecordedRun) -> list[dict[str, Any]]:
     return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sums]
 
 
-def gemms(run: RecordedRun) -> dict[str, list[dict[str, Any]]]:
+_LAYER_FACTS = ("given", "class", "family", "exec_fwd", "params", "weight_dtype", "primary_weights")
+_GEMM_FACTS = ("gemm", "backward", "runs", "not_run", "precision", "n", "m", "k", "batch", "calls", "macs")
+
+
+def layers(run: RecordedRun, shown: Sequence[ReportLayer]) -> list[dict[str, Any]]:
+    """The layers with their recorded facts and matrix products."""
+    layer_facts: dict[str, dict[str, Any]] = defaultdict(dict)
+    for row in run.layers.to_pylist():
+        known = layer_facts[layer_name(row["scope"], row["layer"])]
+        known |= {key: row[key] for key in _LAYER_FACTS if row[key] is not None}
+        for key in ("refused", "sections"):
+            known[key] = row[key] or known.get(key)
     products: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    names = ("gemm", "backward", "runs", "not_run", "precision", "recipe", "n", "m", "k", "batch", "calls", "macs")
     for row, product in recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)):
         why = "" if product.not_run else product.why
-        facts = {**{name: row[name] for name in names}, "operands": product.operands, "why": why}
-        products[layer_name(row["scope"], row["layer"])].append(facts)
-    return products
-
-
-def layer_facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
-    layers: dict[str, dict[str, Any]] = {}
-    for row in run.layers.to_pylist():
-        name = layer_name(row["scope"], row["layer"])
-        known = layers.setdefault(name, {})
-        for key in ("given", "class", "family", "exec_fwd", "exec_bwd", "params", "weight_dtype", "primary_weights"):
-            if row[key] is not None:
-                known[key] = row[key]
-        known["refused"] = row["refused"] or known.get("refused")
-        known["sections"] = row["sections"] or known.get("sections") or []
-    return layers
+        gemm_facts = {name: row[name] for name in _GEMM_FACTS}
+        products[layer_name(row["scope"], row["layer"])].append(
+            {**gemm_facts, "operands": product.operands, "why": why}
+        )
+    return [
+        {**vars(layer), "facts": layer_facts.get(layer.name, {}), "gemms": products.get(layer.name, [])}
+        for layer in shown
+    ]
 
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
@@ -78,31 +80,21 @@ def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
 
 
 def duration(run: RecordedRun) -> dict[str, Any]:
-    """The steps with records, the first and last time, the median time of a step, and the session's share of it."""
-    steps = run.steps
-    if not len(steps):
+    """The steps with records, and the median time of a step."""
+    if not len(run.steps):
         return {}
-    bounds = pc.min_max(steps["iteration"]).as_py()
+    iterations = run.steps["iteration"].to_numpy()
     facts: dict[str, Any] = {
-        "steps": len(pc.unique(steps["iteration"])),
-        "first": bounds["min"],
-        "last": bounds["max"],
+        "steps": len(np.unique(iterations)),
+        "first": int(iterations.min()),
+        "last": int(iterations.max()),
     }
-    timed = steps.select(["segment", "iteration", "wall_time"]).filter(pc.field("wall_time").is_valid())
-    rows = timed.to_pylist()
-    if rows:
-        facts["from"] = rows[0]["wall_time"].isoformat(timespec="seconds")
-        facts["to"] = rows[-1]["wall_time"].isoformat(timespec="seconds")
-    durations = []
-    for before, row in pairwise(rows):
-        count = row["iteration"] - before["iteration"]  # not every step has records
-        if row["segment"] == before["segment"] and count > 0:
-            durations.append((row["wall_time"] - before["wall_time"]).total_seconds() / count)
-    if durations:
-        facts["median_step_seconds"] = float(np.median(durations))
-    observing = steps["observe_seconds"].drop_null().to_numpy()
-    if observing.size:
-        facts["median_observe_seconds"] = float(np.median(observing))
+    timed = run.steps.filter(pc.field("wall_time").is_valid())
+    count = np.diff(timed["iteration"].to_numpy())  # not every step has records
+    seconds = np.diff(timed["wall_time"].to_numpy()) / np.timedelta64(1, "s")
+    in_segment = (count > 0) & (np.diff(timed["segment"].to_numpy()) == 0)
+    if in_segment.any():
+        facts["median_step_seconds"] = float(np.median(seconds[in_segment] / count[in_segment]))
     return facts
 
 
@@ -128,8 +120,7 @@ def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan(run: RecordedRun) -> list[dict[str, Any]]:
-    sections: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    """The sections of the config, each with its number of layers."""
     names = ("section", "file", "line", "feature", "since", "until")
-    for row in run.plan.to_pylist():
-        sections[tuple(row[name] for name in names)].add(row["layer"])
-    return [{**dict(zip(names, key, strict=True)), "layers": len(layers)} for key, layers in sections.items()]
+    layers_of = group_by_key((tuple(row[name] for name in names), row["layer"]) for row in run.plan.to_pylist())
+    return [{**dict(zip(names, key, strict=True)), "layers": len(set(layers_of[key]))} for key in layers_of]

@@ -7,22 +7,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 
-from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.sinks.worst import worst_first
-from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
-from te_precision_callbacks.statistics.series import badness, sign_of
+from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.statistics.series import badness, family_of, sign_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 from te_precision_callbacks.views.report.subjects import FamilySeries
 
 MOST_AT_ONCE = 2_000_000
 
 _CELLS = 4_000_000
-"""The maximum number of cells of all heat maps, unless there are more rows than fit with the fewest columns."""
+"""The maximum number of cells of all heat maps, unless there are more rows."""
 
 _MOST_COLUMNS = 400
-_FEWEST_COLUMNS = 24
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,13 @@ class Columns:
     def of(cls, run: RecordedRun, most: int) -> Columns:
         """Divide the iterations of a run into columns of about equal size."""
         parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
-        if not len(run.steps):
-            parts += [np.unique(table["iteration"].to_numpy()) for table in _value_pieces(run)]
         parts += [run.series[column].drop_null().to_numpy() for column in ("first", "last")]
+        if not len(run.steps):
+            parts += [curve.iterations for curve in curves_of(run, range(len(run.series)))]
         iterations = np.unique(np.concatenate(parts).astype(np.int64))
         number = min(most, len(iterations))
         edges = np.linspace(0, len(iterations), number + 1).astype(np.int64)
         return cls(iterations[edges[:-1]], iterations[edges[1:] - 1])
-
-    @classmethod
-    def for_rows(cls, run: RecordedRun, rows: int) -> Columns:
-        """Return as many columns as fit on a page, given the total number of rows of all heat maps."""
-        return cls.of(run, min(max(_CELLS // max(rows, 1), _FEWEST_COLUMNS), _MOST_COLUMNS))
 
     def __len__(self) -> int:
         return len(self.first)
@@ -59,20 +53,18 @@ class Columns:
         return Columns(self.first[chosen], self.last[chosen])
 
 
-def has_room_for(rows: int) -> bool:
-    return rows * _FEWEST_COLUMNS <= _CELLS
-
-
-def _value_pieces(run: RecordedRun) -> Iterator[pa.Table]:
-    numbers = run.series["series"].to_numpy().astype(np.int64)
-    counts = run.series["count"].fill_null(0).to_numpy().astype(np.int64)
-    for piece in pieces(counts):
-        yield run.values(numbers[piece].tolist())
+def heat_map_columns(run: RecordedRun, families: Sequence[FamilySeries]) -> Columns:
+    """Return as many columns as fit on a page."""
+    rows = sum(len(family.rows) * len(family.ranks) for family in families)
+    return Columns.of(run, max(1, min(_CELLS // max(rows, 1), _MOST_COLUMNS)))
 
 
 class WorstValue(NamedTuple):
-    value: float
+    """The worst value of a layer; ``layer``: its index in :attr:`Subjects.layers`."""
+
+    layer: int
     rank: int
+    value: float
     at: int
 
 
@@ -83,75 +75,62 @@ class Overview:
 
     Attributes:
         layers: [rows], the layers with the statistic, in the order of execution.
-        cells: rank -> [rows, columns]: the worst value of the column; nan also without a value.
-        present: rank -> [rows, columns], bool: whether there is a value.
-        series: rank -> [rows], the index of the series; -1 without one.
-        worst, worst_at: rank -> [rows]: the worst value of each layer, and its iteration; iteration -1 without one.
+        ranks: as :attr:`FamilySeries.ranks`.
+        cells: [ranks, rows, columns]: the worst value of the column; nan also without a value.
+        present: [ranks, rows, columns], bool: whether there is a value.
+        places: the index of a series -> its rank and row in these arrays.
+        worst, worst_at: [ranks, rows]: the worst value of each layer, and its iteration; iteration -1 without one.
     """
 
     def __init__(self, of: FamilySeries, columns: Columns) -> None:
-        self.of = of
+        self.family = of.family
         self.columns = columns
         self.layers = of.rows
-        self.family = of.family
-        self.sign = sign_of(of.family.worse)
-        rows = len(self.layers)
-        shape = (len(self.layers), len(columns))
-        self.cells: dict[int, Floats] = {}
-        self.present: dict[int, Mask] = {}
-        self.series: dict[int, Ints] = {}
-        self.worst: dict[int, Floats] = {}
-        self.worst_at: dict[int, Ints] = {}
-        for rank in of.ranks:
-            self.cells[rank] = np.full(shape, np.nan)
-            self.present[rank] = np.zeros(shape, bool)
-            self.series[rank] = np.full(rows, -1)
-            self.worst[rank] = np.full(rows, np.nan)
-            self.worst_at[rank] = np.full(rows, -1)
-        places = zip(np.searchsorted(self.layers, of.layer).tolist(), of.rank.tolist(), strict=True)
-        self._places = dict(zip(of.series.tolist(), places, strict=True))
+        self.ranks = of.ranks
+        shape = (len(self.ranks), len(self.layers))
+        self.cells = np.full((*shape, len(columns)), np.nan)
+        self.present = np.zeros(self.cells.shape, bool)
+        self.worst = np.full(shape, np.nan)
+        self.worst_at = np.full(shape, -1)
+        ranks = np.searchsorted(self.ranks, of.rank).tolist()
+        rows = np.searchsorted(self.layers, of.layer).tolist()
+        self.places = dict(zip(of.series.tolist(), zip(ranks, rows, strict=True), strict=True))
 
-    def add(self, series: int, iterations: Ints, values: Floats) -> None:
-        row, rank = self._places[series]
-        self.series[rank][row] = series
+    def add(self, series: int, curve: Curve) -> None:
+        iterations, values = curve
         if not len(values):
             return
-        key = badness(values, self.sign)
+        rank, row = self.places[series]
+        key = badness(values, sign_of(self.family.worse))
         column = self.columns.column_of(iterations)
         starts = np.flatnonzero(np.diff(column, prepend=-1))
         # The first of the worst values in each column.
         highest = np.maximum.reduceat(key, starts)
         is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.append(starts, len(key)))))
         _, first = np.unique(column[is_highest], return_index=True)
-        self.cells[rank][row, column[starts]] = values[is_highest[first]]
-        self.present[rank][row, column[starts]] = True
+        self.cells[rank, row, column[starts]] = values[is_highest[first]]
+        self.present[rank, row, column[starts]] = True
         worst = int(np.argmax(key))
-        self.worst[rank][row] = values[worst]
-        self.worst_at[rank][row] = iterations[worst]
+        self.worst[rank, row] = values[worst]
+        self.worst_at[rank, row] = iterations[worst]
 
     def without_empty_columns(self) -> Overview:
-        chosen = np.flatnonzero(np.any([present.any(0) for present in self.present.values()], 0))
-        self.columns = self.columns.take(chosen)
-        for rank in self.of.ranks:
-            self.cells[rank] = self.cells[rank][:, chosen]
-            self.present[rank] = self.present[rank][:, chosen]
+        used = np.flatnonzero(self.present.any((0, 1)))
+        self.columns = self.columns.take(used)
+        self.cells = self.cells[..., used]
+        self.present = self.present[..., used]
         return self
 
-    def worst_of_rows(self) -> dict[int, WorstValue]:
+    def worst_layers(self, most: int) -> list[WorstValue]:
+        """The worst value of each of the worst layers, worst first."""
+        values = {(rank, row): float(self.worst[rank, row]) for rank, row in np.argwhere(self.worst_at >= 0).tolist()}
         worst: dict[int, WorstValue] = {}
-        bad: dict[int, float] = {}
-        for rank in self.of.ranks:
-            key = badness(self.worst[rank], self.sign).tolist()
-            for row in np.flatnonzero(self.worst_at[rank] >= 0).tolist():
-                if row not in worst or key[row] > bad[row]:
-                    worst[row] = WorstValue(float(self.worst[rank][row]), rank, int(self.worst_at[rank][row]))
-                    bad[row] = key[row]
-        return worst
-
-    def worst_rows(self, most: int) -> list[tuple[int, int]]:
-        worst = self.worst_of_rows()
-        rows = worst_first(most, self.family, {row: number.value for row, number in worst.items()})
-        return [(row, worst[row].rank) for row in rows]
+        for place in worst_first(len(values), self.family, values):
+            rank, row = place
+            layer = int(self.layers[row])
+            if layer not in worst:
+                worst[layer] = WorstValue(layer, self.ranks[rank], values[place], int(self.worst_at[place]))
+        return list(worst.values())[:most]
 
 
 def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
@@ -168,71 +147,74 @@ def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
         yield slice(begin, len(counts))
 
 
-def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Columns) -> Iterator[Overview]:
-    """Return the overviews of families, in order. The run is read once, in pieces of bounded size."""
-    owner: dict[int, FamilySeries] = {}
-    counts: list[int] = []
-    for family in families:
-        owner |= dict.fromkeys(family.series.tolist(), family)
-        counts += family.count.tolist()
-    numbers = list(owner)
-    last = {family.series[-1]: family for family in families}  # after its last series, a family is complete
-    made: Overview | None = None
-    for piece in pieces(np.array(counts, np.int64)):
+def _counts(run: RecordedRun) -> Ints:
+    return np.asarray(run.series["count"].fill_null(0).to_numpy().astype(np.int64))
+
+
+def curves_of(run: RecordedRun, numbers: Sequence[int]) -> Iterator[Curve]:
+    """Yield the values of series, in the given order, without delayed scaling's first step.
+
+    The run is read in pieces of bounded size.
+    """
+    for piece in pieces(_counts(run)[list(numbers)]):
         table = run.values(numbers[piece])
         series = table["series"].to_numpy()
         iterations = table["iteration"].to_numpy()
         values = table["value"].to_numpy()
-        flags = table["flags"].to_numpy()
+        flags = table["flags"].fill_null(0).to_numpy()
         for number in numbers[piece]:
-            begin, end = np.searchsorted(series, (number, number + 1)).tolist()
-            family = owner[number]
-            made = made or Overview(family, columns)
-            counting = ~family.family.leaves_out(flags[begin:end])
-            if begin < end:
-                made.add(number, iterations[begin:end][counting], values[begin:end][counting])
-            if number in last:
-                yield made.without_empty_columns()
-                made = None
+            subject = run.subjects[number]
+            rows = slice(*np.searchsorted(series, (number, number + 1)))
+            counting = ~family_of(subject.tensor, subject.statistic).leaves_out(flags[rows])
+            yield Curve(iterations[rows][counting], values[rows][counting])
+
+
+def overviews(run: RecordedRun, families: Sequence[FamilySeries], columns: Columns) -> Iterator[Overview]:
+    """Return the overviews of families, in order. The run is read once."""
+    curves = curves_of(run, [number for family in families for number in family.series.tolist()])
+    for family in families:
+        overview = Overview(family, columns)
+        for number in family.series.tolist():
+            overview.add(number, next(curves))
+        yield overview.without_empty_columns()
 
 
 _MOST_HISTOGRAMS_AT_ONCE = 20_000
 
 
-def histograms(
-    run: RecordedRun, of: FamilySeries, columns: Columns, wanted: Collection[int]
-) -> Iterator[tuple[int, Columns, int, Floats]]:
-    """Yield the histograms of a family, layer by layer, summed over the steps of each column.
+class HistogramOverTime(NamedTuple):
+    """A histogram, summed over the steps of each column.
 
-    Yields:
-        The index of the series in the family, the columns with a histogram, the first nonempty bin, and the counts
-            from it on: [columns, bins].
+    Attributes:
+        member: index of its series in the family.
+        columns: the columns with a histogram.
+        lowest: the first nonempty bin.
+        counts: [columns, bins], from the first nonempty bin to the last one.
     """
-    bins = len(EXPONENT_COLUMNS)
-    order = [place for place in np.argsort(of.layer, kind="stable") if int(of.series[place]) in wanted]
-    for piece in pieces(of.count[order], _MOST_HISTOGRAMS_AT_ONCE):
-        chosen = order[piece]
-        table = run.vectors(of.series[chosen].tolist())
-        series = table["series"].to_numpy()
-        iterations = table["iteration"].to_numpy()
-        bin_lists = table["bin"].combine_chunks()
-        count_lists = table["count"].combine_chunks()
-        offsets = bin_lists.offsets.to_numpy()
-        all_bins = bin_lists.values.to_numpy()
-        all_counts = count_lists.values.to_numpy()
-        for place in chosen:
-            rows = np.flatnonzero(series == of.series[place])
-            if not rows.size:
+
+    member: int
+    columns: Columns
+    lowest: int
+    counts: Floats
+
+
+def histograms(
+    run: RecordedRun, of: FamilySeries, columns: Columns, chosen: Collection[int]
+) -> Iterator[HistogramOverTime]:
+    """Yield the histograms of the chosen series of a family, layer by layer."""
+    order = [member for member in np.argsort(of.layer, kind="stable").tolist() if int(of.series[member]) in chosen]
+    for piece in pieces(_counts(run)[of.series[order]], _MOST_HISTOGRAMS_AT_ONCE):
+        table = run.vectors(of.series[order[piece]].tolist())
+        for member in order[piece]:
+            own = table.filter(pc.equal(table["series"], int(of.series[member])))
+            if not len(own):
                 continue
-            begin = offsets[rows[0]]
-            end = offsets[rows[-1] + 1]
-            column = np.repeat(columns.column_of(iterations[rows]), np.diff(offsets[rows[0] : rows[-1] + 2]))
-            cell = column * bins + all_bins[begin:end].astype(np.int64)
-            counts: Floats = (
-                np.bincount(cell, all_counts[begin:end], len(columns) * bins).reshape(-1, bins).astype(np.float64)
-            )
-            used = np.unique(columns.column_of(iterations[rows]))
-            counts = counts[used]
-            filled = np.flatnonzero(counts.any(0))
-            low, high = (int(filled[0]), int(filled[-1]) + 1) if filled.size else (0, 1)
-            yield int(place), columns.take(used), low, counts[:, low:high]
+            column = columns.column_of(own["iteration"].to_numpy())
+            column_of_bins = column[pc.list_parent_indices(own["bin"]).to_numpy()]
+            counts: Floats = np.zeros((len(columns), len(EXPONENT_COLUMNS)))
+            bins = pc.list_flatten(own["bin"]).to_numpy()
+            np.add.at(counts, (column_of_bins, bins), pc.list_flatten(own["count"]).to_numpy())
+            used = np.unique(column)
+            lowest = int(bins.min(initial=len(EXPONENT_COLUMNS) - 1))
+            highest = int(bins.max(initial=lowest))
+            yield HistogramOverTime(member, columns.take(used), lowest, counts[used, lowest : highest + 1])

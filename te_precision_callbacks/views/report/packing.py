@@ -34,6 +34,9 @@ _FAR = 1e-2
 """Below this ratio of median to largest magnitude a scale for both signs is not linear."""
 
 
+ScaleKind = Literal["linear", "log", "asinh"]
+
+
 @dataclass(frozen=True)
 class PackedScale:
     """A scale that maps finite values to bytes between two limits.
@@ -44,7 +47,7 @@ class PackedScale:
         centred: whether the limits are the same on both sides of 0.
     """
 
-    kind: Literal["linear", "log", "asinh"]
+    kind: ScaleKind
     low: float
     high: float
     bend: float = 1.0
@@ -59,30 +62,25 @@ class PackedScale:
         low = float(finite.min())
         high = float(finite.max())
         if low >= 0 and not centred:
-            positive = finite[finite > 0]
-            least = float(positive.min()) if positive.size else high
+            least = float(finite[finite > 0].min(initial=high))
             if least < _NARROW * high:
                 return cls("log", least, high)
             return cls("linear", low, high)
-        sizes = np.abs(finite[finite != 0])
-        most, middle = (float(sizes.max()), float(np.median(sizes))) if sizes.size else (1.0, 1.0)
+        sizes = np.abs(finite[finite != 0]) if finite.any() else np.ones(1)
+        most = float(sizes.max())
+        middle = float(np.median(sizes))
+        kind: ScaleKind = "asinh" if middle < _FAR * most else "linear"
         if centred:
-            low = -most
-            high = most
-        return cls("asinh" if middle < _FAR * most else "linear", low, high, middle, centred)
+            return cls(kind, -most, most, middle, centred)
+        return cls(kind, low, high, middle)
 
     def bytes(self, values: Floats, present: Mask) -> Bytes:
-        finite = present & np.isfinite(values)
-        inner = finite & (values > 0) if self.kind == "log" else finite
+        on_scale = values > 0 if self.kind == "log" else np.isfinite(values)
         low, high = self._transform(np.array([self.low, self.high]))
-        width = high - low
-        place = self._transform(np.where(inner, values, self.low))
-        level = np.rint((place - low) / width * (LEVELS - 1)) if width > 0 else np.zeros(values.shape)
-        codes = np.where(inner, np.clip(level, 0, LEVELS - 1) + 1, 0)
-        codes = np.where(finite & ~inner, ZERO, codes)
-        codes = np.where(present & np.isnan(values), NAN, codes)
-        codes = np.where(present & np.isposinf(values), INF, codes)
-        return np.where(present & np.isneginf(values), MINUS_INF, codes).astype(np.uint8)
+        shares = (self._transform(np.where(on_scale, values, self.low)) - low) / ((high - low) or 1.0)
+        levels = 1 + np.rint(shares.clip(0, 1) * (LEVELS - 1))
+        cases = (~present, np.isnan(values), np.isposinf(values), np.isneginf(values), ~on_scale)
+        return np.select(cases, (0, NAN, INF, MINUS_INF, ZERO), levels).astype(np.uint8)
 
     def _transform(self, values: Floats) -> Floats:
         if self.kind == "log":
@@ -98,29 +96,38 @@ def compress(data: bytes) -> str:
 
 @dataclass
 class PackedArrays:
-    """The packed arrays of a page, within a budget of ``most`` characters."""
+    """The packed arrays of a page, within a budget of ``most`` characters. Equal arrays are stored once."""
 
     most: int
-    texts: list[str] = field(default_factory=list)
     size: int = 0
-    _known: dict[str, int] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self._numbers)
 
     def put(self, values: npt.NDArray[Any]) -> dict[str, Any]:
-        """Store an array, ignoring the budget; equal arrays are stored once. Returns the reference for the page."""
+        """Store an array, ignoring the budget. Returns the reference for the page."""
+        values = _narrow(values)
         return self._store(_pack(values), values)
 
     def try_put(self, *arrays: npt.NDArray[Any]) -> list[dict[str, Any]] | None:
-        texts = [_pack(values) for values in arrays]
-        if self.size + sum(len(text) for text in texts if text not in self._known) > self.most:
+        """Store arrays if all of them are within the budget."""
+        narrow = list(map(_narrow, arrays))
+        texts = list(map(_pack, narrow))
+        if self.size + sum(len(text) for text in texts if text not in self._numbers) > self.most:
             return None
-        return list(map(self._store, texts, arrays))
+        return list(map(self._store, texts, narrow))
+
+    def try_put_curve(self, iterations: Ints, *columns: Floats) -> list[dict[str, Any]] | None:
+        """Store columns over iterations, which are stored as the first one and the steps between them."""
+        return self.try_put(np.diff(iterations, prepend=0).astype(np.int32), *columns)
 
     def _store(self, text: str, values: npt.NDArray[Any]) -> dict[str, Any]:
-        if text not in self._known:
-            self._known[text] = len(self.texts)
-            self.texts.append(text)
+        if text not in self._numbers:
+            self._numbers[text] = len(self._numbers)
             self.size += len(text) + 1
-        return {"id": self._known[text], "dtype": values.dtype.name, "shape": list(values.shape)}
+        return {"id": self._numbers[text], "dtype": values.dtype.name, "shape": values.shape}
 
 
 def _pack(values: npt.NDArray[Any]) -> str:
@@ -128,13 +135,10 @@ def _pack(values: npt.NDArray[Any]) -> str:
     return compress(flat.reshape(-1).view(np.uint8).reshape(-1, flat.itemsize).T.tobytes())
 
 
-def steps_between(iterations: Ints) -> npt.NDArray[np.int32]:
-    return np.diff(iterations, prepend=0).astype(np.int32)
-
-
-def narrow(values: Floats) -> npt.NDArray[Any]:
+def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return float64 values as float32 if that changes none of them."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
-    if np.array_equal(narrow.astype(np.float64), values, equal_nan=True):
+    if values.dtype == np.float64 and np.array_equal(narrow, values, equal_nan=True):
         return narrow
     return values

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.base.vocabulary import TENSORS
@@ -41,7 +42,7 @@ class ReportLayer:
     block_short: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FamilySeries:
     """The series of a statistic of a tensor in all layers and ranks; all arrays are [n].
 
@@ -49,19 +50,12 @@ class FamilySeries:
         series: indices of the series.
         layer: indices in :attr:`Subjects.layers`; -1 without a layer.
         rank: :data:`REDUCED` for reduced values.
-        count: the number of values.
     """
 
     family: Family
     series: Ints
     layer: Ints
     rank: Ints
-    count: Ints
-
-    @property
-    def is_histogram(self) -> bool:
-        request = self.family.request
-        return request is not None and request.statistic.is_histogram
 
     @property
     def ranks(self) -> list[int]:
@@ -77,32 +71,36 @@ class FamilySeries:
 class Subjects:
     """The layers of a run in the order of execution, then layers that have not run, and its families of statistics.
 
-    ``free``: the families without a layer.
+    Attributes:
+        number_of_layer: name -> index in ``layers``; also without the scope, then the first of its layers.
+        families, histograms: by tensor.
+        free: the families without a layer.
     """
 
     def __init__(self, run: RecordedRun) -> None:
         names = [layer_name(subject.scope, subject.layer) for subject in run.subjects]
         self.layers = _layers(run, names)
-        self.place_of_layer = {layer.name: number for number, layer in enumerate(self.layers)}
-        layer = np.array([self.place_of_layer.get(name, -1) for name in names], np.int64)
-        rank = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
-        count = run.series["count"].fill_null(0).to_numpy().astype(np.int64)
-        number = run.series["series"].to_numpy().astype(np.int64)
-        members: dict[Family, list[int]] = {}
-        for row, subject in enumerate(run.subjects):
-            members.setdefault(family_of(subject.tensor, subject.statistic, subject.gemm or None), []).append(row)
-        all_series = []
-        for family, listed in members.items():
-            rows = np.array(listed)
-            all_series.append(FamilySeries(family, number[rows], layer[rows], rank[rows], count[rows]))
+        self.number_of_layer = {layer.name: number for number, layer in enumerate(self.layers)}
+        without_scope = dict(zip(names, (subject.layer for subject in run.subjects), strict=True))
+        for row in run.layers.to_pylist():
+            without_scope[layer_name(row["scope"], row["layer"])] = row["layer"]
+        for number, layer in enumerate(self.layers):
+            self.number_of_layer.setdefault(without_scope[layer.name], number)
+        numbers = np.array([self.number_of_layer.get(name, -1) for name in names], np.int64)
+        ranks = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
+        members = group_by_key(
+            (family_of(subject.tensor, subject.statistic, subject.gemm or None), row)
+            for row, subject in enumerate(run.subjects)
+        )
         places: dict[str, int] = {tensor: place for place, tensor in enumerate(TENSORS)}
-        # The order of their first values is arbitrary.
-        all_series.sort(key=lambda series: places.get(series.family.tensor, len(places)))
         self.histograms: list[FamilySeries] = []
         self.families: list[FamilySeries] = []
         self.free: list[FamilySeries] = []
-        for series in all_series:
-            if series.is_histogram:
+        # The order of their first values is arbitrary.
+        for family in sorted(members, key=lambda family: places.get(family.tensor, len(places))):
+            rows = np.array(members[family], np.int64)
+            series = FamilySeries(family, rows, numbers[rows], ranks[rows])
+            if family.request is not None and family.request.statistic.is_histogram:
                 self.histograms.append(series)
             elif (series.layer >= 0).all():
                 self.families.append(series)

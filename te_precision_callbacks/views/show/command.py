@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,11 +24,11 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from te_precision_callbacks.runs import RecordedRun
     from te_precision_callbacks.views.show.view import RunView
 
-
-_Display = AbstractContextManager[Callable[["RunView"], None]]
 
 MOST_TENSORS = 20
 _MOST_LAYERS = 3
@@ -72,52 +71,47 @@ def show_command(
 ) -> None:
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
     from te_precision_callbacks.runs.reading import chosen_run
+    from te_precision_callbacks.views.show.last_steps import LastStepsView
+    from te_precision_callbacks.views.show.screen import Screen
     from te_precision_callbacks.views.show.view import read_view
 
     recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)
     if note:
         terminal.show_text(note, err=as_json)
-    chosen = recorded.run_id if note else run
     if last_steps:
-        _show_last_steps(recorded, most or MOST_TENSORS, as_json=as_json)
+        steps = LastStepsView(recorded, most or MOST_TENSORS)
+        _print(steps, steps.data, as_json=as_json)
+        recorded.require_undamaged()
         return
+    chosen = recorded.run_id if note else run
 
     def read() -> RunView:
         return read_view(chosen_run(path, chosen)[0], statistic or (), most or _MOST_LAYERS)
 
     view = read_view(recorded, statistic or (), most or _MOST_LAYERS)
-    is_drawn = follow and not as_json and terminal.is_terminal()
+    is_live = follow and not as_json and terminal.is_terminal()
     if follow:
-        view = _follow(view, read, every, _screen() if is_drawn else contextlib.nullcontext(lambda view: None))
-    if view.is_empty:
-        _require_contents(chosen_run(path, chosen)[0] if follow else recorded)
-    if as_json:
-        terminal.show_json(view.as_json())
-    elif not is_drawn:
-        from te_precision_callbacks.views.show.screen import Screen
-
-        terminal.show(Screen(view))
+        view = _follow(view, read, every, is_live=is_live)
+    _require_contents(view)
+    if not is_live:
+        _print(Screen(view), view.as_json(), as_json=as_json)
     recorded.require_undamaged()
 
 
-def _show_last_steps(recorded: RecordedRun, most: int, *, as_json: bool) -> None:
-    from te_precision_callbacks.views.show.last_steps import LastStepsView
-
-    steps = LastStepsView(recorded, most)
-    if as_json:
-        terminal.show_json(steps.data)
-    else:
-        terminal.show(steps)
-    recorded.require_undamaged()
-
-
-def _require_contents(recorded: RecordedRun) -> None:
+def _require_contents(view: RunView) -> None:
     from te_precision_callbacks.runs.summary import why_nothing_to_show
     from te_precision_callbacks.views.show.view import NothingToShowError
 
-    why = why_nothing_to_show(recorded)
+    why = why_nothing_to_show(view.run) if view.is_empty else ""
     if why:
-        raise NothingToShowError(why + recorded.notes_sentence)
+        raise NothingToShowError(why + view.run.notes_sentence)
+
+
+def _print(what: RenderableType, content: Any, *, as_json: bool) -> None:
+    if as_json:
+        terminal.show_json(content)
+    else:
+        terminal.show(what)
 
 
 def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
@@ -137,15 +131,24 @@ def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun
         time.sleep(every)
 
 
-def _follow(view: RunView, read: Callable[[], RunView], every: float, display: _Display) -> RunView:
+def _follow(view: RunView, read: Callable[[], RunView], every: float, *, is_live: bool) -> RunView:
+    """Read the run again until it ends, and draw it each time if ``is_live``; returns the last view."""
+    from rich.console import Console
+    from rich.live import Live
+
     from te_precision_callbacks.runs import RunError
+    from te_precision_callbacks.views.show.screen import Screen
 
     failures = 0
-    took = 0.0
-    with display as show:
-        show(view)
-        while view.status == "running":
-            time.sleep(max(every, _SHARE * took))
+    pause = every
+    live = Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="ellipsis")
+    with live if is_live else contextlib.nullcontext():
+        while True:
+            if is_live:
+                live.update(Screen(view), refresh=True)
+            if view.status != "running":
+                return view
+            time.sleep(pause)
             begun = time.monotonic()
             try:
                 view = read()
@@ -155,17 +158,4 @@ def _follow(view: RunView, read: Callable[[], RunView], every: float, display: _
                     raise
                 continue
             failures = 0
-            took = time.monotonic() - begun
-            show(view)
-    return view
-
-
-@contextlib.contextmanager
-def _screen() -> Iterator[Callable[[RunView], None]]:
-    from rich.console import Console
-    from rich.live import Live
-
-    from te_precision_callbacks.views.show.screen import Screen
-
-    with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="ellipsis") as live:
-        yield lambda view: live.update(Screen(view), refresh=True)
+            pause = max(every, _SHARE * (time.monotonic() - begun))

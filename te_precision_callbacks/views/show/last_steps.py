@@ -47,7 +47,7 @@ class LastStepsView:
         centre = len(tensors) - 1 if first is None else first[0]
         begin = max(0, min(centre - self._most // 2, len(tensors) - self._most))
         shown = range(begin, min(begin + self._most, len(tensors)))
-        names = {place: visible(" ".join(tensors[place])) for place in shown}
+        names = {number: visible(" ".join(tensors[number])) for number in shown}
         width = max(8, options.max_width - max(map(len, names.values())) - 24)
         since = max(0, len(iterations) - width)
         yield paragraph(visible(self.data["text"]), "bold")
@@ -62,16 +62,15 @@ class LastStepsView:
             table.add_column(no_wrap=True)
         if begin:
             table.add_row(f"{begin} before", "", "")
-        for place in shown:
-            numbers = self.data["magnitudes"][place]
-            curve = Text("".join(_levels(numbers[since:])))
-            if first is not None and place == first[0]:
+        for number, name in names.items():
+            magnitudes = self.data["magnitudes"][number]
+            curve = Text("".join(_levels(magnitudes[since:])))
+            if first is not None and number == first[0]:
                 column = iterations.index(first[1]) - since
                 curve.stylize("bold reverse red", column, column + 1)
-            table.add_row(names[place], curve, _number(numbers[-1]))
-        left = len(tensors) - shown.stop
-        if left:
-            table.add_row(f"{left} after", "", "")
+            table.add_row(name, curve, _number(magnitudes[-1]))
+        if shown.stop < len(tensors):
+            table.add_row(f"{len(tensors) - shown.stop} after", "", "")
         losses = self.data["loss"][since:]
         if any(loss is not None for loss in losses):
             table.add_row("loss", "".join(_levels(losses)), _number(losses[-1]))

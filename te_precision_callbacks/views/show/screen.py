@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pyarrow as pa
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,7 @@ from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_finding
 from te_precision_callbacks.layers.folding import ShortNames, fold_names
 from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries, short_names
+from te_precision_callbacks.views.show.view import RunView, ShownEvent, WorstSeries
 
 _LEAST_NAME = 16
 _LEAST_CURVE = 8
@@ -50,8 +51,8 @@ class Screen:
             yield from _coverage(view.coverage, width)
         for line in view.other_steps:
             yield paragraph(visible(f"{line}."))
-        yield from _scalars(view.scalars, width, short_names(run.scalars["name"]))
-        names = short_names(run.layers["layer"], run.series["layer"])
+        yield from _scalars(view.scalars, width, _short_names(run.scalars["name"]))
+        names = _short_names(run.layers["layer"], run.series["layer"])
         for statistic, worst in view.worst.items():
             if worst:
                 shown = [series for series in worst if series.low_is_worse or series.curve.values.any()] or worst
@@ -66,6 +67,11 @@ class Screen:
         for note in view.notes:
             if note not in run.unread:
                 yield paragraph(f"Note: {note}", "yellow")
+
+
+def _short_names(*columns: pa.ChunkedArray) -> ShortNames:
+    names = itertools.chain(*(column.unique().to_pylist() for column in columns))
+    return ShortNames(map(visible, filter(None, names)))
 
 
 def format_event(event: ShownEvent) -> str:
@@ -121,25 +127,32 @@ def _coverage(coverage: dict[str, float], width: int) -> Iterator[Text]:
 
 
 def _scalars(scalars: dict[str, Curve], width: int, names: ShortNames) -> Iterator[RenderableType]:
-    left = dict(scalars)
-    while left:
-        name, curve = next(iter(left.items()))
-        alike = [other for other, other_curve in left.items() if curve.equals(other_curve)]
+    """Yield a line for each metric; metrics with equal values share one."""
+    drawn: set[str] = set()
+    for name, curve in scalars.items():
+        if name in drawn:
+            continue
+        alike = [other for other, other_curve in scalars.items() if curve.equals(other_curve)]
         yield _scalar(name, curve, width, names)
         if len(alike) > 1:
             yield paragraph(f"  same values: {', '.join(alike[1:])}", "dim")
-        for other in alike:
-            del left[other]
+        drawn.update(alike)
 
 
 def _scalar(name: str, curve: Curve, width: int, names: ShortNames) -> Text:
-    if len(curve.values) == 1:
-        return Text(f"{names.of(visible(name), max(_LEAST_NAME, width // 4))}  {curve.values[0]:.4g}")
-    numbers = f"{curve.values[0]:.4g} -> {curve.values[-1]:.4g}"
     name = names.of(visible(name), max(_LEAST_NAME, width // 4))
-    room = min(width - len(name) - len(numbers) - 4, _MOST_CURVE)
-    drawn = sparkline(curve.iterations, curve.values, room) if room >= _LEAST_CURVE else ""
+    if len(curve.values) == 1:
+        return Text(f"{name}  {curve.values[0]:.4g}")
+    numbers = f"{curve.values[0]:.4g} -> {curve.values[-1]:.4g}"
+    drawn = _curve(curve, width - len(name) - len(numbers) - 4)
     return Text(f"{name}  {numbers}  {drawn}", no_wrap=True, overflow="crop")
+
+
+def _curve(curve: Curve, width: int, *, low_is_worse: bool = False) -> str:
+    """A curve in the remaining width; empty if that is too small."""
+    if width < _LEAST_CURVE:
+        return ""
+    return sparkline(curve.iterations, curve.values, min(width, _MOST_CURVE), low_is_worse=low_is_worse)
 
 
 def _statistic(statistic: str, worst: Sequence[WorstSeries], width: int, names: ShortNames) -> Table:
@@ -147,25 +160,19 @@ def _statistic(statistic: str, worst: Sequence[WorstSeries], width: int, names: 
     for series in worst:
         last = _number(float(series.curve.values[-1]))
         numbers.append((last, f"{_number(series.worst)} ({series.worst_iteration})"))
-    taken = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True)) + len(_HEADERS) + 1
-    left = max(width - taken, _LEAST_NAME)
+    width_of_numbers = sum(max(map(len, column)) for column in zip(_HEADERS, *numbers, strict=True))
+    room = max(width - width_of_numbers - len(_HEADERS) - 1, _LEAST_NAME)
     longest = max(len(statistic), *(sum(map(len, _name(series))) for series in worst))
-    named = min(longest, left if left < 2 * _LEAST_NAME else max(left * 2 // 3, left - _MOST_CURVE - 1))
-    room = min(left - named - 1, _MOST_CURVE)
+    name_width = min(longest, room if room < 2 * _LEAST_NAME else max(room * 2 // 3, room - _MOST_CURVE - 1))
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(Text(visible(statistic), style="bold"), no_wrap=True, width=max(named, 1))
+    table.add_column(Text(visible(statistic), style="bold"), no_wrap=True, width=max(name_width, 1))
     for header in _HEADERS:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for series, (last, worst_number) in zip(worst, numbers, strict=True):
+    for series, cells in zip(worst, numbers, strict=True):
         layer, rest = _name(series)
-        drawn = sparkline(series.curve.iterations, series.curve.values, room, low_is_worse=series.low_is_worse)
-        table.add_row(
-            Text(names.of(layer, named - len(rest)) + rest),
-            last,
-            worst_number,
-            Text(drawn if room >= _LEAST_CURVE else ""),
-        )
+        drawn = _curve(series.curve, room - name_width - 1, low_is_worse=series.low_is_worse)
+        table.add_row(Text(names.of(layer, name_width - len(rest)) + rest), *cells, Text(drawn))
     return table
 
 

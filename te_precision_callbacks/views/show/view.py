@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.terminal import shell_command, visible
+from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.layers.folding import ShortNames
 from te_precision_callbacks.runs import RecordedRun, list_runs
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve, format_known_names
@@ -31,6 +27,7 @@ from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import StatisticSource, Worse
+from te_precision_callbacks.views.report.overview import curves_of
 
 MOST_LAYERS = 3
 
@@ -39,6 +36,8 @@ MOST_STATISTICS = 8
 MOST_EVENTS = 5
 
 _LOST = (StatisticSource.QUANTIZED, StatisticSource.LOSSES, StatisticSource.SCALE_LIMITS)
+
+_FACT_NAMES = {"integration": "integration", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
 
 
 class NothingToShowError(PrecisionDebugError, ValueError):
@@ -81,17 +80,17 @@ class RunView:
     verdict: Verdict
     more: str
     status: str
-    outcome: tuple[str, ...]
+    outcome: Sequence[str]
     facts: dict[str, str]
     first: int | None
     last: int | None
     coverage: dict[str, float]
-    other_steps: tuple[str, ...]
+    other_steps: Sequence[str]
     scalars: dict[str, Curve]
-    worst: dict[str, tuple[WorstSeries, ...]]
-    more_statistics: tuple[str, ...]
-    events: tuple[ShownEvent, ...]
-    notes: tuple[str, ...]
+    worst: dict[str, list[WorstSeries]]
+    more_statistics: Sequence[str]
+    events: Sequence[ShownEvent]
+    notes: Sequence[str]
 
     @property
     def is_empty(self) -> bool:
@@ -100,10 +99,8 @@ class RunView:
     def as_json(self) -> dict[str, Any]:
         """The output of ``te-precision show --json``, beginning with :meth:`Verdict.as_json`."""
         run = self.run
-        content = dict(vars(self))
-        del content["run"], content["verdict"]
         return {
-            **content,
+            **{name: value for name, value in vars(self).items() if name not in ("run", "verdict")},
             "path": str(run.path),
             "run_id": run.run_id,
             "source": run.source,
@@ -119,14 +116,14 @@ class RunView:
 
 
 def _worst_as_json(series: WorstSeries) -> dict[str, Any]:
-    content = dict(vars(series))
-    subject = content.pop("subject")
     return {
-        **subject._asdict(),
-        **content,
+        **series.subject._asdict(),
+        "worst": series.worst,
+        "worst_iteration": series.worst_iteration,
+        "low_is_worse": series.low_is_worse,
+        "curve": _curve_as_json(series.curve),
         "last": float(series.curve.values[-1]),
         "last_iteration": int(series.curve.iterations[-1]),
-        "curve": _curve_as_json(series.curve),
     }
 
 
@@ -145,94 +142,70 @@ def read_view(
         statistics: names as in records, or without recipe and direction; by default, losses by quantization first.
         most: the number of layers of each statistic.
     """
-    groups = _groups(run)
+    groups = _group_series(run)
     chosen = _choose_statistics(groups, statistics, run)
-    segment = run.segments[-1] if run.segments else None
     events = (row for row in run.events_of_ranks() if (row["kind"], row["severity"]) != ("parameters", "info"))
     return RunView(
         run=run,
         verdict=diagnose(run),
-        more=_command(run, "diagnose"),
+        more=_diagnose_command(run),
         status=format_status(run),
-        outcome=tuple(outcome_notes(run)),
-        facts={} if segment is None else _summarize_facts(segment.facts, segment.world),
+        outcome=outcome_notes(run),
+        facts=_summarize_facts(run),
         first=min(run.series["first"].to_pylist(), default=None),
         last=max(run.series["last"].to_pylist(), default=None),
         coverage=precision_shares(run),
-        other_steps=tuple(other_steps_of_run(run)),
+        other_steps=other_steps_of_run(run),
         scalars={name: run.metrics[name] for name in loss_first(run.metrics)},
-        worst={name: tuple(_worst_series(run, groups, name, most)) for name in chosen},
-        more_statistics=tuple(name for name in groups if name not in chosen),
-        events=tuple(map(_shown_event, events))[-MOST_EVENTS:],
-        notes=(
-            *no_step_note(run),
-            *run.notes,
-            *not_counted_notes(run),
-            *_only_first_steps(groups, chosen),
-        ),
+        worst={name: list(_worst_series(run, groups[name], most)) for name in chosen},
+        more_statistics=[name for name in groups if name not in chosen],
+        events=list(map(_shown_event, events))[-MOST_EVENTS:],
+        notes=[*no_step_note(run), *run.notes, *not_counted_notes(run), *_only_first_steps(groups, chosen)],
     )
 
 
-def _command(run: RecordedRun, name: str) -> str:
+def _diagnose_command(run: RecordedRun) -> str:
     several = len(list_runs(run.path)) > 1
-    return shell_command("te-precision", name, str(run.path), *(["--run", run.run_id] if several else []))
+    return shell_command("te-precision", "diagnose", str(run.path), *(["--run", run.run_id] if several else []))
 
 
-def short_names(*columns: pa.ChunkedArray) -> ShortNames:
-    names = chain(*(column.unique().to_pylist() for column in columns))
-    return ShortNames(map(visible, filter(None, names)))
-
-
-def _only_first_steps(groups: Mapping[str, _Group], chosen: Iterable[str]) -> Iterable[str]:
-    names = [name for name in chosen if not _worst_numbers(groups[name])]
-    if names:
-        yield (
-            f"{', '.join(names)}: all values so far are from the first step of delayed scaling, which has no scale yet."
-        )
-
-
-_SHORT = {"integration": "integration", "recipes": "recipe", "gpu": "GPU", "te_backend": "Transformer Engine"}
-
-
-def _summarize_facts(facts: Any, world: int) -> dict[str, str]:
-    parts = {}
-    for key, name in _SHORT.items():
-        value = facts.get(key)
+def _summarize_facts(run: RecordedRun) -> dict[str, str]:
+    if not run.segments:
+        return {}
+    segment = run.segments[-1]
+    texts = {}
+    for key, name in _FACT_NAMES.items():
+        value = segment.facts.get(key)
+        if value == "session":
+            value = "session (own loop)"
         if value:
-            texts = (
-                value if isinstance(value, (list, tuple)) else ["session (own loop)" if value == "session" else value]
-            )
-            parts[name] = ", ".join(map(str, texts))
-    return {**parts, "ranks": str(world)}
+            texts[name] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return {**texts, "ranks": str(segment.world)}
 
 
-class _Series(NamedTuple):
-    number: int
-    family: Family
-    worst: float | None
-    worst_iteration: int | None
+_Rows = list[dict[str, Any]]
+"""Rows of the table of series, of one statistic; ``worst`` is None if all values are from delayed scaling's first step.
+"""
 
 
-_Group = dict[Subject, _Series]
+def _group_series(run: RecordedRun) -> dict[str, _Rows]:
+    """Return statistic -> the rows of its series with values, the most important statistic first."""
+    rows = (row for row in run.series.to_pylist() if row["count"])
+    groups = group_by_key((row["statistic"] or "", row) for row in rows)
+    requests = {name: _family_of(group).request for name, group in groups.items()}
+    ordered = sorted(groups, key=lambda name: _priority(requests[name]))
+    return {name: groups[name] for name in ordered if not _is_histogram(requests[name])}
 
 
-def _groups(run: RecordedRun) -> dict[str, _Group]:
-    groups: dict[str, _Group] = {}
-    for number, (subject, row) in enumerate(
-        zip(run.subjects, run.series.select(["worst", "worst_at", "count"]).to_pylist(), strict=True)
-    ):
-        family = family_of(subject.tensor, subject.statistic, subject.gemm)
-        if row["count"] and (family.request is None or not family.request.statistic.is_histogram):
-            group = groups.setdefault(subject.statistic, {})
-            group[subject._replace(statistic="")] = _Series(number, family, row["worst"], row["worst_at"])
-    return dict(sorted(groups.items(), key=lambda item: _rank(next(iter(item[1].values())).family.request)))
+def _is_histogram(request: Request | None) -> bool:
+    return request is not None and request.statistic.is_histogram
 
 
-def _worst_numbers(group: _Group) -> dict[Subject, float]:
-    return {place: series.worst for place, series in group.items() if series.worst is not None}
+def _family_of(rows: _Rows) -> Family:
+    return family_of(rows[0]["tensor"] or "", rows[0]["statistic"] or "")
 
 
-def _rank(request: Request | None) -> tuple[int, str]:
+def _priority(request: Request | None) -> tuple[int, str]:
     if request is None:
         return 4, ""
     if request.statistic.worse is Worse.NEITHER:
@@ -242,18 +215,26 @@ def _rank(request: Request | None) -> tuple[int, str]:
     return (1 if request.statistic.source in _LOST else 2), request.label
 
 
-def _has_direction(group: _Group) -> bool:
-    return any(series.family.has_direction for series in group.values())
+def _worst_values(rows: _Rows) -> dict[int, float]:
+    return {row["series"]: row["worst"] for row in rows if row["worst"] is not None}
 
 
-def _choose_statistics(groups: dict[str, _Group], wanted: Sequence[str], run: RecordedRun) -> list[str]:
-    if not wanted:
-        with_worst = [name for name, group in groups.items() if _has_direction(group)]
+def _only_first_steps(groups: Mapping[str, _Rows], chosen: Sequence[str]) -> Iterator[str]:
+    names = [name for name in chosen if not _worst_values(groups[name])]
+    if names:
+        yield (
+            f"{', '.join(names)}: all values so far are from the first step of delayed scaling, which has no scale yet."
+        )
+
+
+def _choose_statistics(groups: Mapping[str, _Rows], names: Sequence[str], run: RecordedRun) -> list[str]:
+    if not names:
+        with_direction = [label for label, rows in groups.items() if _family_of(rows).has_direction]
         # A statistic that is equal in all layers, such as no overflow, does not point at a layer.
-        varying = [name for name in with_worst if len(set(_worst_numbers(groups[name]).values())) > 1]
-        return (varying or with_worst)[:MOST_STATISTICS]
+        varying = [label for label in with_direction if len(set(_worst_values(groups[label]).values())) > 1]
+        return (varying or with_direction)[:MOST_STATISTICS]
     chosen: dict[str, None] = {}
-    for name in wanted:
+    for name in names:
         matching = [label for label in groups if name == label or _is_of(label, name)]
         if not matching and len(run.series):
             raise NothingToShowError(_missing_statistic(run, name, list(groups)))
@@ -261,34 +242,26 @@ def _choose_statistics(groups: dict[str, _Group], wanted: Sequence[str], run: Re
     return list(chosen)
 
 
-def _missing_statistic(run: RecordedRun, name: str, known: Sequence[str]) -> str:
-    histogram = logged_request(name)
-    if histogram is not None and histogram.statistic.is_histogram and name in run.series["statistic"].to_pylist():
-        return f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
-    return f"{run.path} has no statistic {name!r}.{format_known_names(name, known)}{run.notes_sentence}"
-
-
 def _is_of(label: str, statistic: str) -> bool:
     request = logged_request(label)
     return request is not None and request.statistic.name == statistic
 
 
-def _worst_series(run: RecordedRun, groups: dict[str, _Group], name: str, most: int) -> Iterable[WorstSeries]:
-    group = groups[name]
-    family = next(iter(group.values())).family
-    chosen = worst_first(most, family, _worst_numbers(group))
-    table = run.values(group[place].number for place in chosen)
-    numbers = table["series"].to_numpy()
-    for place in chosen:
-        number, family, worst, worst_iteration = group[place]
-        begin, end = np.searchsorted(numbers, (number, number + 1)).tolist()
-        rows = table.slice(begin, end - begin)
-        rows = rows.filter(pa.array(~family.leaves_out(rows["flags"].fill_null(0).to_numpy())))
-        curve = Curve(rows["iteration"].to_numpy(), rows["value"].to_numpy())
-        if worst is None or worst_iteration is None or not len(curve.values):
-            continue
-        subject = place._replace(statistic=family.statistic)
-        yield WorstSeries(subject, worst, worst_iteration, family.worse is Worse.LOW, curve)
+def _missing_statistic(run: RecordedRun, name: str, known: Sequence[str]) -> str:
+    if _is_histogram(logged_request(name)) and name in run.series["statistic"].to_pylist():
+        return f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
+    return f"{run.path} has no statistic {name!r}.{format_known_names(name, known)}{run.notes_sentence}"
+
+
+def _worst_series(run: RecordedRun, rows: _Rows, most: int) -> Iterator[WorstSeries]:
+    family = _family_of(rows)
+    worst = _worst_values(rows)
+    iterations = {row["series"]: row["worst_at"] for row in rows}
+    chosen = worst_first(most, family, worst)
+    for number, curve in zip(chosen, curves_of(run, chosen), strict=True):
+        if len(curve.values):
+            low_is_worse = family.worse is Worse.LOW
+            yield WorstSeries(run.subjects[number], worst[number], iterations[number], low_is_worse, curve)
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:

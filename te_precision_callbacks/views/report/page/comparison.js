@@ -4,11 +4,6 @@ const SIDES = () => [colourOf("activation", 0), "#d55e00"];
 const MOST_PLOTS = 24;
 const MOST_BEYOND = 4;
 
-async function unpackedCurve(report, arrays) {
-  const [between, ...columns] = await Promise.all(arrays.map((each) => report.arrays.get(each)));
-  return [stepsFrom(between), ...columns];
-}
-
 const whatNode = ({ layer, tensor, rank }, statistic) => layer < 0 ? statistic
   : [el("span", { class: "mono" }, brief(report.layers[layer])), ` ${tensor}`, rank === REDUCED ? "" : ` (rank ${rank})`];
 
@@ -62,7 +57,7 @@ function losses(report) {
       ] : []),
       ...notFinite("A", { steps, values: a }, colourA), ...notFinite("B", { steps, values: b }, colourB),
     ], { xaxis: stepAxis(report, steps), yaxis: { title: { text: plotText(loss.name) }, ...valueAxis([{ values: a }, { values: b }]) }, yaxis2: MARKS_AXIS, hovermode: "x unified" });
-    const bounds = [...loss.yardsticks.map(({ name, bound, holds }) => [name, bound, holds === null ? "dot" : "dash"]), ...(loss.floor === null ? [] : [["the noise", loss.floor, "longdash"]])];
+    const bounds = [...loss.yardsticks.map(({ name, bound, holds }) => [name, 100 * bound, holds === null ? "dot" : "dash"]), ...(loss.floor === null ? [] : [["the noise", 100 * loss.floor, "longdash"]])];
     const stable = steps.filter((step) => step >= loss.stable_since);
     const limits = bounds.map(([name, bound, dash], at) => ({
       type: "scatter", mode: "lines", name: plotText(name), x: [steps[0], steps.at(-1), null, steps[0], steps.at(-1)], y: [bound, bound, null, -bound, -bound],

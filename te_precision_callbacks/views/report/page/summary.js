@@ -104,7 +104,7 @@ function lossCard(report) {
     render();
   });
   const curve = async (one) => {
-    const [steps, values] = await Promise.all(one.arrays.map((each) => report.arrays.get(each)));
+    const [steps, values] = await unpackedCurve(report, one.arrays);
     return { steps, values, exact: true };
   };
   const heading = el("h2", {}, chosen().name);

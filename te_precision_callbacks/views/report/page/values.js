@@ -101,6 +101,12 @@ function stepsFrom(between) {
   return steps;
 }
 
+// The steps and the columns of a packed curve.
+async function unpackedCurve(report, arrays) {
+  const [between, ...columns] = await Promise.all(arrays.map((each) => report.arrays.get(each)));
+  return [stepsFrom(between), ...columns];
+}
+
 // A statistic of a tensor, in all layers and steps.
 class Family {
   constructor(content, index, report) {
@@ -151,8 +157,8 @@ class Family {
   async curve(row, rank) {
     const packed = this.curves[`${row}:${rank}`];
     if (!packed) return null;
-    const [between, values] = await Promise.all(packed.map((each) => this.report.arrays.get(each)));
-    return { steps: stepsFrom(between), values, exact: true };
+    const [steps, values] = await unpackedCurve(this.report, packed);
+    return { steps, values, exact: true };
   }
 
   // The curve of a row, from the overview where the page has no exact one.
