@@ -65,9 +65,9 @@ class Diagnosis:
         if numbers.rank is not None:
             self._rank = numbers.rank
             self._local_steps.add(numbers.iteration)
-        able = [of for of in self._overriding["step"] if not of[1].reads or numbers.statistics & of[1].reads]
+        numbers.use(self._facts)
         with np.errstate(all="ignore"):
-            return self._check("step", numbers.iteration, numbers, self._facts, rank=numbers.rank, checks=able)
+            return self._check("step", numbers.iteration, numbers, rank=numbers.rank)
 
     def scalars(self, iteration: int, values: Mapping[str, float], rank: int | None = None) -> list[Finding]:
         return self._check("scalars", iteration, iteration, values, rank=rank)
@@ -82,11 +82,14 @@ class Diagnosis:
             self._record(self._checks[self._places[rule]], sighting, iteration, rank)
 
     def adopt(self, finding: Finding) -> None:
-        """Add a finding of another rank in its local values, unless this rank has it."""
+        """Add a finding of another rank in its local values, or of a rule of a newer version, unless it is known."""
         key = finding.rule, finding.tensor, ""
         if key not in self._findings:
             self._findings[key] = finding
-            self._sort_keys[key] = (finding.since or 0, self._places[finding.rule])
+            self._sort_keys[key] = (finding.since or 0, self._place(finding))
+
+    def _place(self, finding: Finding) -> int:
+        return self._places.get(finding.rule, len(self._places))
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
         """Note a checkpoint of the state before an iteration; it replaces an earlier checkpoint in the same file."""
@@ -173,11 +176,12 @@ class Diagnosis:
                 of_all = merged.get((key, False))
                 if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all[1].layers):
                     continue
-                if finding.ranks and of_all is None and finding.last_good is None:
+                is_known = finding.rule in self._places
+                if finding.ranks and of_all is None and finding.last_good is None and is_known:
                     # The last good step of the reduced values.
                     steps = set(self._checks[self._places[finding.rule]][1].steps) - self._local_steps
                     finding = dataclasses.replace(finding, last_good=_last_good(finding.since, steps))
-                own_place = diagnosis._sort_keys[key][0], self._places[finding.rule]
+                own_place = diagnosis._sort_keys[key][0], self._place(finding)
                 place, known = merged.get((key, bool(finding.ranks)), (own_place, None))
                 merged_finding = finding if known is None else _merge_findings(known, finding)
                 merged[key, bool(finding.ranks)] = min(place, own_place), merged_finding
@@ -214,11 +218,10 @@ class Diagnosis:
         iteration: int,
         *arguments: Any,
         rank: int | None = None,
-        checks: Iterable[tuple[Rule, RuleCheck]] | None = None,
     ) -> list[Finding]:
-        """Call a method of ``checks``; by default of all checks that override it."""
+        """Call a method of all checks that override it."""
         changed: dict[_Key, Finding] = {}
-        for rule, check in self._overriding[name] if checks is None else checks:
+        for rule, check in self._overriding[name]:
             if rule.id in self._failed:
                 continue
             try:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
-from te_precision_callbacks.diagnosis.finding import SEVERITIES, Verdict
+from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
-from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.diagnosis.rules import RULE_OF_ID, RULES
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.summary import failed_starts
@@ -71,6 +71,7 @@ class _Record:
     Attributes:
         rank_of_series: [series]: the rank, or ``REDUCED``.
         saved: checkpoints: the next iteration, and the file if it is known.
+        of_unknown_rules: the recorded findings of rules that this version lacks.
         ends: how the last start of the run ended, with the rank that recorded it.
         last: the last iteration with records or facts.
     """
@@ -78,6 +79,7 @@ class _Record:
     def __init__(self, run: RecordedRun) -> None:
         self.rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
         self.ends: list[tuple[int, Event]] = []
+        self.of_unknown_rules: list[Finding] = []
         events = [row for row in run.events.to_pylist() if row["iteration"] is not None]
         self.saved = [
             (row["iteration"], str(_data(row).get("file", ""))) for row in events if row["kind"] == "checkpoint_saved"
@@ -99,6 +101,8 @@ class _Record:
                     self.ends.append((rank, event))
             elif row["kind"] != "finding":
                 of_step.events.append((rank, event))
+            elif event.data.get("rule") not in RULE_OF_ID:
+                self.of_unknown_rules += _recorded_finding(event.data)
             elif (sighting := _from_rank(row)) is not None:
                 of_step.from_ranks.append(sighting)
         self.ends += [(0, Event("earlier_start", text, step)) for step, text in failed_starts(run)]
@@ -180,6 +184,8 @@ def _check(
         diagnosis.step(splitter.step(iteration, numbers, values, layers, rank if is_local else None))
     if logged:
         check_logged(logged[-1][0])
+    for finding in reversed(record.of_unknown_rules) if REDUCED in ranks else ():  # the last one is the worst
+        diagnosis.adopt(finding)
     check_facts(record.last)
     for rank_of_event, event in record.ends if REDUCED in ranks else ():
         diagnosis.event(event, rank_of_event or None)
@@ -241,13 +247,23 @@ def _data(row: Row) -> dict[str, Any]:
     return {}
 
 
+def _recorded_finding(data: Mapping[str, Any]) -> list[Finding]:
+    """The finding in an event, as a list; empty if the event is incomplete."""
+    try:
+        known = {field.name: data[field.name] for field in dataclasses.fields(Finding)}
+        finding = Finding(**{**known, "layers": tuple(data["layers"]), "ranks": tuple(data["ranks"])})
+    except (TypeError, KeyError):
+        return []
+    return [finding] if finding.severity in SEVERITIES else []
+
+
 def _from_rank(row: Row) -> _FromRank | None:
     """The sighting in an event of another rank; None if that rank's values are recorded, and so checked directly."""
     try:
         data = _data(row)
         rule, (rank, *_), severity = data["rule"], data["ranks"], data["severity"]
-        texts: dict[str, Any] = {name: str(data[name]) for name in ("tensor", "statistic", "seen", "patch", "remedy")}
-        sighting = Sighting(tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
+        texts: dict[str, Any] = {name: str(data[name]) for name in ("seen", "tensor", "statistic", "patch", "remedy")}
+        sighting = Sighting(layers=tuple(map(str, data["layers"])), since=data["since"], severity=severity, **texts)
     except (ValueError, TypeError, KeyError):
         return None
     if rule not in _ON_NUMBERS and severity in SEVERITIES:

@@ -1,21 +1,17 @@
-"""Rules: a problem, its data, severity, reason and remedy."""
+"""Rules: rows with a problem, its data, severity, reason and remedy, and the base of their checks."""
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Mask
+from te_precision_callbacks.statistics.arrays import Mask, holds_any
 
 _KEPT_STEPS = 64
 """The last steps, among which the last good one of a new finding is."""
@@ -27,8 +23,8 @@ class Sighting(NamedTuple):
     """The result of a rule in a step.
 
     Attributes:
-        layers: in any order.
         seen: a description with the values of the first layer.
+        layers: in any order.
         since: the first iteration; None for a problem from the start.
         severity, remedy: by default the rule's.
         key: distinguishes findings of a rule and a tensor.
@@ -36,11 +32,11 @@ class Sighting(NamedTuple):
         withdraws: whether the finding only held in the first steps, and is dropped.
     """
 
-    layers: tuple[str, ...]
-    tensor: str
-    statistic: str
     seen: str
-    since: int | None
+    layers: tuple[str, ...] = ()
+    tensor: str = ""
+    statistic: str = ""
+    since: int | None = None
     severity: Severity | None = None
     patch: str = ""
     key: str = ""
@@ -54,20 +50,18 @@ class RuleCheck:
     :meth:`event`.
 
     Attributes:
-        reads: :meth:`step` is only called in steps with one of these statistics; if empty, in all steps.
         needed: the minimum number of steps with data, and of steps in ``streaks``.
         applies: whether the rule applies to the run; None while unknown.
         checked: whether there was enough data.
     """
 
-    reads: Collection[str] = ()
     needed = 1
     applies: bool | None = True
     checked = False
-    _kind_of_step = "collection step"
+    kind_of_step = "collection step"
 
     def __init__(self) -> None:
-        self.streaks = ColumnStreaks(self.needed)
+        self.streaks = Streaks(self.needed)
         self.steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._count = 0
 
@@ -80,13 +74,13 @@ class RuleCheck:
     @property
     def why_not(self) -> str:
         if self._count:
-            return f"not enough {self._kind_of_step}s ({self._count} of {self.needed})"
+            return f"not enough {self.kind_of_step}s ({self._count} of {self.needed})"
         return ""
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         return ()
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterable[Sighting]:
+    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
         """Check the statistics of a step, within ``np.errstate(all="ignore")``."""
         return ()
 
@@ -99,9 +93,14 @@ class RuleCheck:
         return ()
 
 
+class RuleError(ValueError):
+    """A row of the table of rules contradicts itself."""
+
+
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table of rules.
+    """A row of the table of rules. A text may have several lines; ``condition`` names thresholds of the check, as in
+    ``{limit:g}``.
 
     Attributes:
         id: its name, for ``te-precision rules ID`` and for ``on_finding=``.
@@ -116,9 +115,12 @@ class Rule:
         source: the source of the rule and its thresholds.
         disproof: evidence that there is no problem.
         cost: the cost of the remedy; empty without one.
-        check: creates a check for a run.
+        check: creates a check for a run; of a known shape with the column and the thresholds.
         essential: whether an all-clear requires this rule.
         consequence_of: ids of rules that can cause its findings.
+
+    Raises:
+        RuleError: the check lacks its column or a threshold, or ``condition`` names one that the check lacks.
     """
 
     id: str
@@ -139,27 +141,46 @@ class Rule:
     essential: bool = False
     consequence_of: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        try:
+            thresholds = vars(self.check())
+        except (TypeError, ValueError) as error:
+            raise RuleError(f"rule {self.id!r}: its check cannot be created: {error}") from None
+        for name, text in vars(self).items():
+            if isinstance(text, str):
+                object.__setattr__(self, name, " ".join(text.split()))
+        try:
+            object.__setattr__(self, "condition", self.condition.format(**thresholds))
+        except (KeyError, ValueError) as error:
+            raise RuleError(f"rule {self.id!r}: condition= names {error}, which its check lacks") from None
 
-class ColumnStreaks:
+
+class Streak(NamedTuple):
+    """Steps in a row: the first one, and their number."""
+
+    first: int
+    steps: int
+
+
+class Streaks:
     """Requires that a condition holds for a tensor in ``steps`` collection steps in a row. Steps without the statistic
     of the tensor are skipped.
 
     Attributes:
-        held: column and key -> row -> first step, number of steps; only of conditions that hold now.
+        held: statistic and key -> row -> the steps so far; only of conditions that hold now.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.held: dict[object, dict[int, tuple[int, int]]] = {}
+        self.held: dict[tuple[str, str], dict[int, Streak]] = {}
 
     def sightings(
         self,
         numbers: StepNumbers,
-        facts: Facts,
-        column: Column,
+        statistic: str,
         holds: Mask,
-        seen: str,
-        *values: Sequence[object] | npt.NDArray[np.generic],
+        describe: Callable[[int], str],
+        *,
         reported: Mask | None = None,
         severity: Severity | None = None,
         key: str = "",
@@ -167,57 +188,48 @@ class ColumnStreaks:
         """Yield a sighting of each tensor, with all layers where the condition has lasted long enough.
 
         Args:
-            holds: [rows of the column]: whether the condition holds.
-            seen: the description of the first layer in execution order, with a ``{}`` for each of ``values``.
-            values: [rows of the column].
-            reported: [rows of the column]: whether to report the layer; None for all layers.
-            key: distinguishes several conditions on a column; see :class:`Sighting`.
+            holds: [rows]: whether the condition holds; rows without the statistic are left out.
+            describe: row -> the description, of the first layer in execution order.
+            reported: [rows]: whether to report the layer; None for all layers.
+            key: distinguishes several conditions on a statistic; see :class:`Sighting`.
         """
-        before = self.held.get((column.number, key), {})
-        holding = holds.nonzero()[0].tolist()
-        if not before and not holding:
+        before = self.held.pop((statistic, key), {})
+        if not before and not holds_any(holds):
             return
-        tensors = numbers.tensors_of(column)
-        rows = column.rows.tolist()
-        held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in tensors}
-        lasting: dict[str, dict[str, int]] = {}  # tensor -> layer -> place
-        for place in holding:
-            first, steps = before.get(rows[place], (numbers.iteration, 0))
-            held[rows[place]] = first, steps + 1
-            if steps + 1 >= self.steps and (reported is None or reported[place]):
-                lasting.setdefault(tensors[place], {})[numbers.names[rows[place]]] = place
-        self.held.pop((column.number, key), None)
+        column = numbers.column(statistic)
+        held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in column.tensors}
+        lasting: dict[str, dict[str, int]] = {}  # tensor -> layer -> row
+        for row in column.rows[holds[column.rows]].tolist():
+            first, steps = before.get(row, (numbers.iteration, 0))
+            held[row] = Streak(first, steps + 1)
+            if steps + 1 >= self.steps and (reported is None or reported[row]):
+                lasting.setdefault(str(numbers.tensors[row]), {})[numbers.names[row]] = row
         if held:
-            self.held[column.number, key] = held
-        for tensor, places in lasting.items():
-            layers = facts.sort_by_execution(places, tensor)
-            since = min(held[rows[place]][0] for place in places.values())
-            text = seen.format(*(of_rows[places[layers[0]]] for of_rows in values))
-            yield Sighting(tuple(layers), tensor, column.statistic, text, since, severity, key=key)
+            self.held[statistic, key] = held
+        for tensor, rows in lasting.items():
+            layers = numbers.facts.sort_by_execution(rows, tensor)
+            row = rows[layers[0]]
+            since = min(held[row].first for row in rows.values())
+            yield Sighting(describe(row), tuple(layers), tensor, column.label(row), since, severity, key=key)
 
-    def sightings_by_severity(
+    def by_severity(
         self,
         numbers: StepNumbers,
-        facts: Facts,
-        column: Column,
+        statistic: str,
         warnings: Mask,
         notes: Mask,
-        seen: str,
-        *values: Sequence[object] | npt.NDArray[np.generic],
+        describe: Callable[[int], str],
         key: str = "",
     ) -> list[Sighting]:
         """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
-        severities: dict[Severity, Mask] = {"warning": warnings, "note": notes}
         found: list[Sighting] = []
-        for level, holds in severities.items():
-            found += self.sightings(numbers, facts, column, holds, seen, *values, severity=level, key=f"{key}{level}")
-        return by_tensor(numbers, column, found)
+        severities: dict[Severity, Mask] = {"warning": warnings, "note": notes}
+        for severity, holds in severities.items():
+            found += self.sightings(numbers, statistic, holds, describe, severity=severity, key=f"{key}{severity}")
+        return by_tensor(numbers, statistic, found)
 
 
-def by_tensor(numbers: StepNumbers, column: Column, *sightings: Iterable[Sighting]) -> list[Sighting]:
-    """Sort sightings in the order of the column's tensors."""
-    found = list(itertools.chain.from_iterable(sightings))
-    if len(found) > 1:
-        tensors = numbers.tensors_of(column)
-        found.sort(key=lambda sighting: tensors.index(sighting.tensor))
-    return found
+def by_tensor(numbers: StepNumbers, statistic: str, sightings: Iterable[Sighting]) -> list[Sighting]:
+    """Sort sightings in the order of the tensors with the statistic."""
+    tensors = numbers.column(statistic).tensors
+    return sorted(sightings, key=lambda sighting: tensors.index(sighting.tensor))

@@ -1,11 +1,13 @@
 """Verdicts on recorded runs, on logs that Transformer Engine's own features have written; on runs of several ranks."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -79,6 +81,26 @@ def test_a_run_without_numbers_and_a_plain_log(tmp_path: Path) -> None:
     result = called("diagnose", log.parents[1])
     assert result.exit_code == 1
     assert "gradient of net.fc1: at step 20, all elements are 0" in result.output
+
+
+def test_a_finding_of_a_rule_that_this_version_lacks_is_shown_as_recorded(tmp_path: Path) -> None:
+    net = te.Linear(32, 32)
+    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
+        for loss in (1.0, math.nan):
+            net(torch.ones(16, 32)).sum().backward()
+            session.log({"loss": loss})
+            session.step()
+    (known,) = (finding for finding in diagnose(tmp_path) if finding.rule == "nonfinite-loss")
+    for file in tmp_path.rglob("events-*.parquet"):
+        table = pq.read_table(file)
+        texts = [text and text.replace(known.rule, "rule-of-tomorrow") for text in table["data"].to_pylist()]
+        column = table.schema.get_field_index("data")
+        pq.write_table(table.set_column(column, table.schema.field(column), [texts]), file)
+    verdict = diagnose(tmp_path)
+    (found,) = (finding for finding in verdict if finding.rule == "rule-of-tomorrow")
+    assert (found.seen, found.severity, found.since, found.remedy) == ("loss is nan", "error", 1, known.remedy)
+    assert "rule-of-tomorrow" not in verdict.checked
+    assert "loss is nan" in called("diagnose", tmp_path).output
 
 
 LINE = "2026-11-22 13:01:44,718 - INFO - layers.{}.fc2_{}_{} \t\t\t\t iteration={:06d} \t\t\t\t value={:.4f}\n"

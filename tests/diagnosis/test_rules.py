@@ -16,7 +16,8 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
-from te_precision_callbacks.diagnosis.rule import RuleCheck
+from te_precision_callbacks.diagnosis.rule import RuleCheck, RuleError
+from te_precision_callbacks.diagnosis.shapes import AboveLimit
 from te_precision_callbacks.sinks.step_records import Event, Row
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 from te_precision_callbacks.statistics.series import SeriesTable
@@ -820,7 +821,7 @@ def test_a_healthy_step_takes_no_call_for_each_layer() -> None:
 
 def test_a_rule_that_fails_is_not_checked_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(RuleCheck):
-        def step(self, numbers: StepNumbers, facts: Facts) -> Any:
+        def step(self, numbers: StepNumbers) -> Any:
             raise ZeroDivisionError("of a rule")
 
     failing = RULES[0].__class__(**{**vars(RULES[0]), "id": "failing", "check": Failing})
@@ -830,6 +831,21 @@ def test_a_rule_that_fails_is_not_checked_and_stops_nothing(monkeypatch: pytest.
         "failing",
         "the rule failed in step 3: ZeroDivisionError: of a rule",
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"check": functools.partial(AboveLimit, limit=1.0, needed=2, seen="{}")}, "cannot be .*'statistic'"),
+        ({"check": functools.partial(AboveLimit, statistic="zeros%", needed=2, seen="{}")}, "cannot be .*'limit'"),
+        ({"condition": "at least {lim:g} %"}, "condition= names 'lim', which its check lacks"),
+    ],
+    ids=["no column", "no threshold", "another threshold"],
+)
+def test_a_row_that_contradicts_itself(changes: dict[str, Any], message: str) -> None:
+    row = next(rule for rule in RULES if rule.id == "zeros-in-wgrad")
+    with pytest.raises(RuleError, match=f"rule 'zeros-in-wgrad': .*{message}"):
+        dataclasses.replace(row, **changes)
 
 
 @pytest.mark.parametrize(

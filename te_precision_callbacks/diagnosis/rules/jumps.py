@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
 from te_precision_callbacks.diagnosis.rules.training import FiniteAgain, GradientNorms, training_losses
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, holds_any, total
+from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, total
 
 RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
 """The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
@@ -72,7 +72,7 @@ STEADY = 1.0
 
 
 class DivergingLoss(RuleCheck):
-    needed, _kind_of_step = 3, "logged loss value"
+    needed, kind_of_step = 3, "logged loss value"
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,13 +161,13 @@ class _Curve:
     def fallen(self) -> Sighting:
         last = statistics.median(self._last(LASTS))
         seen = f"{self._name} rose from {self._level:.3g} to {self._peak:.3g}, and has fallen to {last:.3g} again"
-        return Sighting((), "", "", seen, self.since, "note", replaces=True)
+        return Sighting(seen, since=self.since, severity="note", replaces=True)
 
     def _sighting(self, since: int, seen: str) -> Sighting:
         start = statistics.median(self._start[:1] if len(self._losses) <= BLOCK else self._start)
         last = min(self._last(2))
         severity: Severity = "error" if self._least > 0 and last >= 2 * start else "warning"
-        return Sighting((), "", "", seen, since, severity)
+        return Sighting(seen, since=since, severity=severity)
 
     def _is_negligible(self, count: int) -> bool:
         """Return whether the last losses are a small part of the first one, as a loss that has become nearly 0."""
@@ -232,7 +232,7 @@ class _Curve:
                 f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
                 " change before, and stays there"
             )
-            yield Sighting((), "", "", seen, self._steps[-STAYS], "warning")
+            yield Sighting(seen, since=self._steps[-STAYS], severity="warning")
 
     def _add_level(self, loss: float) -> None:
         self._block.append(loss)
@@ -247,7 +247,7 @@ class _Curve:
 
 
 class GradientJump(RuleCheck):
-    needed, _kind_of_step = LEAST_NORMS, "logged gradient norm"
+    needed, kind_of_step = LEAST_NORMS, "logged gradient norm"
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,14 +277,14 @@ class GradientJump(RuleCheck):
                 severity: Severity = "warning" if lasts or bits - middle >= SPIKE else "note"
                 times = 2 ** (rise if lasts else bits - middle)
                 seen = f"{name} is {norm:.3g}, {times:.3g} times the median before"
-                yield Sighting((), "", "", seen, self._since, severity)
+                yield Sighting(seen, since=self._since, severity=severity)
                 if len(self._high) < NORMS // 4:
                     return  # a jump joins the baseline only if it lasts
         self._norms.append(bits)
 
 
 class NonfiniteGradientNorm(RuleCheck):
-    _kind_of_step = "logged gradient norm"
+    kind_of_step = "logged gradient norm"
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class NonfiniteGradientNorm(RuleCheck):
         self.note_data(iteration)
         if not math.isfinite(norm):
             self._steps.add_bad()
-            self._waiting.append(Sighting((), "", "", f"{name} is {norm}", iteration))
+            self._waiting.append(Sighting(f"{name} is {norm}", since=iteration))
         else:
             self._waiting += self._steps.add_finite()
         yield from self._release()
@@ -324,26 +324,57 @@ _REMEDY_OF_RATE = (
 )
 
 
+class _Sizes(NamedTuple):
+    """The logarithms of a statistic of the weights in a collection step, and their changes before it; [rows]."""
+
+    iteration: int
+    bits: Floats
+    changes: Floats
+
+
 class WeightJump(ParameterRule):
     needed = 3
 
     def __init__(self) -> None:
         super().__init__("weight-jump")
-        self._last: dict[int, tuple[int, Column, Column]] = {}
+        self._last: dict[str, _Sizes] = {}  # by statistic
         self._rise: Event | None = None
         self._changed: int | None = None  # the step of the last sudden change
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
         for statistic in ("cur_amax", "std", "l2_norm"):
-            for of_all in numbers.columns(statistic):
-                column = numbers.of_tensor("weight", numbers.mask_nonfinite(of_all))
-                if not len(column.rows):
-                    continue
-                self.note_data(numbers.iteration)
-                last = self._last.get(column.number)
-                if last is not None and statistic != "std":
-                    yield from self._vanished(numbers, facts, column, last[1])
-                yield from self._jump(numbers, facts, column)
+            weights = numbers.are_known(statistic, "weight")
+            if not holds_any(weights):
+                continue
+            self.note_data(numbers.iteration)
+            values = np.where(weights, numbers.finite(statistic), np.nan)
+            bits: Floats = np.log2(np.where(values == 0, np.nan, values))
+            unknown = np.full(len(bits), np.nan)
+            last = self._last.get(statistic, _Sizes(0, unknown, unknown))
+            before = extend_rows(last.bits, len(bits), np.nan)
+            vanished = (values == 0) & np.isfinite(before)
+            if statistic != "std" and holds_any(vanished):
+                layers = self._layers(numbers, vanished)
+                seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
+                label = numbers.column(statistic).label(int(vanished.argmax()))
+                yield Sighting(seen, layers, "weight", label, numbers.iteration)
+            jumped = np.abs(extend_rows(last.changes, len(bits), np.nan)) <= STEADY
+            jumped &= np.abs(bits - before) >= WEIGHT_JUMP
+            count = int(total(jumped))
+            if count >= max(2, total(weights) / 2):
+                layers = self._layers(numbers, jumped)
+                row = next(row for row in np.flatnonzero(jumped).tolist() if numbers.names[row] == layers[0])
+                label = numbers.column(statistic).label(row)
+                seen = (
+                    f"{label} has changed from {2 ** before[row]:.3g} in step {last.iteration} to {values[row]:.3g},"
+                    f" and by {2**WEIGHT_JUMP:g} times or more in {count} of {many(int(total(weights)), 'layer')}"
+                )
+                yield self._of_optimizer(layers, label, seen, numbers.iteration)
+            self._last[statistic] = _Sizes(numbers.iteration, bits, bits - before)
+
+    @staticmethod
+    def _layers(numbers: StepNumbers, weights: Mask) -> tuple[str, ...]:
+        return tuple(numbers.facts.sort_by_execution(numbers.names_of(weights), "weight"))
 
     def event(self, event: Event) -> Iterator[Sighting]:
         for written in super().event(event):
@@ -353,7 +384,7 @@ class WeightJump(ParameterRule):
         if event.kind == "learning_rate_rose":
             self._rise = event
         if event.kind == "changed" and event.data["kind"] == "weights":
-            layers, _ = zip(*event.data["slots"], strict=True)
+            layers = tuple(layer for layer, _ in event.data["slots"])
             jump = self._of_optimizer(layers, "", event.text, event.iteration)
             if event.data["of_all"] and not jump.key:
                 jump = jump._replace(severity="note")
@@ -365,45 +396,12 @@ class WeightJump(ParameterRule):
     def _of_optimizer(self, layers: tuple[str, ...], statistic: str, seen: str, since: int) -> Sighting:
         """A jump in a step; the optimizer's if the learning rate rose before."""
         rise = self._rise
+        jump = Sighting(seen, layers, "weight", statistic, since)
         before = max((step for step in self.steps if step < since), default=0)
         if rise is None or not min(before, since - changes.LEAST_HISTORY) <= rise.iteration <= since:
-            return Sighting(layers, "weight", statistic, seen, since)
-        text = f"{rise.text[0].lower()}{rise.text[1:-1]}"
-        seen += f", after {text} in step {rise.iteration}"
-        return Sighting(layers, "weight", statistic, seen, rise.iteration, key="rate", remedy=_REMEDY_OF_RATE)
-
-    @staticmethod
-    def _vanished(numbers: StepNumbers, facts: Facts, column: Column, before: Column) -> Iterator[Sighting]:
-        """Find weights that are 0; ``before``: logarithms of the last collection step."""
-        vanished = (column.values == 0) & np.isfinite(before.at(column.rows, np.nan))
-        if holds_any(vanished):
-            names = itertools.compress(numbers.names_of(column), vanished)
-            layers = tuple(facts.sort_by_execution(names, "weight"))
-            seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
-            yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration)
-
-    def _jump(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
-        bits: Floats = np.log2(np.where(column.values == 0, np.nan, column.values))
-        last = self._last.get(column.number)
-        change = bits * np.nan
-        if last is not None:
-            before = last[1].at(column.rows, np.nan)
-            changed = last[2].at(column.rows, np.nan)
-            change = bits - before
-            jumped = (np.abs(changed) <= STEADY) & (np.abs(change) >= WEIGHT_JUMP)
-            count = int(total(jumped))
-            if count >= max(2, len(bits) / 2):
-                names = list(itertools.compress(numbers.names_of(column), jumped))
-                first = names.index(facts.sort_by_execution(names, "weight")[0])
-                now = column.values[jumped][first]
-                then = 2 ** before[jumped][first]
-                seen = (
-                    f"{column.statistic} has changed from {then:.3g} in step {last[0]} to {now:.3g}, and by"
-                    f" {2**WEIGHT_JUMP:g} times or more in {count} of {many(len(bits), 'layer')}"
-                )
-                layers = tuple(facts.sort_by_execution(names, "weight"))
-                yield self._of_optimizer(layers, column.statistic, seen, numbers.iteration)
-        self._last[column.number] = numbers.iteration, column.with_values(bits), column.with_values(change)
+            return jump
+        seen += f", after {rise.text[0].lower()}{rise.text[1:-1]} in step {rise.iteration}"
+        return jump._replace(seen=seen, since=rise.iteration, key="rate", remedy=_REMEDY_OF_RATE)
 
 
 _NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'
@@ -415,34 +413,33 @@ RULES = (
         subject="model",
         needs="at least 3 steps of the logged training loss",
         collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
-        condition=(
-            "the last losses are far above the maximum of the 20 before: the last 2 by a factor of 5, one of them by"
-            " 30; the last 3 by 4, or by 3 with at least 3 losses before; or the last 5 by 2.5, with at least 5"
-            f" losses before. Or the last {LASTS} are above the best level (the median of {BLOCK} losses) by"
-            f" {SPREADS:g} times its spread (95th percentile minus median) and by {100 * LOST:g} % of the progress"
-            " since the start, or of the level if there is no progress. Or, for a loss that was 0 or negative, the"
-            f" last {SIGNED} are {TIMES_SIGNED:g} times as large in magnitude as all of the 20 before. Or the last"
-            f" {LASTS} are all {OF_FIRST:g} times as large as the first loss, and {FIRST_SPREADS:g} standard deviations"
-            " of the logarithm above it. Or it rises in one step by"
-            f" {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by"
-            f" {100 * OF_LOSS:g} %, and half of that stays for {STAYS} steps. An error if the loss is twice its first"
-            " value; else a warning. At the end of"
-            f" the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are left"
-        ),
-        silent=(
-            "evaluation losses, parts of the loss, generator and critic losses; single spikes; losses below"
-            f" {100 * NEGLIGIBLE:g} % of the first one. For losses that were"
-            " 0 or negative, as in reinforcement learning, only magnitudes are compared"
-        ),
+        condition=f"""
+            the last losses are far above the maximum of the 20 before: the last 2 by a factor of 5, one of them by 30;
+            the last 3 by 4, or by 3 with at least 3 losses before; or the last 5 by 2.5, with at least 5 losses before.
+            Or the last {LASTS} are above the best level (the median of {BLOCK} losses) by {SPREADS:g} times its spread
+            (95th percentile minus median) and by {100 * LOST:g} % of the progress since the start, or of the level if
+            there is no progress. Or, for a loss that was 0 or negative, the last {SIGNED} are {TIMES_SIGNED:g} times as
+            large in magnitude as all of the 20 before. Or the last {LASTS} are all {OF_FIRST:g} times as large as the
+            first loss, and {FIRST_SPREADS:g} standard deviations of the logarithm above it. Or it rises in one step by
+            {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by {100 * OF_LOSS:g} %,
+            and half of that stays for {STAYS} steps. An error if the loss is twice its first value; else a warning. At
+            the end of the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are
+            left
+        """,
+        silent=f"""
+            evaluation losses, parts of the loss, generator and critic losses; single spikes; losses below
+            {100 * NEGLIGIBLE:g} % of the first one. For losses that were 0 or negative, as in reinforcement learning,
+            only magnitudes are compared
+        """,
         severity="error",
         source="calibrated on trainings of small models: docs/proof.md; the thresholds are this project's",
         why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
         disproof="the data or the loss function changed at that step, and the loss falls again",
-        remedy=(
-            "Lower the learning rate (with Adam, gradient clipping does not replace this), or use a longer warmup, and"
-            " resume from an earlier checkpoint. If the loss jumped in one step, check that step for a restored"
-            " checkpoint, overwritten weights, or a bad batch"
-        ),
+        remedy="""
+            Lower the learning rate (with Adam, gradient clipping does not replace this), or use a longer warmup, and
+            resume from an earlier checkpoint. If the loss jumped in one step, check that step for a restored
+            checkpoint, overwritten weights, or a bad batch
+        """,
         check=DivergingLoss,
         essential=True,
         consequence_of=("weight-jump", "learning-rate"),
@@ -453,20 +450,20 @@ RULES = (
         subject="model",
         needs=f"at least {LEAST_NORMS} steps of the logged gradient norm",
         collect=_NORM,
-        condition=(
-            f"the gradient norm is at least 2^{FACTOR:g} times the median of the last {NORMS}, and {SIGMAS:g}"
-            " standard deviations of its logarithm (from the median deviation) above it. A warning if 3 norms in a"
-            " row are, or if one is 5,000 times the median; else a note"
-        ),
+        condition=f"""
+            the gradient norm is at least 2^{FACTOR:g} times the median of the last {NORMS}, and {SIGMAS:g} standard
+            deviations of its logarithm (from the median deviation) above it. A warning if 3 norms in a row are, or if
+            one is 5,000 times the median; else a note
+        """,
         silent="nothing: a few large norms, which clipping handles, are a note",
         severity="warning",
         source="OLMo 2, arXiv 2501.00656 (7 sigma of the last 1,000 steps); SPAM, arXiv 2501.06842 (5,000 times)",
         why="a large step can undo what was learned",
         disproof="the learning rate or the data changed at that step, and the loss continues as before",
-        remedy=(
-            "Clip the gradient norm, or lower the learning rate. Check the batch of that step, and skip it if it is"
-            " damaged"
-        ),
+        remedy="""
+            Clip the gradient norm, or lower the learning rate. Check the batch of that step, and skip it if it is
+            damaged
+        """,
         check=GradientJump,
         consequence_of=("weight-jump", "diverging-loss"),
     ),
@@ -476,19 +473,19 @@ RULES = (
         subject="model",
         needs="the logged gradient norm",
         collect=_NORM,
-        condition=(
-            "the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss. A note if it is"
-            f" then finite {FINITE_AGAIN} times in a row, as where the script skips a step"
-        ),
+        condition=f"""
+            the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss. A note if it is
+            then finite {FINITE_AGAIN} times in a row, as where the script skips a step
+        """,
         silent="a run with a GradScaler for float16, which skips such steps and lowers its scale",
         severity="error",
         source="arithmetic",
         why="an optimizer step with inf or nan gradients breaks the weights",
         disproof="the script skipped the step, and the next norms are finite",
-        remedy=(
-            "Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch"
-            " with the first inf or nan"
-        ),
+        remedy="""
+            Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch with
+            the first inf or nan
+        """,
         check=NonfiniteGradientNorm,
         consequence_of=("nonfinite-loss", "nonfinite"),
     ),
@@ -498,36 +495,34 @@ RULES = (
         subject="layer",
         needs="steps of a torch optimizer; cur_amax, std or l2_norm of weights in at least 3 collection steps",
         collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
-        condition=(
-            "amax, std or norm of the weights of at least 2 layers, and of half of all, changes by"
-            f" 2^{WEIGHT_JUMP:g} or more between two collection steps, up or down, after a change of at most"
-            f" 2^{STEADY:g} before. Or a weight is 0 in a collection step, and was not before. Or code has written a"
-            " weight in place between two optimizer steps, more often than ever, and the sampled elements are 0, are"
-            " those of one of the 8 samples of the weight again (the first and the last ones; sampled at least every"
-            " 100 steps, and at checkpoints), or differ from the last sample by half their norm and 8 times the"
-            " ordinary change."
-            f" Or a weight's largest magnitude stayed within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their"
-            f" range by 2^{changes.SPIKE['weight']:g} in one step. Or a sample of a layer's weight changes from step"
-            f" to step by {changes.LEAST_UPDATE:.0%} of its norm or more, and by 2^{changes.SPIKE_OF_UPDATE:g} times as"
-            f" much as in each of the {changes.LEAST_HISTORY} updates before; a note if nearly all weights do so at"
-            " once, as where a script writes averages. It is the optimizer's if the learning rate rose by 10 times in"
-            f" one of the {changes.LEAST_HISTORY} steps before"
-        ),
-        silent=(
-            "weights that grow from 0 or from small values; a learning rate that is large from the start; regular"
-            " writes, such as clamping; averaged weights that are swapped in for an evaluation, and out again."
-            " Smaller writes through .data and flat buffers, which do not raise the version, old values of other steps,"
-            " and other values than 0 in weights that exist only quantized: see diverging-loss"
-        ),
+        condition=f"""
+            amax, std or norm of the weights of at least 2 layers, and of half of all, changes by 2^{WEIGHT_JUMP:g} or
+            more between two collection steps, up or down, after a change of at most 2^{STEADY:g} before. Or a weight is
+            0 in a collection step, and was not before. Or code has written a weight in place between two optimizer
+            steps, more often than ever, and the sampled elements are 0, are those of one of the 8 samples of the weight
+            again (the first and the last ones; sampled at least every 100 steps, and at checkpoints), or differ from
+            the last sample by half their norm and 8 times the ordinary change. Or a weight's largest magnitude stayed
+            within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their range by 2^{changes.SPIKE["weight"]:g} in
+            one step. Or a sample of a layer's weight changes from step to step by {changes.LEAST_UPDATE:.0%} of its
+            norm or more, and by 2^{changes.SPIKE_OF_UPDATE:g} times as much as in each of the {changes.LEAST_HISTORY}
+            updates before; a note if nearly all weights do so at once, as where a script writes averages. It is the
+            optimizer's if the learning rate rose by 10 times in one of the {changes.LEAST_HISTORY} steps before
+        """,
+        silent="""
+            weights that grow from 0 or from small values; a learning rate that is large from the start; regular writes,
+            such as clamping; averaged weights that are swapped in for an evaluation, and out again. Smaller writes
+            through .data and flat buffers, which do not raise the version, old values of other steps, and other values
+            than 0 in weights that exist only quantized: see diverging-loss
+        """,
         severity="warning",
         source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
         why="an optimizer step with a usual learning rate does not do this, and it undoes what was learned",
         disproof="the script set or rescaled the weights at that step",
-        remedy=(
-            "Find the code that writes weights between these steps: saving or restoring a checkpoint, gathering"
-            " sharded weights, copying master weights, in-place quantization. If there is none, look at the optimizer's"
-            " state of the weight. Resume from an earlier checkpoint"
-        ),
+        remedy="""
+            Find the code that writes weights between these steps: saving or restoring a checkpoint, gathering sharded
+            weights, copying master weights, in-place quantization. If there is none, look at the optimizer's state of
+            the weight. Resume from an earlier checkpoint
+        """,
         check=WeightJump,
         consequence_of=("diverging-loss",),
     ),

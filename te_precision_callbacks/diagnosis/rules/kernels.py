@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
-from te_precision_callbacks.diagnosis.rules.lost_elements import LowPrecisionCheck, can_overflow
-from te_precision_callbacks.statistics.arrays import Floats
-from te_precision_callbacks.statistics.table import GEMM_STATISTICS
+from te_precision_callbacks.diagnosis.rules.lost_elements import can_overflow
+from te_precision_callbacks.diagnosis.shapes import OfStatistic, runs_low_precision
+from te_precision_callbacks.statistics.arrays import holds_any
 
 GAIN = 0.05
 """How far the gain of a scaled result is from 1 at least. A wrong scale is off by a factor of 2 or more."""
@@ -29,7 +31,24 @@ _ELEMENTS = {
 }
 
 
-class WrongCodes(LowPrecisionCheck):
+class _Limits(NamedTuple):
+    """The largest error of an element relative to itself and to its factor, and the largest number of a format."""
+
+    relative: float
+    lowest: float
+    largest: float
+
+
+def _limits(facts: Facts, layer: str, tensor: str) -> _Limits:
+    bits = _ELEMENTS.get(facts.format_of(layer, tensor))
+    if bits is None:
+        return _Limits(np.nan, np.nan, np.nan)
+    # NVFP4 rounds gradients stochastically: to either neighbor.
+    steps = 1.0 if bits is E2M1 and tensor == "gradient" else 0.5
+    return _Limits(steps * 2.0**-bits.mantissa_bits + UNROUNDED, steps * bits.min_subnormal, bits.max)
+
+
+class WrongCodes(OfStatistic):
     """A squared error above the largest that the format explains.
 
     An element is rounded by half of the distance of two values at most: by ``2^-(mantissa bits + 1)`` of itself, or by
@@ -37,59 +56,36 @@ class WrongCodes(LowPrecisionCheck):
     distance to the range.
     """
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.columns("mse", facts):
-
-            def read(statistic: str, column: Column = column) -> Floats:
-                values = numbers.column(statistic, facts)
-                return np.full(len(column.rows), np.nan) if values is None else values.at(column.rows, np.nan)
-
-            mse = numbers.mask_nonfinite(column).values
-            square = mse * 10 ** (read("sqnr_db") / 10)
-            relative, lowest, largest = _limits(numbers, facts, column)
-            factor, amax = read("scale_inv_max"), read("cur_amax")
-            beyond = np.fmax(amax - largest * read("scale_inv_min"), 0.0)
-            share = read("overflows%") / 100
-            clipped = np.fmin(share * beyond**2, (beyond / amax) ** 2 * square)
-            clipped = np.where((share == 0) | ~can_overflow(numbers, facts, column), 0.0, clipped)
-            most = relative**2 * square + (lowest * factor) ** 2 + clipped
-            known = np.isfinite(most) & (factor > 0)
-            if known.any():
-                self.note_data(numbers.iteration)
-            yield from self.streaks.sightings(
-                numbers,
-                facts,
-                column,
-                known & np.isfinite(mse) & (mse > most),
-                "the quantized values are {:.3g} % off, relative to the norm; rounding explains {:.3g} %",
-                100 * np.sqrt(mse / square),
-                100 * np.sqrt(most / square),
-            )
-
-
-def _limits(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
-    """[3, rows of the column]: the largest error of an element relative to itself and to its factor, and the largest
-    number of the format; nan if the format is unknown.
-    """
-
-    def make() -> Floats:
-        limits = np.full((3, len(column.rows)), np.nan)
-        for row, (layer, tensor) in enumerate(zip(numbers.names_of(column), numbers.tensors_of(column), strict=True)):
-            bits = _ELEMENTS.get(facts.format_of(layer, tensor))
-            if bits is not None:
-                # NVFP4 rounds gradients stochastically: to either neighbor.
-                steps = 1.0 if bits is E2M1 and tensor == "gradient" else 0.5
-                relative = steps * 2.0**-bits.mantissa_bits + UNROUNDED
-                limits[:, row] = relative, steps * bits.min_subnormal, bits.max
-        return limits
-
-    return column.cached("limits of the format", facts, make)
+    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+        if not numbers.has("mse"):
+            return
+        mse = numbers.finite("mse")
+        square = mse * 10 ** (numbers.values("sqnr_db") / 10)
+        limits = _Limits(*numbers.by_row(_limits).T)
+        factor = numbers.values("scale_inv_max")
+        amax = numbers.values("cur_amax")
+        beyond = np.fmax(amax - limits.largest * numbers.values("scale_inv_min"), 0.0)
+        share = numbers.values("overflows%") / 100
+        clipped = np.fmin(share * beyond**2, (beyond / amax) ** 2 * square)
+        clipped = np.where((share == 0) | ~numbers.by_row(can_overflow), 0.0, clipped)
+        most = limits.relative**2 * square + (limits.lowest * factor) ** 2 + clipped
+        known = numbers.are_known("mse") & np.isfinite(most) & (factor > 0)
+        if holds_any(known):
+            self.note_data(numbers.iteration)
+        yield from self.streaks.sightings(
+            numbers,
+            "mse",
+            known & np.isfinite(mse) & (mse > most),
+            lambda row: (
+                f"the quantized values are {100 * np.sqrt(mse[row] / square[row]):.3g} % off, relative to the"
+                f" norm; rounding explains {100 * np.sqrt(most[row] / square[row]):.3g} %"
+            ),
+        )
 
 
 class WrongGemm(RuleCheck):
     """Results that differ from the product of their operands by more than rounding."""
 
-    reads = GEMM_STATISTICS
     applies = False
     _unmeasured = ""
 
@@ -102,32 +98,38 @@ class WrongGemm(RuleCheck):
         self.applies = bool(self.steps or self._unmeasured)
         return ()
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        settings = facts.settings
+    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+        if not numbers.has("gemm_kernel_ratio"):
+            return
+        self.applies = True
+        self.note_data(numbers.iteration)
+        settings = numbers.facts.settings
         compares_ranks = settings is not None and settings.ranks > 1 and settings.alike
-        for ratio in numbers.columns("gemm_kernel_ratio"):
-            self.applies = True
-            self.note_data(numbers.iteration)
-            values = []
-            for statistic in ("gemm_kernel_error", "gemm_gain", "gemm_wrong_rank"):
-                other = numbers.column(statistic)
-                values.append(np.full(len(ratio.rows), np.nan) if other is None else other.at(ratio.rows, np.nan))
-            error, gain, rank = values
-            is_scaled = (np.abs(gain - 1) > GAIN) & (np.abs(error - np.abs(gain - 1)) < GAIN * error)
-            seen = [
-                f"the GEMM {_GEMM[tensor]} gives {gain[row]:.4g} times the product of its operands"
-                if is_scaled[row]
-                else f"the GEMM {_GEMM[tensor]} is {100 * error[row]:.3g} % off the product of its operands, and a row"
-                f" {ratio.values[row]:.3g} times as much as rounding explains"
-                for row, tensor in enumerate(numbers.tensors_of(ratio))
-            ]
-            is_wrong = ratio.values > 1
-            is_alone = compares_ranks & (rank >= 0)
-            yield from self.streaks.sightings(numbers, facts, ratio, is_wrong & ~is_alone, "{}", seen)
-            for sighting in self.streaks.sightings(
-                numbers, facts, ratio, is_wrong & is_alone, "{}, only on rank {:.0f}", seen, rank, key="rank"
-            ):
-                yield sighting._replace(remedy="Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)")
+        ratio = numbers.values("gemm_kernel_ratio")
+        error = numbers.values("gemm_kernel_error")
+        gain = numbers.values("gemm_gain")
+        rank = numbers.values("gemm_wrong_rank")
+        is_scaled = (np.abs(gain - 1) > GAIN) & (np.abs(error - np.abs(gain - 1)) < GAIN * error)
+
+        def describe(row: int) -> str:
+            gemm = f"the GEMM {_GEMM[str(numbers.tensors[row])]}"
+            if is_scaled[row]:
+                return f"{gemm} gives {gain[row]:.4g} times the product of its operands"
+            return (
+                f"{gemm} is {100 * error[row]:.3g} % off the product of its operands, and a row"
+                f" {ratio[row]:.3g} times as much as rounding explains"
+            )
+
+        is_alone = compares_ranks & (rank >= 0)
+        yield from self.streaks.sightings(numbers, "gemm_kernel_ratio", (ratio > 1) & ~is_alone, describe)
+        for sighting in self.streaks.sightings(
+            numbers,
+            "gemm_kernel_ratio",
+            (ratio > 1) & is_alone,
+            lambda row: f"{describe(row)}, only on rank {rank[row]:.0f}",
+            key="rank",
+        ):
+            yield sighting._replace(remedy="Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)")
 
 
 RULES = (
@@ -136,29 +138,31 @@ RULES = (
         title="a quantizer whose codes and scales do not fit its input",
         subject="tensor",
         needs="mse, sqnr_db, overflows%, scale_inv_min, scale_inv_max and cur_amax of quantized tensors",
-        collect=(
-            "LogFp8TensorStats with stats: [mse, sqnr_db, overflows%, scale_inv_min, scale_inv_max] and"
-            " LogTensorStats with stats: [cur_amax]. The default config lacks mse and sqnr_db"
-        ),
-        condition=(
-            "mse is above r^2 * x^2 + (d * scale_inv_max)^2. x^2 is the mean square of the tensor, from sqnr_db; r is"
-            " half of the last bit, 2^-(mantissa bits + 1), plus 2^-8 for the rounding to bfloat16; d is half of the"
-            " smallest subnormal of the format. NVFP4 rounds gradients stochastically, with twice the r and d. Under"
-            " delayed scaling, elements above the range may add the smaller of overflows% / 100 * b^2 and (b /"
-            " cur_amax)^2 * x^2, where b is cur_amax minus the largest number of the format times scale_inv_min"
-        ),
+        collect="""
+            LogFp8TensorStats with stats: [mse, sqnr_db, overflows%, scale_inv_min, scale_inv_max] and LogTensorStats
+            with stats: [cur_amax]. The default config lacks mse and sqnr_db
+        """,
+        condition="""
+            mse is above r^2 * x^2 + (d * scale_inv_max)^2. x^2 is the mean square of the tensor, from sqnr_db; r is
+            half of the last bit, 2^-(mantissa bits + 1), plus 2^-8 for the rounding to bfloat16; d is half of the
+            smallest subnormal of the format. NVFP4 rounds gradients stochastically, with twice the r and d. Under
+            delayed scaling, elements above the range may add the smaller of overflows% / 100 * b^2 and (b / cur_amax)^2
+            * x^2, where b is cur_amax minus the largest number of the format times scale_inv_min
+        """,
         silent="elements that round to 0, elements above the range, tensors with inf or nan",
         severity="error",
-        source="the formats: OCP Microscaling Formats (MX) 1.0, table 1, and arXiv 2209.05433 for E4M3 and E5M2."
-        " TransformerEngine pull request 3281: stochastic rounding of NVFP4 that gave zeros",
+        source="""
+            the formats: OCP Microscaling Formats (MX) 1.0, table 1, and arXiv 2209.05433 for E4M3 and E5M2.
+            TransformerEngine pull request 3281: stochastic rounding of NVFP4 that gave zeros
+        """,
         why="the GEMM multiplies wrong values, even if its kernel is correct",
         disproof="te_precision_callbacks.base.numerics gives the same values for the tensor",
-        remedy=(
-            "Look for code that changes scales after quantizing, or that keeps codes of an earlier step with a new"
-            " scale. Report a quantizer of Transformer Engine, and run these layers in high precision or with another"
-            " recipe. With NVFP4, first try NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)"
-        ),
-        check=WrongCodes,
+        remedy="""
+            Look for code that changes scales after quantizing, or that keeps codes of an earlier step with a new scale.
+            Report a quantizer of Transformer Engine, and run these layers in high precision or with another recipe.
+            With NVFP4, first try NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+        """,
+        check=partial(WrongCodes, statistic="mse", needed=1, applies_to=runs_low_precision),
         consequence_of=("stale-weights",),
     ),
     Rule(
@@ -170,15 +174,17 @@ RULES = (
         condition="gemm_kernel_ratio is above 1: a row is off by more than 3 times the bound of its rounding",
         silent="rounding of the result and of the sums on this device: docs/gemm-error.md; rows with inf or nan",
         severity="error",
-        source="the bound is derived in docs/gemm-error.md. Such kernels: cudnn-frontend issue 981, Primus-Turbo issue"
-        " 397, TransformerEngine issue 3342 (scaled by up to 2^-7). Silent data corruption on a single device: arXiv"
-        " 2102.11245",
+        source="""
+            the bound is derived in docs/gemm-error.md. Such kernels: cudnn-frontend issue 981, Primus-Turbo issue 397,
+            TransformerEngine issue 3342 (scaled by up to 2^-7). Silent data corruption on a single device: arXiv
+            2102.11245
+        """,
         why="the wrong values are finite and plausible, so no statistic of a tensor shows the error",
         disproof="the same operands, multiplied in float64, give the same result",
-        remedy=(
-            "Report the kernel, and for a factor the layout of its scales. Run these layers in high precision until it"
-            " is fixed. Another version of cuBLAS, Transformer Engine or the driver may be correct"
-        ),
+        remedy="""
+            Report the kernel, and for a factor the layout of its scales. Run these layers in high precision until it is
+            fixed. Another version of cuBLAS, Transformer Engine or the driver may be correct
+        """,
         cost="the layer runs at the speed of BF16",
         check=WrongGemm,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers, extend_rows
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP
+from te_precision_callbacks.diagnosis.shapes import InARow, OfStatistic, runs_low_precision
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Mask
@@ -57,7 +59,6 @@ _REMEDY_OF_WEIGHT = (
     " Unlike debug='activation_overflow', it also checks weights: a low-precision layer may cast an inf in its"
     " weight to a finite value"
 )
-
 
 _REMEDY_OF_GRADIENT = (
     "Resume from an earlier checkpoint. If debug='activation_overflow' finds no inf or nan in the backward of this"
@@ -114,33 +115,34 @@ class Nonfinite(RuleCheck):
         self._is_scaled = is_scaled(facts)
         return ()
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
         before = self.steps[-1] if self.steps else None
-        broken: dict[tuple[str, str], str] = {}
-        for column in numbers.columns("cur_amax"):
-            self.note_data(numbers.iteration)
-            for row in column.rows[~np.isfinite(column.values)].tolist():
-                broken[numbers.names[row], str(numbers.tensors[row])] = "has inf or nan"
-        for column in numbers.columns("nonfinite_num"):
-            self.note_data(numbers.iteration)
-            some = column.values > 0
-            for row, count in zip(column.rows[some].tolist(), column.values[some].tolist(), strict=True):
-                broken[numbers.names[row], str(numbers.tensors[row])] = (
-                    f"{many(round(count), 'element')} {'is' if round(count) == 1 else 'are'} inf or nan"
-                )
-        if broken and is_scaled(facts) and all(tensor in _OF_BACKWARD for _, tensor in broken):
-            skipped = _first_nonfinite(broken, before, numbers.iteration, facts)
-            yield skipped._replace(severity="note", key="scaled", remedy=_SKIPPED)
-        elif broken:
-            self._first = self._first or _first_nonfinite(broken, before, numbers.iteration, facts)
+        broken = dict.fromkeys(self._rows(numbers, "cur_amax", np.isfinite), "has inf or nan")
+        counts = numbers.values("nonfinite_num")
+        for row in self._rows(numbers, "nonfinite_num", lambda counts: ~(counts > 0)):
+            count = round(counts[row])
+            broken[row] = f"{many(count, 'element')} {'is' if count == 1 else 'are'} inf or nan"
+        if not broken:
+            return
+        first = _first_nonfinite(numbers, broken, before)
+        if is_scaled(numbers.facts) and all(numbers.tensors[row] in _OF_BACKWARD for row in broken):
+            yield first._replace(severity="note", key="scaled", remedy=_SKIPPED)
+        else:
+            self._first = self._first or first
             yield self._first
+
+    def _rows(self, numbers: StepNumbers, statistic: str, are_healthy: Callable[[Floats], Mask]) -> list[int]:
+        rows = numbers.column(statistic).rows
+        if len(rows):
+            self.note_data(numbers.iteration)
+        broken: list[int] = rows[~are_healthy(numbers.values(statistic)[rows])].tolist()
+        return broken
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind == "nonfinite":
             first_line = re.sub(r"^> \[\d+\] \S+: ", "", event.text.partition("\n")[0].rstrip(". "))
-            self._first = self._first or Sighting(
-                tuple(filter(None, (event.layer,))), "", "", first_line, event.iteration
-            )
+            layers = tuple(filter(None, (event.layer,)))
+            self._first = self._first or Sighting(first_line, layers, since=event.iteration)
             yield self._first
         if event.kind == "first_nonfinite":
             yield from self._origin(event)
@@ -162,7 +164,7 @@ class Nonfinite(RuleCheck):
                 count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
                 when = f"the update of step {row['since']}" if row["number"] else "the last step"
                 seen = f"{count} after {when}, first {names[0]}"
-                self._first = Sighting(layers_of(names), "", "", seen, row["since"], remedy=_REMEDY_OF_UPDATE)
+                self._first = Sighting(seen, layers_of(names), since=row["since"], remedy=_REMEDY_OF_UPDATE)
                 yield self._first
 
     def _origin(self, event: Event) -> Iterator[Sighting]:
@@ -171,7 +173,7 @@ class Nonfinite(RuleCheck):
         if is_new:
             self.note_data(iteration - 1)  # which was watched, and finite
         seen = event.text.partition(": ")[2].rstrip(".")
-        found = Sighting((event.layer,), event.tensor, "", seen, iteration)
+        found = Sighting(seen, (event.layer,), event.tensor, since=iteration)
         if event.phase == "backward" and self._is_scaled:
             yield found._replace(severity="note", key="scaled", remedy=_SKIPPED)
             return
@@ -210,17 +212,16 @@ def _nonfinite_gradient(row: Mapping[str, Any]) -> Sighting:
     names = row["names"]
     if row["number"] >= NEARLY_ALL:
         seen = "the gradients of nearly all parameters have inf or nan at the optimizer's step"
-        return Sighting((), "gradient", "", seen, row["since"], remedy=_REMEDY_OF_ALL_GRADIENTS)
+        return Sighting(seen, (), "gradient", since=row["since"], remedy=_REMEDY_OF_ALL_GRADIENTS)
     others = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
     seen = f"the gradient of {names[-1]}{others} has inf or nan at the optimizer's step"
-    return Sighting(layers_of(names), "gradient", "", seen, row["since"], remedy=_REMEDY_OF_GRADIENT)
+    return Sighting(seen, layers_of(names), "gradient", since=row["since"], remedy=_REMEDY_OF_GRADIENT)
 
 
-def _first_nonfinite(
-    broken: Mapping[tuple[str, str], str], before: int | None, iteration: int, facts: Facts
-) -> Sighting:
-    layers, tensors = zip(*broken, strict=True)
-    weights = tensors.count("weight")
+def _first_nonfinite(numbers: StepNumbers, broken: Mapping[int, str], before: int | None) -> Sighting:
+    """The sighting of the first tensor with inf or nan in a step, ``broken``: row -> its description."""
+    iteration = numbers.iteration
+    weights = sum(numbers.tensors[row] == "weight" for row in broken)
     if before is not None and weights > 1:  # the optimizer's step has spread it, so the first layer is not the origin
         first = before + 1
         steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
@@ -228,100 +229,77 @@ def _first_nonfinite(
             f"the weights of {weights} layers have inf or nan, so the first layer is unknown. The values appeared"
             f" {steps}: rerun from step {first} to find the layer"
         )
-        return Sighting((), "", "nonfinite_num", seen, iteration)
-    layer, tensor = min(broken, key=lambda place: facts.order_key(*place))
-    others = len(set(layers)) - 1
+        return Sighting(seen, statistic="nonfinite_num", since=iteration)
+    row = min(broken, key=lambda row: numbers.facts.order_key(numbers.names[row], str(numbers.tensors[row])))
+    tensor = str(numbers.tensors[row])
+    others = len({numbers.names[row] for row in broken}) - 1
     have = "has" if others == 1 else "have"
     inherit = f"; {many(others, 'more layer')} {have} inf or nan in the same step" if others else ""
     remedy = ""
     if tensor == "weight":
         remedy = _REMEDY_OF_WEIGHT if iteration else _REMEDY_OF_START
-    return Sighting((layer,), tensor, "nonfinite_num", broken[layer, tensor] + inherit, iteration, remedy=remedy)
-
-
-class LowPrecisionCheck(RuleCheck):
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        if facts.layers_that_ran and not self.steps:
-            self.applies = facts.has_low
-        yield from ()
+    return Sighting(broken[row] + inherit, (numbers.names[row],), tensor, "nonfinite_num", iteration, remedy=remedy)
 
 
 class FromZero:
-    """Layers with a tensor that is 0 in its first collection step, as with LoRA. It doubles in each of the first steps
-    of a run and then grows by half, so a scale from the previous step is too small.
+    """Tensors that are 0 in their first collection step, as with LoRA. They double in each of the first steps of a run
+    and then grow by half, so a scale from the previous step is too small.
     """
 
     def __init__(self) -> None:
-        self._begins = np.empty(0, np.int8)  # [rows]: 1 if the first value is 0, 0 if not, else -1
+        self._first = np.empty(0)  # [rows]: the first amax; nan if unknown
 
-    def note(self, numbers: StepNumbers, facts: Facts) -> None:
-        for column in numbers.columns("cur_amax", facts) if numbers.iteration < FROM_ZERO else ():
-            self._begins = extend_rows(self._begins, column.rows, -1)
-            known = self._begins[column.rows]
-            values = numbers.mask_nonfinite(column).values
-            self._begins[column.rows] = np.where(known < 0, values == 0, known)
-
-    def grow(self, numbers: StepNumbers, column: Column) -> Mask:
-        """[rows of the column]: whether the tensor started from 0, and the run is in its first steps."""
+    def grow(self, numbers: StepNumbers) -> Mask:
+        """Note the amaxes of a step; [rows]: whether the tensor started from 0, and the run is in its first steps."""
         if numbers.iteration >= FROM_ZERO:
-            return np.zeros(len(column.rows), bool)
-        from_zero: Mask = extend_rows(self._begins, column.rows, -1)[column.rows] == 1
+            return np.zeros(len(numbers), bool)
+        amaxes = numbers.finite("cur_amax")
+        amaxes = np.where(np.isnan(amaxes) & numbers.are_known("cur_amax"), np.inf, amaxes)
+        first = extend_rows(self._first, len(numbers), np.nan)
+        self._first = np.where(np.isnan(first), amaxes, first)
+        from_zero: Mask = self._first == 0
         return from_zero
 
 
-class Overflow(LowPrecisionCheck):
-    needed = OVERFLOW_STEPS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: dict[int, Column] = {}
+class Overflow(OfStatistic):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._last: Floats | None = None
         self._from_zero = FromZero()
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        self._from_zero.note(numbers, facts)
-        for column in numbers.columns("overflows%", facts):
-            unbroken = np.fmax(numbers.mask_nonfinite(column).values, 0.0)
-            values = unbroken * (can_overflow(numbers, facts, column) & ~self._from_zero.grow(numbers, column))
-            self.note_data(numbers.iteration)
-            now = column.with_values(values)
-            before = self._last.get(column.number, now).at(column.rows, 0.0)
-            self._last[column.number] = now
-            yield from self.streaks.sightings(
-                numbers,
-                facts,
-                column,
-                (values >= overflow_threshold(numbers, column)) & (values >= FALLING * before),
-                "{:.3g} % of the elements are above the range of the format",
-                values,
-            )
+    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
+        self._grow = self._from_zero.grow(numbers)  # also in steps without overflows%
+        return super().step(numbers)
+
+    def sightings(self, numbers: StepNumbers) -> Iterator[Sighting]:
+        overflows = np.fmax(numbers.finite("overflows%"), 0.0)
+        values = np.where(numbers.by_row(can_overflow) & ~self._grow, overflows, 0.0)
+        before = values if self._last is None else extend_rows(self._last, len(values), 0.0)
+        self._last = values
+        holds = (values >= numbers.by_row(overflow_threshold)) & (values >= FALLING * before)
+        yield from self.streaks.sightings(
+            numbers,
+            "overflows%",
+            holds,
+            lambda row: f"{values[row]:.3g} % of the elements are above the range of the format",
+        )
 
 
-class Underflow(LowPrecisionCheck):
-    """Elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
+def _underflow(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+    """Find elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
+    lost = numbers.values("underflow_norm%")
+    values = numbers.finite("underflows%")
+    heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
+    heavy |= (values >= MOST_OF_ACTIVATION) & numbers.are("activation")
+    are_many = ~heavy & (values >= numbers.by_row(underflow_threshold))
 
-    needed = UNDERFLOW_STEPS
+    def describe(row: int) -> str:
+        norm = _UNKNOWN_NORM if np.isnan(lost[row]) else f"with {lost[row]:.2g} % of the tensor's norm"
+        return f"{values[row]:.3g} % of the elements round to 0, {norm}"
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        for column in numbers.columns("underflows%", facts):
-            lost = lost_norm(numbers, facts, column)
-            self.note_data(numbers.iteration)
-            values = numbers.mask_nonfinite(column).values
-            heavy = ((lost >= LOST_NORM) & (values > 0)) | (values >= 100)
-            heavy |= (values >= MOST_OF_ACTIVATION) & numbers.are("activation", column)
-            are_many = ~heavy & (values >= underflow_threshold(numbers, facts, column))
-            for sighting in self.streaks.sightings_by_severity(
-                numbers,
-                facts,
-                column,
-                heavy,
-                are_many,
-                "{:.3g} % of the elements round to 0, with {:.2g} % of the tensor's norm",
-                values,
-                lost,
-            ):
-                patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
-                seen = sighting.seen.replace("with nan % of the tensor's norm", _UNKNOWN_NORM)
-                yield sighting._replace(patch=patch, seen=seen, key="")
+    for sighting in streaks.by_severity(numbers, "underflows%", heavy, are_many, describe):
+        patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
+        yield sighting._replace(patch=patch, key="")
 
 
 def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
@@ -329,53 +307,18 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
     return keep_high(*kept, others=set(numbers.names) - set(kept))
 
 
-def lost_norm(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
-    """[rows of the column]: percent of the tensor's norm in elements that round to 0; nan if not recorded."""
-    norms = numbers.column("underflow_norm%", facts)
-    if norms is None:
-        return np.full(len(column.rows), np.nan)
-    return norms.at(column.rows, np.nan)
+def can_overflow(facts: Facts, layer: str, tensor: str) -> bool:
+    return facts.recipe_of(layer) in _CAN_OVERFLOW
 
 
-def can_overflow(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
-    return column.cached(
-        "can overflow",
-        facts,
-        lambda: np.array([facts.recipe_of(name) in _CAN_OVERFLOW for name in numbers.names_of(column)], bool),
-    )
+def overflow_threshold(facts: Facts, layer: str, tensor: str) -> float:
+    """The threshold for elements above the range of the format, in percent."""
+    return OVERFLOW if tensor == "activation" else OF_OTHERS
 
 
-def overflow_threshold(numbers: StepNumbers, column: Column) -> Floats:
-    """[rows of the column]: the threshold for elements above the range of the format, in percent."""
-    are = numbers.are("activation", column)
-    return column.cached("overflow threshold", None, lambda: np.where(are, OVERFLOW, OF_OTHERS))
-
-
-def underflow_threshold(numbers: StepNumbers, facts: Facts, column: Column) -> Floats:
-    """[rows of the column]: the threshold for elements that round to 0, in percent."""
-
-    def make() -> Floats:
-        formats = map(facts.format_of, numbers.names_of(column), numbers.tensors_of(column))
-        return np.array([UNDERFLOW.get(text.partition(" ")[0], _OF_UNKNOWN) for text in formats])
-
-    return column.cached("most underflow", facts, make)
-
-
-def loses_too_much(
-    numbers: StepNumbers,
-    facts: Facts,
-    column: Column,
-    *,
-    underflows: Callable[[Column], float | Floats] = lambda lost: np.inf,
-    overflows: Callable[[Column], float | Floats],
-) -> Mask:
-    """[rows of a column]: whether too many elements are lost, given thresholds in percent."""
-    lossy = np.zeros(len(column.rows), bool)
-    for statistic, most in (("underflows%", underflows), ("overflows%", overflows)):
-        lost = numbers.column(statistic, facts)
-        if lost is not None:
-            lossy |= np.isin(column.rows, lost.rows[lost.values >= most(lost)])
-    return lossy
+def underflow_threshold(facts: Facts, layer: str, tensor: str) -> float:
+    """The threshold for elements that round to 0, in percent."""
+    return UNDERFLOW.get(facts.format_of(layer, tensor).partition(" ")[0], _OF_UNKNOWN)
 
 
 RULES = (
@@ -385,22 +328,22 @@ RULES = (
         subject="tensor",
         needs="nonfinite_num or cur_amax of tensors",
         collect="LogTensorStats with stats: [nonfinite_num], or the default config",
-        condition=(
-            "a tensor has an inf or nan element, or the gradient of a parameter has one when its optimizer steps; the"
-            " first such tensor in execution order is reported. A note if the watch of every step found it, on a single"
-            f" rank, and all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, as are all"
-            " gradients and weights at optimizer steps: as where the script skips a batch"
-        ),
+        condition=f"""
+            a tensor has an inf or nan element, or the gradient of a parameter has one when its optimizer steps; the
+            first such tensor in execution order is reported. A note if the watch of every step found it, on a single
+            rank, and all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, as are all gradients
+            and weights at optimizer steps: as where the script skips a batch
+        """,
         silent="nothing: in gradients that a GradScaler has scaled for float16, inf and nan are a note",
         severity="error",
         source="arithmetic",
         why="inf and nan spread to all weights in the next optimizer step, and training does not recover",
         disproof="the optimizer skipped the step, as with a GradScaler",
-        remedy=(
-            "Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It"
-            " stops at the module and batch with the first inf or nan. To check weights too, use"
-            " te_precision_callbacks.debug_utils.DebugActivationOverflow(model, parameters=True)"
-        ),
+        remedy="""
+            Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It stops
+            at the module and batch with the first inf or nan. To check weights too, use
+            te_precision_callbacks.debug_utils.DebugActivationOverflow(model, parameters=True)
+        """,
         check=Nonfinite,
         essential=True,
     ),
@@ -410,14 +353,14 @@ RULES = (
         subject="tensor",
         needs="overflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [overflows%], or the default config",
-        condition=(
-            f"overflows% is at least {OVERFLOW:g} for activations or {OF_OTHERS:g} for other tensors in"
-            f" {OVERFLOW_STEPS} collection steps in a row, each at least {FALLING:g} times the one before"
-        ),
-        silent=(
-            "single steps in which amax grows under delayed scaling, because the next scale fits again; the first"
-            " steps of LoRA; few elements; steps in which the tensor has inf or nan"
-        ),
+        condition=f"""
+            overflows% is at least {OVERFLOW:g} for activations or {OF_OTHERS:g} for other tensors in {OVERFLOW_STEPS}
+            collection steps in a row, each at least {FALLING:g} times the one before
+        """,
+        silent="""
+            single steps in which amax grows under delayed scaling, because the next scale fits again; the first steps
+            of LoRA; few elements; steps in which the tensor has inf or nan
+        """,
         severity="warning",
         source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is this project's",
         why="the largest elements, which matter most to the product, are clipped",
@@ -425,7 +368,7 @@ RULES = (
         remedy="Use Float8CurrentScaling or a block recipe, whose scales fit each step; or set a margin",
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
-        check=Overflow,
+        check=partial(Overflow, statistic="overflows%", needed=OVERFLOW_STEPS, applies_to=runs_low_precision),
         essential=True,
         consequence_of=("diverging-loss",),
     ),
@@ -435,29 +378,35 @@ RULES = (
         subject="tensor",
         needs="underflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [underflows%, underflow_norm%], or the default config",
-        condition=(
-            f"in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 carry {LOST_NORM:g} % of the"
-            f" tensor's norm or more, or {MOST_OF_ACTIVATION:g} % of an activation's elements round to 0. If they carry"
-            " less, or if underflow_norm% is not recorded, but underflows% is at"
-            f" least {UNDERFLOW['NVFP4']:g} for NVFP4, or {UNDERFLOW['FP8']:g} for MXFP8 and FP8, the finding is a note"
-        ),
-        silent=(
-            "the first step of delayed scaling, which has no scale yet; elements that are already 0; steps in which"
-            " the tensor has inf or nan, which may distort its scale"
-        ),
+        condition=f"""
+            in {UNDERFLOW_STEPS} collection steps in a row, the elements that round to 0 carry {LOST_NORM:g} % of the
+            tensor's norm or more, or {MOST_OF_ACTIVATION:g} % of an activation's elements round to 0. If they carry
+            less, or if underflow_norm% is not recorded, but underflows% is at least {UNDERFLOW["NVFP4"]:g} for NVFP4,
+            or {UNDERFLOW["FP8"]:g} for MXFP8 and FP8, the finding is a note
+        """,
+        silent="""
+            the first step of delayed scaling, which has no scale yet; elements that are already 0; steps in which the
+            tensor has inf or nan, which may distort its scale
+        """,
         severity="warning",
-        source=(
-            "no threshold is published; this project, calibrated on healthy runs. In the gradient of a tied head 96 %"
-            " of the elements may round to 0, with only 3e-4 % of the norm"
-        ),
+        source="""
+            no threshold is published; this project, calibrated on healthy runs. In the gradient of a tied head 96 % of
+            the elements may round to 0, with only 3e-4 % of the norm
+        """,
         why="elements that round to 0 do not contribute to the product",
         disproof="a run with these layers in BF16 reaches the same loss",
-        remedy=(
-            "Keep these layers, or the first of them, in high precision. Or use a recipe that loses less: a block"
-            " recipe instead of delayed or current scaling, MXFP8 instead of NVFP4"
-        ),
+        remedy="""
+            Keep these layers, or the first of them, in high precision. Or use a recipe that loses less: a block recipe
+            instead of delayed or current scaling, MXFP8 instead of NVFP4
+        """,
         cost="the layer runs at the speed of BF16",
-        check=Underflow,
+        check=partial(
+            InARow,
+            statistic="underflows%",
+            needed=UNDERFLOW_STEPS,
+            find=_underflow,
+            applies_to=runs_low_precision,
+        ),
         essential=True,
         consequence_of=("scale-never-updated", "stale-scale"),
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.shapes import Reported
 from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -26,7 +28,7 @@ class FailedRun(RuleCheck):
             self.why_not = first_line
             self.checked = False
         if event.kind == "earlier_start":
-            yield Sighting((), "", "", first_line, event.iteration, severity="note", key=first_line)
+            yield Sighting(first_line, since=event.iteration, severity="note", key=first_line)
         if event.kind != "segment_ended" or event.severity != "error":
             return
         cause = ended_by(first_line)
@@ -34,8 +36,7 @@ class FailedRun(RuleCheck):
             self.why_not = f"the run was ended by {cause} after step {event.iteration}"
             self.checked = False
         elif not cause and not first_line.startswith(_EXPLAINED):
-            step = event.data.get("step", event.iteration)
-            yield Sighting((), "", "", f"the run was ended by {first_line}", step)
+            yield Sighting(f"the run was ended by {first_line}", since=event.data.get("step", event.iteration))
 
 
 class BrokenContract(RuleCheck):
@@ -49,28 +50,22 @@ class BrokenContract(RuleCheck):
             if not self.checked:
                 self.why_not = event.text.rstrip(".").replace("The precision contract (require=)", "it")
             elif event.severity != "info":
-                yield Sighting((), "", "", summarize_broken_contract(event.text).rstrip("."), event.iteration)
+                yield Sighting(summarize_broken_contract(event.text).rstrip("."), since=event.iteration)
 
 
-class EvaluationMode(RuleCheck):
-    applies = False
-
-    def event(self, event: Event) -> Iterator[Sighting]:
-        if event.kind == "evaluation_mode":
-            self.applies = True
-            self.checked = True
-            yield Sighting((), "", "", event.text, event.iteration)
+def _text_of(event: Event) -> Iterator[Sighting]:
+    yield Sighting(event.text, since=event.iteration)
 
 
 class FailedObservation(RuleCheck):
     applies = False
     why_not = ""
 
-    def event(self, event: Event) -> Iterator[Sighting]:
+    def event(self, event: Event) -> Iterable[Sighting]:
         if event.kind in ("observation_failed", "records_limited") and not self.why_not:
             self.applies = True
             self.why_not = f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"
-        yield from ()
+        return ()
 
 
 RULES = (
@@ -80,15 +75,15 @@ RULES = (
         subject="model",
         needs="the recorded end of a session",
         collect="a run recorded by a session",
-        condition=(
-            "the last process of the run ended with an exception, or with an exit status other than 0. Not checked"
-            " after Ctrl-C or SIGTERM, since the run did not reach its end, or if the session was not stopped and the"
-            " exit status is not known. A failure of an earlier start of a resumed run is a note"
-        ),
-        silent=(
-            "sys.exit() with status 0; exceptions that te-precision-callbacks raises because of another finding;"
-            " SIGTERM before the run was resumed"
-        ),
+        condition="""
+            the last process of the run ended with an exception, or with an exit status other than 0. Not checked after
+            Ctrl-C or SIGTERM, since the run did not reach its end, or if the session was not stopped and the exit
+            status is not known. A failure of an earlier start of a resumed run is a note
+        """,
+        silent="""
+            sys.exit() with status 0; exceptions that te-precision-callbacks raises because of another finding; SIGTERM
+            before the run was resumed
+        """,
         severity="error",
         source="arithmetic",
         why="the training is incomplete, and a numerical problem may be the cause",
@@ -127,7 +122,7 @@ RULES = (
         why="dropout is off, statistics of batch norm are fixed, and a session does not observe the layers",
         disproof="the model trains in evaluation mode on purpose",
         remedy="Call model.train() before the training, and again after each evaluation",
-        check=EvaluationMode,
+        check=partial(Reported, kind="evaluation_mode", find=_text_of),
     ),
     Rule(
         id=FAILED_OBSERVATION,

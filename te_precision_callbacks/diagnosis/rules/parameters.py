@@ -208,11 +208,12 @@ class ParameterRule(RuleCheck):
                 layers = layers_of(row["names"])
                 key = row["what"]
                 if key == "arrived":
-                    yield from self._ended(row["names"], Sighting(layers, "", "", seen, row["since"], kind.severity))
+                    arrived = Sighting(seen, layers, since=row["since"], severity=kind.severity)
+                    yield from self._ended(row["names"], arrived)
                     continue
                 if key in ENDS_BY_A_GRADIENT:
                     self._missing.setdefault(key, set()).update(row["names"])
-                yield Sighting(layers, "", "", seen, row["since"], kind.severity, key=key, remedy=kind.remedy)
+                yield Sighting(seen, layers, since=row["since"], severity=kind.severity, key=key, remedy=kind.remedy)
 
     def _ended(self, names: Sequence[str], sighting: Sighting) -> Iterator[Sighting]:
         """Yield the note on a problem once none of its parameters has it any more."""
@@ -236,29 +237,28 @@ RULES = (
         subject="layer",
         needs="at least 6 steps of a torch.optim optimizer, or a gradient for each of its parameters",
         collect=_COLLECT,
-        condition=(
-            "a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run"
-            " while a similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps"
-            " in which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer"
-            " of the process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is one"
-            " without a gradient other than 0 for 60 steps while similar ones have others, as of an expert without"
-            " tokens. A gradient that comes later makes the finding a note"
-        ),
-        silent=(
-            "frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less"
-            " often than others; gradients that are 0, or removed before the optimizer step"
-        ),
+        condition="""
+            a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run
+            while a similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps in
+            which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer of the
+            process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is one without a
+            gradient other than 0 for 60 steps while similar ones have others, as of an expert without tokens. A
+            gradient that comes later makes the finding a note
+        """,
+        silent="""
+            frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less often
+            than others; gradients that are 0, or removed before the optimizer step
+        """,
         severity="warning",
         source="Megatron-LM issue 4765, TransformerEngine pull requests 3178 and 3234; this project",
         why="the parameter does not train, although the loss may still fall",
-        disproof=(
-            "the parameter is unused or fixed on purpose: then set requires_grad=False, and remove it from the"
-            " optimizer"
-        ),
-        remedy=(
-            "Look for detach() or no_grad() after the layer, a keyword tensor in te.checkpoint (pass it by position,"
-            " or set use_reentrant=False), or a module that forward() no longer calls"
-        ),
+        disproof="""
+            the parameter is unused or fixed on purpose: then set requires_grad=False, and remove it from the optimizer
+        """,
+        remedy="""
+            Look for detach() or no_grad() after the layer, a keyword tensor in te.checkpoint (pass it by position, or
+            set use_reentrant=False), or a module that forward() no longer calls
+        """,
         check=functools.partial(ParameterRule, "missing-gradient"),
         essential=True,
     ),
@@ -268,28 +268,27 @@ RULES = (
         subject="layer",
         needs="some sampled steps of a torch.optim optimizer",
         collect=_COLLECT,
-        condition=(
-            "a weight with gradients is bit-identical after 3 sampled steps within at least 6 steps, although an"
-            " update as large as the learning rate would change a sampled element by at least 4 units in the last"
-            " place. Or, in 2 consecutive checks, at least 1 % of its sampled elements differ from the optimizer's"
-            " float32 master weight by more than rounding. The finding is a warning in three cases. (1) For 20 steps,"
-            " optimizers that stepped before do not step, or step with a learning rate of 0. (2) The sampled"
-            " gradients of at least 90 % of the matrices are 0 in 3 consecutive sampled steps within at least 6"
-            " steps. (3) In at least 6 steps, at most 5 % of the sampled elements of at least 90 % of the float32"
-            " matrices change"
-        ),
-        silent=(
-            "updates of 16-bit weights lost in rounding (see lost-updates); frozen weights; steps that a GradScaler"
-            " skips; master weights that are sharded or not in float32, which are not compared"
-        ),
+        condition="""
+            a weight with gradients is bit-identical after 3 sampled steps within at least 6 steps, although an update
+            as large as the learning rate would change a sampled element by at least 4 units in the last place. Or, in 2
+            consecutive checks, at least 1 % of its sampled elements differ from the optimizer's float32 master weight
+            by more than rounding. The finding is a warning in three cases. (1) For 20 steps, optimizers that stepped
+            before do not step, or step with a learning rate of 0. (2) The sampled gradients of at least 90 % of the
+            matrices are 0 in 3 consecutive sampled steps within at least 6 steps. (3) In at least 6 steps, at most 5 %
+            of the sampled elements of at least 90 % of the float32 matrices change
+        """,
+        silent="""
+            updates of 16-bit weights lost in rounding (see lost-updates); frozen weights; steps that a GradScaler
+            skips; master weights that are sharded or not in float32, which are not compared
+        """,
         severity="error",
         source="Megatron-LM issues 2272, 4800, 5236, 5487, 5707 and 6754; the thresholds are this project's",
         why="the forward uses weights that the training does not change",
         disproof="the weight is fixed on purpose: then set requires_grad=False",
-        remedy=(
-            "Check whether the optimizer updates a copy of the weight, for example because the model was converted"
-            " or moved after creating the optimizer. Look for code that restores old weights"
-        ),
+        remedy="""
+            Check whether the optimizer updates a copy of the weight, for example because the model was converted or
+            moved after creating the optimizer. Look for code that restores old weights
+        """,
         check=functools.partial(ParameterRule, "frozen-weight"),
         essential=True,
         consequence_of=("missing-gradient", "dead-gradient", "frozen-layer"),
@@ -300,20 +299,20 @@ RULES = (
         subject="model",
         needs="a torch.optim optimizer over the weights or their float32 master weights",
         collect="at least one step of the optimizer",
-        condition=(
-            "the learning rate falls to 0.5 % of its largest value, and then rises in 5 steps to 5 % of it again. Or"
-            " the learning rate times weight_decay=, in a step of SGD or of a torch optimizer with decoupled decay, is"
-            " 0.02 or more"
-        ),
+        condition="""
+            the learning rate falls to 0.5 % of its largest value, and then rises in 5 steps to 5 % of it again. Or the
+            learning rate times weight_decay=, in a step of SGD or of a torch optimizer with decoupled decay, is 0.02 or
+            more
+        """,
         silent="warm restarts, which rise in one step; learning rates in tensors on a device; Adam's coupled decay",
         severity="warning",
         source="torch's CosineAnnealingLR, which rises again after T_max steps; this project",
         why="the weights leave the minimum that the schedule has reached, or lose what they learn",
         disproof="the schedule is cyclic on purpose, or the weights should shrink",
-        remedy=(
-            "End the training where the schedule ends, or make the schedule as long as the training: check its number"
-            " of steps, and whether the scheduler steps more than once per optimizer step"
-        ),
+        remedy="""
+            End the training where the schedule ends, or make the schedule as long as the training: check its number of
+            steps, and whether the scheduler steps more than once per optimizer step
+        """,
         check=functools.partial(ParameterRule, "learning-rate"),
     ),
     Rule(
@@ -322,22 +321,22 @@ RULES = (
         subject="layer",
         needs="3 sampled steps of a torch.optim optimizer, each followed by a backward that adds to .grad",
         collect=_COLLECT,
-        condition=(
-            "whenever autograd adds to the gradient of a parameter between two steps of its optimizer, that gradient"
-            " is not 0, in 3 consecutive sampled steps"
-        ),
-        silent=(
-            "gradients that autograd does not add to .grad: those of FSDP's shards and Megatron's main_grad, or"
-            " assigned by the script"
-        ),
+        condition="""
+            whenever autograd adds to the gradient of a parameter between two steps of its optimizer, that gradient is
+            not 0, in 3 consecutive sampled steps
+        """,
+        silent="""
+            gradients that autograd does not add to .grad: those of FSDP's shards and Megatron's main_grad, or assigned
+            by the script
+        """,
         severity="warning",
         source="arithmetic; the number of steps is this project's",
         why="each step repeats all gradients since the start",
         disproof="gradients accumulate over several optimizer steps on purpose",
-        remedy=(
-            "Call optimizer.zero_grad() after each optimizer step. With several micro-batches, step the optimizer only"
-            " after the last one"
-        ),
+        remedy="""
+            Call optimizer.zero_grad() after each optimizer step. With several micro-batches, step the optimizer only
+            after the last one
+        """,
         check=functools.partial(ParameterRule, "kept-gradient"),
     ),
     Rule(
@@ -346,24 +345,24 @@ RULES = (
         subject="layer",
         needs="a session on several ranks that reduce statistics together, and parameters that are not sharded",
         collect=_COLLECT,
-        condition=(
-            "the checksum of about 1,000 elements of a parameter differs between ranks by more than 1e-6 relative to"
-            " their absolute values, although it was equal before the first step, or although"
-            " DistributedDataParallel wraps the model"
-        ),
-        silent=(
-            "DTensors, FSDP, tensor-parallel shards, experts, DeepSpeed ZeRO 3; parameters that differ before the"
-            " first step, and constant parameters if others differ then"
-        ),
+        condition="""
+            the checksum of about 1,000 elements of a parameter differs between ranks by more than 1e-6 relative to
+            their absolute values, although it was equal before the first step, or although DistributedDataParallel
+            wraps the model
+        """,
+        silent="""
+            DTensors, FSDP, tensor-parallel shards, experts, DeepSpeed ZeRO 3; parameters that differ before the first
+            step, and constant parameters if others differ then
+        """,
         severity="error",
         source="transformers issue 48205, TransformerEngine pull request 2698; arithmetic",
         why="each rank computes gradients for a different model, so their mean is wrong for all ranks",
         disproof="the ranks average weights only every few steps, as local SGD does",
-        remedy=(
-            "All-reduce the gradients before the optimizer step: for norms under sequence parallelism over the"
-            " tensor-parallel group, for routers over the expert-parallel group. A distributed optimizer must gather"
-            " all updated weights. Then load a checkpoint on all ranks"
-        ),
+        remedy="""
+            All-reduce the gradients before the optimizer step: for norms under sequence parallelism over the
+            tensor-parallel group, for routers over the expert-parallel group. A distributed optimizer must gather all
+            updated weights. Then load a checkpoint on all ranks
+        """,
         check=functools.partial(ParameterRule, "replicas-differ", on_several_ranks=True),
         essential=True,
         consequence_of=("no-reduction",),
@@ -374,19 +373,19 @@ RULES = (
         subject="model",
         needs="a session on several ranks that reduce statistics together, and parameters that are not sharded",
         collect=_COLLECT,
-        condition=(
-            "more than half of the parameters that were equal on all ranks before the first step now differ, and the"
-            " process has no DistributedDataParallel, FSDP or DeepSpeed engine"
-        ),
+        condition="""
+            more than half of the parameters that were equal on all ranks before the first step now differ, and the
+            process has no DistributedDataParallel, FSDP or DeepSpeed engine
+        """,
         silent="the same cases as replicas-differ",
         severity="warning",
         source="arithmetic",
         why="each rank trains a separate model on its part of the data",
         disproof="the ranks average weights only every few steps, as local SGD does",
-        remedy=(
-            "If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or"
-            " call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients"
-        ),
+        remedy="""
+            If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or
+            call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients
+        """,
         check=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
     ),
 )

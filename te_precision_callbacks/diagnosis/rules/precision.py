@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -12,6 +13,7 @@ from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.shapes import FactHolds
 from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -58,7 +60,7 @@ class Hole(RuleCheck):
             outside = [layer.name for layer in alike if _is_outside(layer) and layer.name not in self._low]
             if low and len(outside) >= max(len(low), LEAST_OUTSIDE):
                 count = f"{len(alike) - len(low)} of {len(alike)} similar layers run outside of te.autocast"
-                yield Sighting(tuple(outside), "", "", count, None, severity="note", key=form_of(low[0]))
+                yield Sighting(count, tuple(outside), severity="note", key=form_of(low[0]))
                 continue
             holes = []
             kept = []
@@ -74,10 +76,10 @@ class Hole(RuleCheck):
             for reason, names in group_by_key(holes).items():
                 similar = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0])}"
                 seen = f"ran in high precision: {_describe_reason(*reason)}; {similar}"
-                yield Sighting(tuple(names), "", "", seen, None, key=f"{form_of(names[0])} {reason[0]}")
+                yield Sighting(seen, tuple(names), key=f"{form_of(names[0])} {reason[0]}")
         if explicit:
             seen = "run inside te.autocast(enabled=False), and similar layers in low precision"
-            yield Sighting(tuple(explicit), "", "", seen, None, "note", key="explicit")
+            yield Sighting(seen, tuple(explicit), severity="note", key="explicit")
 
     def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
         left = []
@@ -88,7 +90,7 @@ class Hole(RuleCheck):
                 self._low.add(layer.name)
         for (reason, since), names in group_by_key(left).items():
             seen = f"ran in high precision after steps in low precision: {_describe_reason(*reason)}"
-            yield Sighting(tuple(names), "", "", seen, since, key=f"left {reason[0]} {since}")
+            yield Sighting(seen, tuple(names), since=since, key=f"left {reason[0]} {since}")
 
 
 def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
@@ -122,7 +124,7 @@ def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
             reason = _describe_reason(*first.reasons["fprop"]) if "fprop" in first.reasons else ""
             count = f"{len(sizes)} similar blocks have such layers"
             seen = f"no layer of the block runs in low precision: {reason}; {count}"
-            yield Sighting(tuple(layer.name for layer in others[0]), "", "", seen, None, key=f"block {series}")
+            yield Sighting(seen, tuple(layer.name for layer in others[0]), key=f"block {series}")
 
 
 def _size(layers: Iterable[LayerFacts]) -> int:
@@ -155,11 +157,12 @@ class NoLowPrecision(RuleCheck):
         self._facts = facts
         if not self._has_low and (facts.has_low or _recomputed_layers(facts)):
             self._has_low = True
-            yield Sighting((), "", "", "", None, withdraws=True)
+            yield Sighting("", withdraws=True)
         self.checked |= self._has_low
         self.applies = self._has_low or facts.unobserved is None
 
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+        facts = numbers.facts
         if self._has_low or not self.applies:
             return
         self._steps += bool(facts.layers_that_ran)
@@ -178,7 +181,7 @@ class NoLowPrecision(RuleCheck):
         ends_in_high = self._has_low and of_te and not facts.has_low
         if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
             seen = "the last steps ran in high precision, earlier steps in low precision"
-            yield Sighting((), "", "", seen, max(layer.since for layer in of_te), "note")
+            yield Sighting(seen, since=max(layer.since for layer in of_te), severity="note")
 
     def _sighting(self, facts: Facts) -> Iterator[Sighting]:
         ran = facts.layers_that_ran
@@ -193,7 +196,7 @@ class NoLowPrecision(RuleCheck):
         though = f", although {expected}" if expected else ""
         layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layers"
         seen = f"no product runs in low precision{though}; {layers}; reason: {why}"
-        yield Sighting((), "", "", seen, None, "warning" if expected else "note", remedy=_remedy(reason))
+        yield Sighting(seen, severity="warning" if expected else "note", remedy=_remedy(reason))
 
 
 def _remedy(reason: Reason) -> str:
@@ -211,59 +214,50 @@ def _recomputed_layers(facts: Facts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-class Recomputed(RuleCheck):
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        self.checked |= facts.has_run
-        layers = _recomputed_layers(facts)
-        if layers:
-            seen = "the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value
-            yield Sighting(layers, "", "", seen, None)
+def _recomputed(facts: Facts) -> Iterator[Sighting]:
+    layers = _recomputed_layers(facts)
+    if layers:
+        yield Sighting("the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value, layers)
 
 
-class Mxfp8Hybrid(RuleCheck):
-    applies = None
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        self.applies = False
-        names = []
-        for layer in facts.layers.values():
-            if "mxfp8" in layer.recipe:
-                self.applies = True
-                if layer.formats.get("gradient") == "MXFP8 E5M2":
-                    names.append(layer.name)
-        self.checked = self.applies
-        if names:
-            yield Sighting(tuple(names), "gradient", "", "gradients are in E5M2: the recipe has Format.HYBRID", None)
+def _has_mxfp8(facts: Facts) -> bool:
+    return any("mxfp8" in layer.recipe for layer in facts.layers.values())
 
 
-class Nvfp4Tail(RuleCheck):
-    applies = None
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        ran = facts.layers_that_ran
-        self.applies = any(layer.recipe == "nvfp4" for layer in ran)
-        self.checked = self.applies
-        if not self.applies:
-            return
-        ordered = sorted(ran, key=lambda layer: facts.order_key(layer.name, "activation"))
-        tail = ordered[len(ordered) - max(1, round(TAIL * len(ordered))) :]
-        if all(layer.recipe == "nvfp4" and "fprop" in layer.low for layer in tail):
-            names = tuple(layer.name for layer in tail)
-            yield Sighting(names, "", "", f"the last {len(tail)} of {len(ordered)} layers run in NVFP4", None)
+def _mxfp8_gradients_in_e5m2(facts: Facts) -> Iterator[Sighting]:
+    layers = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
+    names = [layer.name for layer in layers if layer.formats.get("gradient") == "MXFP8 E5M2"]
+    if names:
+        yield Sighting("gradients are in E5M2: the recipe has Format.HYBRID", tuple(names), "gradient")
 
 
-class LowPrecisionState(RuleCheck):
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        self.checked |= bool(facts.states)
-        for subject, text in (
-            ("optimizer_state", "the optimizer keeps its state in bfloat16"),
-            ("main_grad", "gradients are accumulated in bfloat16"),
-            ("reduce", "gradients are reduced over ranks in bfloat16"),
-        ):
-            enough = subject == "optimizer_state" or facts.micro_batches >= MANY
-            if enough and "bfloat16" in facts.states.get(subject, ()):
-                over = f" over {facts.micro_batches} micro-batches" if subject != "optimizer_state" else ""
-                yield Sighting((), "", "", f"{text}{over}", None, key=subject)
+def _has_nvfp4(facts: Facts) -> bool:
+    return any(layer.recipe == "nvfp4" for layer in facts.layers_that_ran)
+
+
+def _nvfp4_tail(facts: Facts) -> Iterator[Sighting]:
+    ordered = sorted(facts.layers_that_ran, key=lambda layer: facts.order_key(layer.name, "activation"))
+    tail = ordered[len(ordered) - max(1, round(TAIL * len(ordered))) :]
+    if all(layer.recipe == "nvfp4" and "fprop" in layer.low for layer in tail):
+        names = tuple(layer.name for layer in tail)
+        yield Sighting(f"the last {len(tail)} of {len(ordered)} layers run in NVFP4", names)
+
+
+_STATES = {
+    "optimizer_state": "the optimizer keeps its state in bfloat16",
+    "main_grad": "gradients are accumulated in bfloat16",
+    "reduce": "gradients are reduced over ranks in bfloat16",
+}
+
+
+def _states_in_bfloat16(facts: Facts) -> Iterator[Sighting]:
+    for subject, text in _STATES.items():
+        if "bfloat16" not in facts.states.get(subject, ()):
+            continue
+        if subject == "optimizer_state":
+            yield Sighting(text, key=subject)
+        elif facts.micro_batches >= MANY:
+            yield Sighting(f"{text} over {facts.micro_batches} micro-batches", key=subject)
 
 
 _COLLECT = "a run recorded by a session, in which layers of the model run"
@@ -275,17 +269,17 @@ RULES = (
         subject="layer",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
-        condition=(
-            "a layer's forward GEMM runs in high precision, but it ran in low precision in earlier steps, or most"
-            f" similar layers (names that differ only in numbers; at least {LEAST_LOW}) run in low precision. Or a"
-            " single block has no Transformer Engine layers, but at least two thirds of the weights of the similar"
-            " blocks. If as many of the similar layers run outside of te.autocast as in low precision, or if"
-            " te.autocast(enabled=False) keeps a few of them in high precision, the finding is a note"
-        ),
-        silent=(
-            "layers that a section of the config or the recipe keeps in high precision; the first and the last of the"
-            " similar layers and blocks; several blocks without Transformer Engine layers, as in hybrid models"
-        ),
+        condition=f"""
+            a layer's forward GEMM runs in high precision, but it ran in low precision in earlier steps, or most similar
+            layers (names that differ only in numbers; at least {LEAST_LOW}) run in low precision. Or a single block has
+            no Transformer Engine layers, but at least two thirds of the weights of the similar blocks. If as many of
+            the similar layers run outside of te.autocast as in low precision, or if te.autocast(enabled=False) keeps a
+            few of them in high precision, the finding is a note
+        """,
+        silent="""
+            layers that a section of the config or the recipe keeps in high precision; the first and the last of the
+            similar layers and blocks; several blocks without Transformer Engine layers, as in hybrid models
+        """,
         severity="warning",
         source="this project",
         why="the run is slower than planned, and a comparison with BF16 is misleading",
@@ -299,15 +293,15 @@ RULES = (
         subject="model",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
-        condition=(
-            f"no product runs in low precision in the first {LEAST_STEPS} collection steps or by the end. A warning"
-            " if the trainer's settings, or a te.autocast(enabled=True) without layers in it, show that low"
-            " precision is expected; else a note"
-        ),
-        silent=(
-            "models without Transformer Engine layers, unless the trainer was asked to convert them; runs in which"
-            " layers were not observed"
-        ),
+        condition=f"""
+            no product runs in low precision in the first {LEAST_STEPS} collection steps or by the end. A warning if the
+            trainer's settings, or a te.autocast(enabled=True) without layers in it, show that low precision is
+            expected; else a note
+        """,
+        silent="""
+            models without Transformer Engine layers, unless the trainer was asked to convert them; runs in which layers
+            were not observed
+        """,
         severity="warning",
         source="accelerate#2597, LLaMA-Factory#9500, axolotl#3323: runs in BF16 that were meant to be FP8",
         why="the run has the speed and the numerics of high precision",
@@ -329,7 +323,7 @@ RULES = (
         why="dgrad and wgrad run in high precision, and do not update the scales of delayed scaling",
         disproof="the backward runs in high precision on purpose",
         remedy=_remedy(Reason.RECOMPUTED),
-        check=Recomputed,
+        check=partial(FactHolds, find=_recomputed, applies_to=lambda facts: facts.has_run or None),
     ),
     Rule(
         id="mxfp8-hybrid",
@@ -345,7 +339,7 @@ RULES = (
         disproof="a run with Format.E4M3 has the same loss",
         remedy="Use MXFP8BlockScaling(fp8_format=Format.E4M3), the default of the recipe",
         recipes=("mxfp8",),
-        check=Mxfp8Hybrid,
+        check=partial(FactHolds, find=_mxfp8_gradients_in_e5m2, applies_to=_has_mxfp8),
     ),
     Rule(
         id="nvfp4-tail",
@@ -362,7 +356,7 @@ RULES = (
         remedy="Keep the last layers in BF16 or MXFP8: DisableFP8Layer, or a region of te.autocast",
         cost="these layers run at the speed of BF16",
         recipes=("nvfp4",),
-        check=Nvfp4Tail,
+        check=partial(FactHolds, find=_nvfp4_tail, applies_to=_has_nvfp4),
     ),
     Rule(
         id="bf16-state",
@@ -382,6 +376,6 @@ RULES = (
         disproof="the same run with float32 state has the same loss",
         remedy="Keep optimizer state, main_grad and reductions in float32",
         cost="memory: two more bytes per element",
-        check=LowPrecisionState,
+        check=partial(FactHolds, find=_states_in_bfloat16, applies_to=lambda facts: bool(facts.states) or None),
     ),
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.facts import Facts, Settings
+from te_precision_callbacks.diagnosis.rule import Rule, Sighting
+from te_precision_callbacks.diagnosis.shapes import FactHolds
 
-NEEDS_SCALER = (
+_NEEDS_SCALER = (
     "Gradients in float16 below 6e-8 are 0: scale the loss with torch.amp.GradScaler, which needs weights in float32"
     " under torch.autocast(dtype=torch.float16). Or train in bfloat16"
 )
@@ -20,26 +21,17 @@ LARGE_MARGIN = 6
 """Powers of two between amax and the format's maximum that are a note, and a warning."""
 
 
-class LossScaling(RuleCheck):
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        settings = facts.settings
-        if settings is None or not facts.has_run:
-            return
-        self.checked = True
-        if settings.loss_is_scaled and not is_scaled(facts):
-            yield Sighting((), "", "", "a GradScaler scales the loss, but nothing runs in float16", None)
-
-
-def needs_scaler(facts: Facts) -> bool:
-    """Return whether something runs in float16 although no GradScaler scales the loss."""
-    return facts.settings is not None and not facts.settings.loss_is_scaled and _has_float16(facts)
+def remedy_of_small_gradients(facts: Facts) -> str:
+    """The remedy if something runs in float16 although no GradScaler scales the loss; empty otherwise."""
+    if facts.settings is not None and not facts.settings.loss_is_scaled and _has_float16(facts):
+        return _NEEDS_SCALER
+    return ""
 
 
 def is_scaled(facts: Facts) -> bool:
     """Return whether a GradScaler scales the loss for float16, and skips steps with inf or nan."""
-    return (
-        facts.settings is not None and facts.settings.loss_is_scaled and (facts.settings.float16 or _has_float16(facts))
-    )
+    settings = facts.settings
+    return settings is not None and settings.loss_is_scaled and (settings.float16 or _has_float16(facts))
 
 
 def _has_float16(facts: Facts) -> bool:
@@ -51,60 +43,67 @@ def _has_float16(facts: Facts) -> bool:
     return "float16" in chain.from_iterable(facts.states.values())
 
 
-class AmaxReduction(RuleCheck):
-    applies = None
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        settings = facts.settings
-        if settings is None or not facts.has_run:
-            return
-        self.applies = settings.ranks > 1 and facts.has_delayed_scaling
-        self.checked = bool(self.applies and settings.amaxes)
-        for row in settings.amaxes if self.checked else ():
-            layers = tuple(row["layers"])
-            outside = row["outside"]
-            if outside:
-                over = f"over {many(row['ranks'], 'rank')}" if row["reduced"] else "over no other rank"
-                seen = (
-                    f"amaxes are reduced {over}, but not over {outside} of the {row['tensor_parallel']}"
-                    " tensor-parallel ranks of the layer"
-                )
-                yield Sighting(layers, "", "", seen, None, "warning", key="tensor parallel")
-            elif not row["reduced"]:
-                seen = f"the recipe has reduce_amax=False, and {settings.ranks} ranks train together"
-                yield Sighting(layers, "", "", seen, None, "note", key="not reduced")
-            elif settings.alike and row["ranks"] < settings.ranks:
-                seen = f"amaxes are reduced over {many(row['ranks'], 'rank')} of {settings.ranks} that have the layer"
-                yield Sighting(layers, "", "", seen, None, "note", key="smaller group")
+def settings_of_run(facts: Facts) -> Settings | None:
+    """The settings, once a layer or an optimizer has run."""
+    return facts.settings if facts.has_run else None
 
 
-class IgnoredArgument(RuleCheck):
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        settings = facts.settings
-        if settings is None or not facts.has_run:
-            return
-        self.checked = True
-        for row in settings.ignored:
-            seen = f"{row['recipe']}: {row['argument']} ({row['value']}) has no effect: {row['why']}. {row['instead']}"
-            yield Sighting((), "", "", seen, None, "warning", key=f"{row['recipe']}.{row['argument']}")
+def _are_known(facts: Facts) -> bool | None:
+    return True if settings_of_run(facts) else None
 
 
-class UnusualMargin(RuleCheck):
-    applies = None
+def _scaler_without_float16(facts: Facts) -> Iterator[Sighting]:
+    if facts.settings and facts.settings.loss_is_scaled and not is_scaled(facts):
+        yield Sighting("a GradScaler scales the loss, but nothing runs in float16")
 
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        settings = facts.settings
-        if settings is None or not facts.has_run:
-            return
-        self.applies = self.checked = bool(settings.margins)
-        for margin in settings.margins:
-            if margin < 0:
-                seen = f"margin={margin:g}: elements above 2^{margin:g} of the largest recent amax are clipped"
-                yield Sighting((), "", "", seen, None, "warning", key=f"{margin:g}")
-            elif margin >= NOTED_MARGIN:
-                seen = f"margin={margin:g} leaves the upper {margin:g} powers of two of the format unused"
-                severity: Severity = "warning" if margin >= LARGE_MARGIN else "note"
-                yield Sighting((), "", "", seen, None, severity, key=f"{margin:g}")
+
+def _reduces_amaxes(facts: Facts) -> bool | None:
+    settings = settings_of_run(facts)
+    if settings is None:
+        return None
+    applies = settings.ranks > 1 and facts.has_delayed_scaling
+    return None if applies and not settings.amaxes else applies
+
+
+def _unreduced_amaxes(facts: Facts) -> Iterator[Sighting]:
+    settings = facts.settings or Settings()
+    for row in settings.amaxes:
+        layers = tuple(row["layers"])
+        outside = row["outside"]
+        if outside:
+            over = f"over {many(row['ranks'], 'rank')}" if row["reduced"] else "over no other rank"
+            seen = (
+                f"amaxes are reduced {over}, but not over {outside} of the {row['tensor_parallel']}"
+                " tensor-parallel ranks of the layer"
+            )
+            yield Sighting(seen, layers, key="tensor parallel")
+        elif not row["reduced"]:
+            seen = f"the recipe has reduce_amax=False, and {settings.ranks} ranks train together"
+            yield Sighting(seen, layers, severity="note", key="not reduced")
+        elif settings.alike and row["ranks"] < settings.ranks:
+            seen = f"amaxes are reduced over {many(row['ranks'], 'rank')} of {settings.ranks} that have the layer"
+            yield Sighting(seen, layers, severity="note", key="smaller group")
+
+
+def _ignored_arguments(facts: Facts) -> Iterator[Sighting]:
+    for row in facts.settings.ignored if facts.settings else ():
+        seen = f"{row['recipe']}: {row['argument']} ({row['value']}) has no effect: {row['why']}. {row['instead']}"
+        yield Sighting(seen, key=f"{row['recipe']}.{row['argument']}")
+
+
+def _has_margin(facts: Facts) -> bool | None:
+    settings = settings_of_run(facts)
+    return None if settings is None else bool(settings.margins)
+
+
+def _unusual_margins(facts: Facts) -> Iterator[Sighting]:
+    for margin in facts.settings.margins if facts.settings else ():
+        if margin < 0:
+            seen = f"margin={margin:g}: elements above 2^{margin:g} of the largest recent amax are clipped"
+            yield Sighting(seen, key=f"{margin:g}")
+        elif margin >= NOTED_MARGIN:
+            seen = f"margin={margin:g} leaves the upper {margin:g} powers of two of the format unused"
+            yield Sighting(seen, severity="warning" if margin >= LARGE_MARGIN else "note", key=f"{margin:g}")
 
 
 _COLLECT = "a session, or a run recorded by one"
@@ -116,24 +115,25 @@ RULES = (
         subject="config",
         needs="the scalers that step the model's optimizers, and the types of the first step",
         collect=_COLLECT,
-        condition=(
-            "an enabled torch GradScaler steps an optimizer of the model, but no layer, weight, gradient or operand"
-            " is in float16"
-        ),
+        condition="""
+            an enabled torch GradScaler steps an optimizer of the model, but no layer, weight, gradient or operand is in
+            float16
+        """,
         silent="GradScaler(enabled=False); scalers of other models; any float16 in the model",
         severity="warning",
-        source=(
-            "huggingface/accelerate#1036 and deepspeedai/DeepSpeed#3166: only float16 needs it;"
-            " pytorch/pytorch#98828: a scale that is never lowered grows until it is inf"
-        ),
-        why=(
-            "bfloat16 and FP8 do not need loss scaling. The scaler doubles the gradients every 2,000 steps, which"
-            " saturates delayed scaling for a step, and can silently skip optimizer steps"
-        ),
+        source="""
+            huggingface/accelerate#1036 and deepspeedai/DeepSpeed#3166: only float16 needs it; pytorch/pytorch#98828: a
+            scale that is never lowered grows until it is inf
+        """,
+        why="""
+            bfloat16 and FP8 do not need loss scaling. The scaler doubles the gradients every 2,000 steps, which
+            saturates delayed scaling for a step, and can silently skip optimizer steps
+        """,
         disproof="a part of the model that the session does not observe runs in float16",
-        remedy="Remove the scaler, or create it with GradScaler(enabled=False); in Lightning use"
-        " precision='bf16-mixed'",
-        check=LossScaling,
+        remedy="""
+            Remove the scaler, or create it with GradScaler(enabled=False); in Lightning use precision='bf16-mixed'
+        """,
+        check=partial(FactHolds, find=_scaler_without_float16, applies_to=_are_known),
     ),
     Rule(
         id="amax-reduction",
@@ -141,28 +141,28 @@ RULES = (
         subject="config",
         needs="delayed scaling on several ranks that reduce their statistics together",
         collect=_COLLECT,
-        condition=(
-            "tensor-parallel ranks of a layer are not in its amax reduction group, or reduce_amax=False: a warning."
-            " Other ranks with the layer are not in the group, or reduce_amax=False without tensor parallelism: a note"
-        ),
+        condition="""
+            tensor-parallel ranks of a layer are not in its amax reduction group, or reduce_amax=False: a warning. Other
+            ranks with the layer are not in the group, or reduce_amax=False without tensor parallelism: a note
+        """,
         silent="single-rank runs; other recipes; groups without other pipeline stages or other experts",
         severity="warning",
-        source=(
-            "NVIDIA/Megatron-LM#442: the data-parallel group alone diverged after some 1,000 steps, with 8"
-            " tensor-parallel ranks; AMD-AGI/Primus#669 reduces nothing without tensor parallelism, for speed"
-        ),
-        why=(
-            "each rank quantizes with local scales, but tensor-parallel ranks read gathered FP8 tensors with one"
-            " scale, and data-parallel ranks round the same weights differently"
-        ),
+        source="""
+            NVIDIA/Megatron-LM#442: the data-parallel group alone diverged after some 1,000 steps, with 8
+            tensor-parallel ranks; AMD-AGI/Primus#669 reduces nothing without tensor parallelism, for speed
+        """,
+        why="""
+            each rank quantizes with local scales, but tensor-parallel ranks read gathered FP8 tensors with one scale,
+            and data-parallel ranks round the same weights differently
+        """,
         disproof="the rule scales-differ has no finding",
-        remedy=(
-            "Keep reduce_amax=True, and pass a group with all data-parallel and tensor-parallel ranks as"
-            " te.autocast(amax_reduction_group=...), in Megatron get_amax_reduction_group()"
-        ),
+        remedy="""
+            Keep reduce_amax=True, and pass a group with all data-parallel and tensor-parallel ranks as
+            te.autocast(amax_reduction_group=...), in Megatron get_amax_reduction_group()
+        """,
         cost="one small all-reduce in each forward and backward",
         recipes=("fp8_delayed_scaling",),
-        check=AmaxReduction,
+        check=partial(FactHolds, find=_unreduced_amaxes, applies_to=_reduces_amaxes),
     ),
     Rule(
         id="ignored-argument",
@@ -170,20 +170,20 @@ RULES = (
         subject="config",
         needs="the recipes that layers used",
         collect=_COLLECT,
-        condition=(
-            "an argument of a recipe is not at its default, and nothing in Transformer Engine 2.20 reads it for this"
-            " recipe and these layers"
-        ),
+        condition="""
+            an argument of a recipe is not at its default, and nothing in Transformer Engine 2.20 reads it for this
+            recipe and these layers
+        """,
         silent="arguments at their default; unknown argument names, which leave no trace",
         severity="warning",
-        source=(
-            "read from Transformer Engine 2.20.2, most also tested: bit-identical with and without. Table:"
-            " te_precision_callbacks/instrumentation/recipe_arguments.py"
-        ),
+        source="""
+            read from Transformer Engine 2.20.2, most also tested: bit-identical with and without. Table:
+            te_precision_callbacks/instrumentation/recipe_arguments.py
+        """,
         why="the run does not train as the script specifies",
         disproof="a run without the argument has different losses in its first steps",
         remedy="Apply the fix in the finding, or remove the argument",
-        check=IgnoredArgument,
+        check=partial(FactHolds, find=_ignored_arguments, applies_to=_are_known),
     ),
     Rule(
         id="margin",
@@ -191,20 +191,19 @@ RULES = (
         subject="config",
         needs="a recipe with a margin",
         collect=_COLLECT,
-        condition=(
-            f"the margin of a DelayedScaling recipe is below 0, or at least {LARGE_MARGIN}; a note from"
-            f" {NOTED_MARGIN} on"
-        ),
+        condition=f"""
+            the margin of a DelayedScaling recipe is below 0, or at least {LARGE_MARGIN}; a note from {NOTED_MARGIN} on
+        """,
         silent="the default 0, and small margins",
         severity="warning",
-        source=(
-            "Transformer Engine 2.20: scale = format maximum / amax / 2^margin; E4M3 has 18 powers of two, E5M2 32."
-            " The thresholds are this project's"
-        ),
+        source="""
+            Transformer Engine 2.20: scale = format maximum / amax / 2^margin; E4M3 has 18 powers of two, E5M2 32. The
+            thresholds are this project's
+        """,
         why="a scale too small rounds small elements to 0, and a scale too large clips the largest ones",
         disproof="underflows% and overflows% are as with margin=0",
         remedy="Remove margin= from the recipe",
         recipes=("fp8_delayed_scaling",),
-        check=UnusualMargin,
+        check=partial(FactHolds, find=_unusual_margins, applies_to=_has_margin),
     ),
 )

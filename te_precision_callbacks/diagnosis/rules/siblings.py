@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import Column, StepNumbers
-from te_precision_callbacks.diagnosis.rule import ColumnStreaks, Rule, RuleCheck, Sighting, by_tensor
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks, by_tensor
 from te_precision_callbacks.diagnosis.rules.lost_elements import (
     LOST_NORM,
     OVERFLOW,
     can_overflow,
-    loses_too_much,
-    lost_norm,
     overflow_threshold,
     underflow_threshold,
 )
 from te_precision_callbacks.layers.folding import numbers_of
-from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest, total
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest
 
 LEAST_ALIKE = 2
 LEAST_OF_SHARES = 3
@@ -70,166 +66,174 @@ class Sibling(RuleCheck):
 
     def __init__(self) -> None:
         super().__init__()
-        self._near = ColumnStreaks(NEAR_STEPS)
-        self._most_similar = 0
-
-    def step(self, numbers: StepNumbers, facts: Facts) -> Iterator[Sighting]:
-        compared: list[Column] = []
-        for statistic in _STATISTICS:
-            for column in numbers.columns(statistic, facts):
-                if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
-                    column = column.select("apart", facts, functools.partial(_are_apart, column, compared))
-                else:
-                    compared.append(column)
-                for sighting in self._check(numbers, facts, column, statistic):
-                    yield sighting._replace(key="")  # a tensor has one finding, from any of its statistics
-        for statistic in SHARES:
-            for column in numbers.columns(statistic, facts):
-                for sighting in self._check_share(numbers, facts, column, statistic):
-                    yield sighting._replace(key="")
+        self._near = Streaks(NEAR_STEPS)
+        self._has_layers = False
 
     @property
     def why_not(self) -> str:
-        has_none = self._most_similar and not self.steps
-        if has_none:
+        if self._has_layers and not self.steps:
             return "the model has no similar layers"
         return super().why_not
 
-    def _check_share(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+        for statistic in _STATISTICS:
+            if numbers.has(statistic):
+                for sighting in self._check(numbers, statistic):
+                    yield sighting._replace(key="")  # a tensor has one finding, from any of its statistics
+        for statistic in SHARES:
+            if numbers.has(statistic):
+                for sighting in self._check_share(numbers, statistic):
+                    yield sighting._replace(key="")
+
+    def _check_share(self, numbers: StepNumbers, statistic: str) -> list[Sighting]:
         """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of
         the rules underflow and overflow.
         """
-        shares = np.fmax(numbers.mask_nonfinite(column).values, 0.0)
-        groups = [places for places in self._similar_layers(numbers, facts, column) if len(places) >= LEAST_OF_SHARES]
+        shares = np.fmax(numbers.finite(statistic), 0.0)
+        groups = [rows for rows in self._similar_layers(numbers, statistic) if len(rows) >= LEAST_OF_SHARES]
         if groups:
             self.note_data(numbers.iteration)
-        is_some = largest(shares) >= SHARES[statistic]
-        if not is_some and not self.streaks.held:
-            return
+        if largest(shares) < SHARES[statistic] and not self.streaks.held:
+            return []
         others = np.zeros(len(shares))
         odd = np.zeros(len(shares), bool)
-        for places in groups if is_some else ():
-            if shares[places].max() < SHARES[statistic]:
+        for rows in groups:
+            if shares[rows].max() < SHARES[statistic]:
                 continue
-            ordinary = np.sort(shares[places])[: len(places) - max(1, len(places) // MOST_ODD)]
-            others[places] = np.median(ordinary)
-            odd[places] = shares[places] >= max(SHARES[statistic], TIMES * ordinary.max())
+            ordinary = np.sort(shares[rows])[: len(rows) - max(1, len(rows) // MOST_ODD)]
+            others[rows] = np.median(ordinary)
+            odd[rows] = shares[rows] >= max(SHARES[statistic], TIMES * ordinary.max())
         light = np.zeros(len(shares), bool)
         if statistic == "underflows%":
             what = "round to 0"
-            if holds_any(odd):
-                light = lost_norm(numbers, facts, column) < LOST_NORM
-                odd &= shares < underflow_threshold(numbers, facts, column)
+            light = numbers.values("underflow_norm%") < LOST_NORM
+            odd &= shares < numbers.by_row(underflow_threshold)
         else:
             what = "are above the range of the format"
-            odd &= can_overflow(numbers, facts, column) & (shares < overflow_threshold(numbers, column))
-        seen = f"{{:.3g}} % of the elements {what}, {{:.2g}} % in similar layers"
-        yield from self.streaks.sightings_by_severity(
-            numbers, facts, column, odd & ~light, odd & light, seen, shares, others, key="share, "
+            odd &= numbers.by_row(can_overflow) & (shares < numbers.by_row(overflow_threshold))
+        return self.streaks.by_severity(
+            numbers,
+            statistic,
+            odd & ~light,
+            odd & light,
+            lambda row: f"{shares[row]:.3g} % of the elements {what}, {others[row]:.2g} % in similar layers",
+            key="share, ",
         )
 
-    def _check_zero(self, numbers: StepNumbers, facts: Facts, column: Column) -> Iterator[Sighting]:
+    def _find_zeros(self, numbers: StepNumbers, statistic: str) -> Iterator[Sighting]:
         """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
-        if not numbers.iteration:
-            return
-        values = numbers.mask_nonfinite(column).values
-        is_zero = (values == 0) & numbers.are("weight", column)
-        if not holds_any(is_zero):
+        values = numbers.finite(statistic)
+        is_zero = (values == 0) & numbers.are("weight")
+        if not numbers.iteration or not holds_any(is_zero):
             return
         lone: list[int] = []
-        for places in self._similar_layers(numbers, facts, column):
-            zeros = places[is_zero[places]].tolist()
-            if len(zeros) <= total(np.isfinite(values[places])) / 2:
+        for rows in self._similar_layers(numbers, statistic):
+            zeros = rows[is_zero[rows]].tolist()
+            if len(zeros) <= np.isfinite(values[rows]).sum() / 2:
                 lone += zeros
         if lone:
-            names = numbers.names_of(column)
-            layers = tuple(facts.sort_by_execution((names[place] for place in lone), "weight"))
+            layers = numbers.facts.sort_by_execution([numbers.names[row] for row in lone], "weight")
+            label = numbers.column(statistic).label(lone[0])
             seen = "all elements are 0, and not in similar layers"
-            yield Sighting(layers, "weight", column.statistic, seen, numbers.iteration)
+            yield Sighting(seen, tuple(layers), "weight", label, numbers.iteration)
 
-    def _check(self, numbers: StepNumbers, facts: Facts, column: Column, statistic: str) -> list[Sighting]:
-        zeros = list(self._check_zero(numbers, facts, column)) if statistic == "cur_amax" else []
-        bits = numbers.mask_nonfinite(column).bits
-        groups = self._similar_layers(numbers, facts, column)
-        spread = self._spread(numbers, facts, column, bits)
-        wide = (spread >= min(NEAR, OF_WEIGHTS.get(statistic, NEAR))).nonzero()[0].tolist()
+    def _check(self, numbers: StepNumbers, statistic: str) -> list[Sighting]:
+        zeros = list(self._find_zeros(numbers, statistic)) if statistic == "cur_amax" else []
+        bits = numbers.bits(statistic)
+        if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
+            bits[numbers.are_known("std") | numbers.are_known("cur_amax")] = np.nan
+        wide = self._wide_groups(numbers, statistic, bits)
         if not (wide or self._near.held or self.streaks.held):
             return zeros
-        jumps = np.zeros(len(bits))
-        of_many = np.zeros(len(bits), bool)
-        far_from = np.where(numbers.are("weight", column), OF_WEIGHTS.get(statistic, FAR), FAR)
-        for number in wide:
-            known = groups[number][np.isfinite(bits[groups[number]])]
-            of_many[known] = len(known) > FEW
-            tensor = str(numbers.tensors[column.rows[known[0]]])
-            least = min(NEAR, far_from[known[0]])
-            if spread[number] < least:
+        jumps = np.zeros(len(numbers))
+        has_many_siblings = np.zeros(len(numbers), bool)
+        far_from = np.where(numbers.are("weight"), OF_WEIGHTS.get(statistic, FAR), FAR)
+        for rows in wide:
+            measured = rows[np.isfinite(bits[rows])]
+            tensor = str(numbers.tensors[measured[0]])
+            least = min(NEAR, far_from[measured[0]])
+            if np.ptp(bits[measured]) < least:
                 continue
-            if len(known) == LEAST_ALIKE:  # of two layers, the one farther from the median of all layers deviates
-                middle = np.median(bits[np.isfinite(bits) & numbers.are(tensor, column)])
-                near, farther = sorted(known, key=lambda place: abs(bits[place] - middle))
+            has_many_siblings[measured] = len(measured) > FEW
+            if len(measured) == LEAST_ALIKE:  # of two layers, the one farther from the median of all layers deviates
+                middle = np.median(bits[np.isfinite(bits) & numbers.are(tensor)])
+                near, farther = sorted(measured, key=lambda row: abs(bits[row] - middle))
                 jumps[farther] = bits[farther] - bits[near]
-                far_from[known] = OF_TWO_WEIGHTS if tensor == "weight" else FAR
+                far_from[measured] = OF_TWO_WEIGHTS if tensor == "weight" else FAR
                 continue
-            compare = deviations if len(known) > FEW else few_deviations
-            jumps[known] = compare(bits[known], flows=tensor in _FLOWS, least=least)
-            if tensor in _GRADIENTS and self._one_in_a_block(numbers, column, known):
-                far_from[known] = OF_GRADIENTS
+            compare = deviations if len(measured) > FEW else few_deviations
+            jumps[measured] = compare(bits[measured], flows=tensor in _FLOWS, least=least)
+            if tensor in _GRADIENTS and _is_one_in_a_block(numbers, measured):
+                far_from[measured] = OF_GRADIENTS
         far = np.abs(jumps) >= far_from
         some = np.abs(jumps) >= NEAR
-        lossy = some & of_many
-        lossy = lossy & _loses(numbers, facts, column) if holds_any(lossy) else lossy
-        seen = f"{statistic.removeprefix('cur_')} is {{:.3g}}, {{:.3g}} times {{}} than in similar layers"
-        values = column.values, np.exp2(np.abs(jumps)), np.where(jumps < 0, "smaller", "larger")
-        of_amax_alone = numbers.are("activation", column) & (statistic == "cur_amax")
-        notes = some & ~lossy & of_amax_alone
-        warnings = far & ~lossy & ~of_amax_alone
-        return by_tensor(
-            numbers,
-            column,
-            self._near.sightings(numbers, facts, column, lossy, seen, *values, key="lossy"),
-            self.streaks.sightings(numbers, facts, column, notes, seen, *values, severity="note", key="amax"),
-            self.streaks.sightings(numbers, facts, column, warnings, seen, *values),
-            zeros,
-        )
+        lossy = some & has_many_siblings
+        lossy = lossy & _lose_elements(numbers) if holds_any(lossy) else lossy
+        shows_only_amax = numbers.are("activation") & (statistic == "cur_amax")
+        values = numbers.values(statistic)
 
-    @staticmethod
-    def _one_in_a_block(numbers: StepNumbers, column: Column, places: Ints) -> bool:
-        blocks = [numbers_of(numbers.names[row])[:1] for row in column.rows[places].tolist()]
-        return len(set(blocks)) == len(blocks)
+        def describe(row: int) -> str:
+            name = statistic.removeprefix("cur_")
+            direction = "smaller" if jumps[row] < 0 else "larger"
+            times = np.exp2(np.abs(jumps[row]))
+            return f"{name} is {values[row]:.3g}, {times:.3g} times {direction} than in similar layers"
 
-    def _similar_layers(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[Ints]:
-        return column.cached("alike", facts, lambda: self._groups(numbers, facts, column))
+        notes = some & ~lossy & shows_only_amax
+        warnings = far & ~lossy & ~shows_only_amax
+        lossy_sightings = self._near.sightings(numbers, statistic, lossy, describe, key="lossy")
+        note_sightings = self.streaks.sightings(numbers, statistic, notes, describe, severity="note", key="amax")
+        warning_sightings = self.streaks.sightings(numbers, statistic, warnings, describe)
+        return by_tensor(numbers, statistic, [*lossy_sightings, *note_sightings, *warning_sightings, *zeros])
 
-    def _spread(self, numbers: StepNumbers, facts: Facts, column: Column, bits: Floats) -> Floats:
-        """[groups of similar layers]: largest minus smallest known value; nan without one."""
-
-        def make() -> tuple[Ints, Ints]:
-            groups = self._similar_layers(numbers, facts, column)
-            begins = np.cumsum([0, *map(len, groups)])[:-1]
-            return np.concatenate([np.empty(0, np.int64), *groups]), begins
-
-        order, begins = column.cached("order of alike", facts, make)
-        if not len(begins):
-            return np.empty(0)
+    def _wide_groups(self, numbers: StepNumbers, statistic: str, bits: Floats) -> list[Ints]:
+        """The groups of similar layers with a spread that may be too large."""
+        groups = self._similar_layers(numbers, statistic)
+        if not groups:
+            return []
+        order = numbers.derive(("order of similar layers", statistic), lambda: np.concatenate(groups))
+        begins = numbers.derive(("begins", statistic), lambda: np.cumsum([0, *map(len, groups)])[:-1])
         in_order = bits[order]
         if largest(np.add.reduceat(np.isfinite(in_order), begins, dtype=int)) >= LEAST_ALIKE:
             self.note_data(numbers.iteration)
-        spread: Floats = np.fmax.reduceat(in_order, begins) - np.fmin.reduceat(in_order, begins)
-        return spread
+        spread = np.fmax.reduceat(in_order, begins) - np.fmin.reduceat(in_order, begins)
+        least = min(NEAR, OF_WEIGHTS.get(statistic, NEAR))
+        return [groups[number] for number in np.flatnonzero(spread >= least)]
 
-    def _groups(self, numbers: StepNumbers, facts: Facts, column: Column) -> list[Ints]:
-        names = numbers.names_of(column)
-        tensors = numbers.tensors_of(column)
-        alike: dict[tuple[str, str, str], list[int]] = {}
-        for place, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-            alike.setdefault((tensor, facts.kind_of(name), facts.format_of(name, tensor)), []).append(place)
-        self._most_similar = max(self._most_similar, *map(len, alike.values()), 0)
+    def _similar_layers(self, numbers: StepNumbers, statistic: str) -> list[Ints]:
+        """The rows of each tensor of similar layers, in order of execution."""
+        self._has_layers = True
+        rows = numbers.column(statistic).rows
+        return numbers.derive(("similar layers", rows.tobytes()), lambda: _group_similar(numbers, rows))
 
-        def order(place: int) -> tuple[int, int]:
-            return facts.order_key(names[place], tensors[place])
 
-        return [np.array(sorted(group, key=order)) for group in alike.values() if len(group) >= LEAST_ALIKE]
+def _group_similar(numbers: StepNumbers, rows: Ints) -> list[Ints]:
+    facts = numbers.facts
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows.tolist():
+        name = numbers.names[row]
+        tensor = str(numbers.tensors[row])
+        alike.setdefault((tensor, facts.kind_of(name), facts.format_of(name, tensor)), []).append(row)
+
+    def order(row: int) -> tuple[int, int]:
+        return facts.order_key(numbers.names[row], str(numbers.tensors[row]))
+
+    return [np.array(sorted(group, key=order)) for group in alike.values() if len(group) >= LEAST_ALIKE]
+
+
+def _is_one_in_a_block(numbers: StepNumbers, rows: Ints) -> bool:
+    blocks = [numbers_of(numbers.names[row])[:1] for row in rows.tolist()]
+    return len(set(blocks)) == len(blocks)
+
+
+def _lose_elements(numbers: StepNumbers) -> Mask:
+    """[rows]: whether many elements are lost, and four times as many as of most of these tensors."""
+    lossy = np.zeros(len(numbers), bool)
+    for statistic, least in (("underflows%", LOST), ("overflows%", OVERFLOW)):
+        lost = numbers.values(statistic)
+        for tensor in numbers.column(statistic).tensors:
+            of_tensor = numbers.are_known(statistic, tensor)
+            lossy |= of_tensor & (lost >= max(least, 4 * np.median(lost[of_tensor])))
+    return lossy
 
 
 def deviations(bits: Floats, *, flows: bool, least: float) -> Floats:
@@ -289,65 +293,41 @@ def few_deviations(bits: Floats, *, flows: bool, least: float) -> Floats:
     return result
 
 
-def _are_apart(column: Column, others: Iterable[Column]) -> Mask:
-    """[rows of the column]: whether no other column has the tensor."""
-    return ~np.isin(column.rows, [row for other in others for row in other.rows.tolist()])
-
-
-def _loses(numbers: StepNumbers, facts: Facts, column: Column) -> Mask:
-    def most(least: float, lost: Column) -> Floats:
-        tensors = numbers.tensors[lost.rows]
-        result = np.full(len(tensors), least)
-        for tensor in set(tensors.tolist()):
-            of_tensor = tensors == tensor
-            result[of_tensor] = np.maximum(least, 4 * np.median(lost.values[of_tensor]))
-        return result
-
-    return loses_too_much(
-        numbers,
-        facts,
-        column,
-        underflows=lambda lost: most(LOST, lost),
-        overflows=lambda lost: most(OVERFLOW, lost),
-    )
-
-
 RULES = (
     Rule(
         id="sibling",
         title="a tensor differs from the same tensor of similar layers",
         subject="group of similar layers",
-        needs=(
-            f"std or cur_amax of a tensor in at least {LEAST_ALIKE} similar layers, or scale_inv_max, underflows% or"
-            " overflows%"
-        ),
+        needs=f"""
+            std or cur_amax of a tensor in at least {LEAST_ALIKE} similar layers, or scale_inv_max, underflows% or
+            overflows%
+        """,
         collect="LogTensorStats with stats: [std, cur_amax], or the default config",
-        condition=(
-            "a layer's tensor differs from similar layers (same class, shape and format; names that differ only in"
-            f" numbers) in one of three ways. (1) From one layer to the next, std or amax jumps by 2^{FAR:g}"
-            f" (gradients: 2^{OF_GRADIENTS:g}, except of experts and of only two layers; weights:"
-            f" 2^{OF_WEIGHTS['std']:g}, their amax 2^{OF_WEIGHTS['cur_amax']:g}, of only two layers"
-            f" 2^{OF_TWO_WEIGHTS:g}) in {FAR_STEPS} collection steps in a row; or a weight is 0 after step 0. (2) It"
-            f" jumps by 2^{NEAR:g} in {NEAR_STEPS} steps in a row, and at least {LOST:g} % of the elements round to 0"
-            f" or {OVERFLOW:g} % overflow, four"
-            f" times more than in most similar layers. (3) In {FAR_STEPS} steps in a row, at least"
-            f" {SHARES['underflows%']:g} % of the elements round to 0 (if their part of the norm is unknown) or"
-            f" {SHARES['overflows%']:g} % overflow, {TIMES:g} times as many as in three quarters of the similar layers."
-            f" A jump must be at least {SPREADS:g} median absolute deviations of all differences between neighbors."
-            f" With {LEAST_ALIKE} to {FEW} similar layers, (2) does not apply, and a jump must be at least"
-            f" {FEW_SPREADS:g} times the range of the others. Of two layers, the one farther from all other layers is"
-            " reported"
-        ),
+        condition=f"""
+            a layer's tensor differs from similar layers (same class, shape and format; names that differ only in
+            numbers) in one of three ways. (1) From one layer to the next, std or amax jumps by 2^{FAR:g} (gradients:
+            2^{OF_GRADIENTS:g}, except of experts and of only two layers; weights: 2^{OF_WEIGHTS["std"]:g}, their amax
+            2^{OF_WEIGHTS["cur_amax"]:g}, of only two layers 2^{OF_TWO_WEIGHTS:g}) in {FAR_STEPS} collection steps in a
+            row; or a weight is 0 after step 0. (2) It jumps by 2^{NEAR:g} in {NEAR_STEPS} steps in a row, and at least
+            {LOST:g} % of the elements round to 0 or {OVERFLOW:g} % overflow, four times more than in most similar
+            layers. (3) In {FAR_STEPS} steps in a row, at least {SHARES["underflows%"]:g} % of the elements round to 0
+            (if their part of the norm is unknown) or {SHARES["overflows%"]:g} % overflow, {TIMES:g} times as many as in
+            three quarters of the similar layers. A jump must be at least {SPREADS:g} median absolute deviations of all
+            differences between neighbors. With {LEAST_ALIKE} to {FEW} similar layers, (2) does not apply, and a jump
+            must be at least {FEW_SPREADS:g} times the range of the others. Of two layers, the one farther from all
+            other layers is reported
+        """,
         silent="trends with depth; fewer similar layers. Deviations only in the amax of activations are a note",
         severity="warning",
         source="this project, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
-        why="the blocks of a model are similar: a block that differs by orders of magnitude has a bug or no longer"
-        " learns",
+        why="""
+            the blocks of a model are similar: a block that differs by orders of magnitude has a bug or no longer learns
+        """,
         disproof="the model scales this layer on purpose, or a BF16 run shows the same and trains well",
-        remedy=(
-            "Check how this layer, or the first of these layers, differs from similar layers: initialization, scaling"
-            " factors, masks. Compare with a BF16 run: te-precision compare BF16_RUN THIS_RUN"
-        ),
+        remedy="""
+            Check how this layer, or the first of these layers, differs from similar layers: initialization, scaling
+            factors, masks. Compare with a BF16 run: te-precision compare BF16_RUN THIS_RUN
+        """,
         check=Sibling,
     ),
 )

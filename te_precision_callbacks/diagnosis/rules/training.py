@@ -104,7 +104,7 @@ class FiniteAgain:
         self._finite += 1
         if self._bad and self._finite == FINITE_AGAIN:
             seen = f"{self._what} was inf or nan in {many(self._bad, self._step)}, and is finite again"
-            yield Sighting((), "", "", seen, None, "note", remedy=OF_SKIPPED_STEP, replaces=True)
+            yield Sighting(seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
 
 
 class _Point(NamedTuple):
@@ -114,7 +114,7 @@ class _Point(NamedTuple):
 
 
 class NonfiniteLoss(RuleCheck):
-    _kind_of_step = "logged step"
+    kind_of_step = "logged step"
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class NonfiniteLoss(RuleCheck):
         for name in losses:
             if not math.isfinite(values[name]):
                 self._steps.add_bad()
-                yield Sighting((), "", "", f"{name} is {values[name]}", iteration)
+                yield Sighting(f"{name} is {values[name]}", since=iteration)
                 return
         if losses:
             yield from self._steps.add_finite()
@@ -163,7 +163,7 @@ class NonfiniteLoss(RuleCheck):
 class GradientNorm(RuleCheck):
     """Checks windows of the last values, and windows of means over more steps, for slow growth."""
 
-    needed, _kind_of_step = WINDOW, "logged step"
+    needed, kind_of_step = WINDOW, "logged step"
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,13 +217,13 @@ class GradientNorm(RuleCheck):
             f"{name} has become {2**rise:.3g} times as large in {WINDOW * count} logged steps, while the"
             f" loss has changed by {100 * change:+.2g} %"
         )
-        yield Sighting((), "", "", seen, window[0].iteration, severity)
+        yield Sighting(seen, since=window[0].iteration, severity=severity)
 
 
 class GradientSize(RuleCheck):
     """Checks the gradient norm against the limit of clipping, and the first loss against a uniform guess."""
 
-    needed, _kind_of_step = CLIPPED_STEPS, "clipped step"
+    needed, kind_of_step = CLIPPED_STEPS, "clipped step"
     applies = False
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class GradientSize(RuleCheck):
                 f" {sum(ratio >= least for ratio in clipped)} of {CLIPPED_STEPS} steps"
             )
             severity: Severity = "warning" if least >= FAR_CLIPPED else "note"
-            yield Sighting((), "", "", seen, self._clipped[0], severity, key="clipped")
+            yield Sighting(seen, since=self._clipped[0], severity=severity, key="clipped")
 
     def _check_first_loss(self) -> Iterator[Sighting]:
         if self._first is None:
@@ -275,7 +275,7 @@ class GradientSize(RuleCheck):
                     f"the first {name} is {loss:.3g}, {count} times that of a uniform guess among {classes} classes"
                     f" ({guess:.3g}), and a step has {count} micro-batches"
                 )
-                yield Sighting((), "", "", seen, iteration, "note", key="first loss", remedy=_DIVIDE)
+                yield Sighting(seen, since=iteration, severity="note", key="first loss", remedy=_DIVIDE)
 
 
 _DIVIDE = (
@@ -290,22 +290,22 @@ RULES = (
         subject="model",
         needs="the logged training loss",
         collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
-        condition=(
-            "the logged training loss (loss, train_loss, train/loss or similar) is inf or nan. A note if it is then"
-            f" finite in {FINITE_AGAIN} logged steps in a row, as where the script skips a batch"
-        ),
-        silent=(
-            "evaluation losses; parts of the loss and other metrics, which may be nan without a value; overflow of"
-            " gradients scaled for float16, which leaves the loss finite"
-        ),
+        condition=f"""
+            the logged training loss (loss, train_loss, train/loss or similar) is inf or nan. A note if it is then
+            finite in {FINITE_AGAIN} logged steps in a row, as where the script skips a batch
+        """,
+        silent="""
+            evaluation losses; parts of the loss and other metrics, which may be nan without a value; overflow of
+            gradients scaled for float16, which leaves the loss finite
+        """,
         severity="error",
         source="arithmetic",
         why="the gradients become inf or nan in all layers, and the optimizer step breaks the weights",
         disproof="the script skips the batch, for example a batch without labels",
-        remedy=(
-            "Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It"
-            " stops at the module and batch with the first inf or nan"
-        ),
+        remedy="""
+            Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It stops
+            at the module and batch with the first inf or nan
+        """,
         check=NonfiniteLoss,
         essential=True,
         consequence_of=("nonfinite",),
@@ -315,25 +315,25 @@ RULES = (
         title="the gradient norm creeps up while the loss no longer falls",
         subject="model",
         needs=f"at least {WINDOW} steps of the logged training loss and gradient norm",
-        collect=(
-            'session.log({"loss": ..., "grad_norm": ...}) in each step; the Hugging Face Trainer logs both, with'
-            " logging_steps=1"
-        ),
-        condition=(
-            f"over {WINDOW} logged steps, or over {WINDOW} means of {', '.join(map(str, MEANS[1:]))} logged steps"
-            f" each, the median gradient norm of the last third is at least 2^{RISE:g} times that of the first third,"
-            f" with the middle third in between and without a jump, and the loss has not fallen by {100 * FLAT:g} %."
-            f" A warning if it has risen by {100 * RISING:g} % or more, beyond its quartiles; else a note"
-        ),
+        collect="""
+            session.log({"loss": ..., "grad_norm": ...}) in each step; the Hugging Face Trainer logs both, with
+            logging_steps=1
+        """,
+        condition=f"""
+            over {WINDOW} logged steps, or over {WINDOW} means of {", ".join(map(str, MEANS[1:]))} logged steps each,
+            the median gradient norm of the last third is at least 2^{RISE:g} times that of the first third, with the
+            middle third in between and without a jump, and the loss has not fallen by {100 * FLAT:g} %. A warning if it
+            has risen by {100 * RISING:g} % or more, beyond its quartiles; else a note
+        """,
         silent="a loss that still falls, norms after clipping, evaluation losses",
         severity="warning",
         source="arXiv 2506.20752: in MX formats it precedes spikes without recovery; the thresholds are this project's",
         why="with block formats a slowly growing gradient norm came before runs diverged",
         disproof="the learning rate or the data changed at that step, or a BF16 run has the same norm",
-        remedy=(
-            "Resume from an earlier checkpoint with a lower learning rate, or with the low-precision parts in BF16:"
-            " the forward, or activations and LayerNorm"
-        ),
+        remedy="""
+            Resume from an earlier checkpoint with a lower learning rate, or with the low-precision parts in BF16: the
+            forward, or activations and LayerNorm
+        """,
         cost="higher precision runs at the speed of BF16",
         check=GradientNorm,
     ),
@@ -343,25 +343,24 @@ RULES = (
         subject="model",
         needs=f"at least {CLIPPED_STEPS} steps with torch.nn.utils.clip_grad_norm_",
         collect="clipping by torch.nn.utils.clip_grad_norm_, which a session observes",
-        condition=(
-            f"before clipping, the gradient norm is at least {CLIPPED:g} times the limit in"
-            f" {100 * NEARLY_ALL_CLIPPED:g} % of {CLIPPED_STEPS} steps; a warning from"
-            f" {FAR_CLIPPED:,.0f} times on. Or the first loss is, within"
-            f" {100 * NEAR_GUESS:g} %, N times ln(outputs of the model's last layer), and a step has N micro-batches"
-        ),
+        condition=f"""
+            before clipping, the gradient norm is at least {CLIPPED:g} times the limit in {100 * NEARLY_ALL_CLIPPED:g} %
+            of {CLIPPED_STEPS} steps; a warning from {FAR_CLIPPED:,.0f} times on. Or the first loss is, within
+            {100 * NEAR_GUESS:g} %, N times ln(outputs of the model's last layer), and a step has N micro-batches
+        """,
         silent="clipping by a limit of inf, which only measures the norm; clipping by DeepSpeed, Megatron or FSDP",
         severity="warning",
         source="Megatron-LM issue 1532: a loss that was a sum over tokens; the thresholds are this project's",
-        why=(
-            "clipping then sets the size of each step, and the part of the gradient that is too large hides all other"
-            " parts"
-        ),
+        why="""
+            clipping then sets the size of each step, and the part of the gradient that is too large hides all other
+            parts
+        """,
         disproof="the limit is small on purpose, to normalize all gradients",
-        remedy=(
-            "Look for a loss, or an auxiliary loss, that is a sum instead of a mean over tokens or micro-batches. With"
-            " a GradScaler, call scaler.unscale_(optimizer) before clipping. If the loss is right, raise the limit to"
-            " the usual norm"
-        ),
+        remedy="""
+            Look for a loss, or an auxiliary loss, that is a sum instead of a mean over tokens or micro-batches. With a
+            GradScaler, call scaler.unscale_(optimizer) before clipping. If the loss is right, raise the limit to the
+            usual norm
+        """,
         check=GradientSize,
     ),
 )

@@ -1,0 +1,188 @@
+"""The shapes of rules. A row of the table of rules has a shape with its data and thresholds:
+
+- :class:`AboveLimit`: a statistic is at or above a limit, in several collection steps in a row;
+- :class:`InARow`: another condition on a statistic, in several collection steps in a row;
+- :class:`FactHolds`: a fact about the run;
+- :class:`Reported`: an event of the run;
+- :class:`Changed`: a sudden change, as the watch of every step reports it; :class:`AbsentSince`: layers that it misses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.finding import Severity
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.rule import RuleCheck, Sighting, Streaks
+from te_precision_callbacks.flight.changes import Kind, describe_absences
+from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import holds_any
+
+Applies = Callable[[Facts], bool | None]
+"""Returns whether a rule applies to a run; None while unknown."""
+
+
+@dataclass(kw_only=True)
+class OfStatistic(RuleCheck):
+    """A rule on a statistic. Without ``applies_to``, it applies to runs with the statistic.
+
+    Attributes:
+        tensor: the only tensor that is checked; empty for all.
+    """
+
+    statistic: str
+    tensor: str = ""
+    needed: int
+    applies_to: Applies | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.applies = self.applies_to is not None
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        applies = None if self.applies_to is None or self.steps else self.applies_to(facts)
+        self.applies = self.applies if applies is None else applies
+        return ()
+
+    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
+        if not holds_any(numbers.are_known(self.statistic, self.tensor)):
+            return ()
+        self.applies = self.applies or self.applies_to is None
+        self.note_data(numbers.iteration)
+        return self.sightings(numbers)
+
+    def sightings(self, numbers: StepNumbers) -> Iterable[Sighting]:
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class AboveLimit(OfStatistic):
+    """A statistic that is at or above ``limit``, and below ``below``, in ``needed`` collection steps in a row.
+
+    Attributes:
+        seen: the description, with a place for the value.
+        remedy: returns the remedy in a run; empty for the rule's.
+    """
+
+    limit: float
+    seen: str
+    below: float = math.inf
+    remedy: Callable[[Facts], str] | None = None
+
+    def sightings(self, numbers: StepNumbers) -> Iterator[Sighting]:
+        values = numbers.finite(self.statistic)
+        holds = (values >= self.limit) & (values < self.below) & numbers.are_known(self.statistic, self.tensor)
+        remedy = "" if self.remedy is None else self.remedy(numbers.facts)
+        of_tensors = self.streaks.sightings(numbers, self.statistic, holds, lambda row: self.seen.format(values[row]))
+        for sighting in of_tensors:
+            # The layer of a statistic of the model has no name.
+            yield sighting._replace(layers=tuple(filter(None, sighting.layers)), remedy=remedy)
+
+
+@dataclass(kw_only=True)
+class InARow(OfStatistic):
+    """A condition on a statistic in ``needed`` collection steps in a row.
+
+    Attributes:
+        find: yields the sightings of a step, from the streaks.
+    """
+
+    find: Callable[[StepNumbers, Streaks], Iterable[Sighting]]
+
+    def sightings(self, numbers: StepNumbers) -> Iterable[Sighting]:
+        return self.find(numbers, self.streaks)
+
+
+def runs_low_precision(facts: Facts) -> bool | None:
+    return facts.has_low if facts.layers_that_ran else None
+
+
+@dataclass(kw_only=True)
+class FactHolds(RuleCheck):
+    """A fact about a run.
+
+    Attributes:
+        find: yields what holds, in a run to which the rule applies.
+    """
+
+    find: Callable[[Facts], Iterable[Sighting]]
+    applies_to: Applies
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        applies = self.applies_to(facts)
+        if applies is None:
+            return ()
+        self.applies = self.checked = applies
+        return self.find(facts) if applies else ()
+
+
+@dataclass(kw_only=True)
+class Reported(RuleCheck):
+    """An event of the run; the rule applies to runs that have one.
+
+    Attributes:
+        kind: the kind of the event.
+        find: yields the sightings of an event.
+    """
+
+    kind: str
+    find: Callable[[Event], Iterable[Sighting]]
+    applies = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def event(self, event: Event) -> Iterable[Sighting]:
+        if event.kind != self.kind:
+            return ()
+        self.applies = self.checked = True
+        return self.find(event)
+
+
+@dataclass(kw_only=True)
+class Changed(RuleCheck):
+    """A sudden change that the watch of every step has found."""
+
+    change: Kind
+    applies = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def event(self, event: Event) -> Iterable[Sighting]:
+        if event.kind == "every_step_watched":
+            self.applies = self.checked = True
+        if event.kind != "changed" or event.data["kind"] != self.change:
+            return ()
+        self.note_data(event.iteration - 1)  # which was watched
+        return self.sightings(event)
+
+    def sightings(self, event: Event) -> Iterable[Sighting]:
+        return [Sighting(event.text, tuple(layer for layer, _ in event.data["slots"]), since=event.iteration)]
+
+
+@dataclass(kw_only=True)
+class AbsentSince(Changed):
+    """Layers that are missed since a step, as one finding: a note once all of them are back."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._absences: dict[str, tuple[int, int | None]] = {}  # layer -> first and last step; None if it goes on
+
+    def sightings(self, event: Event) -> Iterator[Sighting]:
+        is_new = not self._absences
+        layers = tuple(layer for layer, _ in event.data["slots"])
+        self._absences.update(dict.fromkeys(layers, (event.data["since"], event.data["until"])))
+        spans = self._absences.values()
+        severity: Severity = "warning" if any(last is None for _, last in spans) else "note"
+        latest = max(first if last is None else last for first, last in spans)
+        found = Sighting(describe_absences(self.change, spans), layers, since=latest, severity=severity)
+        if not is_new:
+            yield found._replace(replaces=True)
+        yield found
