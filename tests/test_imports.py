@@ -228,7 +228,7 @@ CHANGES = {
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and their limits
-    "engine.kernels.largest": {"_launch", "_on_gpu"},
+    "engine.kernels.largest": {"_on_gpu"},
     "engine.kernels.triton_blocks": {"_known"},
     "engine.kernels.triton_largest": {"_launchers"},
     "engine.kernels.triton_parts": {

@@ -223,7 +223,7 @@ class StatisticsEngine:
             return self._measure(noted)
 
     def repeat(self, launch: PreparedLaunch, tensors: Sequence[Source], iteration: int) -> bool:
-        """Measure tensors like those of an earlier launch.
+        """Measure tensors by an earlier launch of others like them.
 
         Returns:
             False if a tensor must be measured by :meth:`note` and :meth:`measure`; then none was measured.
@@ -299,7 +299,9 @@ class StatisticsEngine:
         requests = [asked for _, asked in noted]
         launch = self._launches.get(key)
         if launch is not None and launch.requests == requests:
-            sources = [(one.values, one.quantized(), one.quantized(columnwise=True)) for one, _ in noted]
+            sources = [
+                (watched.values, watched.quantized(), watched.quantized(columnwise=True)) for watched, _ in noted
+            ]
             if self.repeat(launch, sources, self.iteration):
                 return launch
         plans: dict[torch.device, list[tuple[TensorPlan, Sequence[Pending]]]] = {}
@@ -316,18 +318,18 @@ class StatisticsEngine:
             if plan is not None:
                 plans.setdefault(plan[1][0].values.device, []).append(plan)
         launch = None
-        for device, together in plans.items():
-            on = self._slots.devices[device]
-            vectors = on.current()
-            pending = list(itertools.chain.from_iterable(tensors for _, tensors in together))
+        for device, planned in plans.items():
+            slots = self._slots.devices[device]
+            vectors = slots.current()
+            pending = list(itertools.chain.from_iterable(tensors for _, tensors in planned))
             repeat = kernels.add(pending, vectors.sums, vectors.maxima)
-            tensors = [plan for plan, _ in together]
+            tensors = [plan for plan, _ in planned]
             asked_of = [plan.asked for plan in tensors]
             once = frozenset[SegmentKey]().union(*(plan.once for plan in tensors))
             self._slots.asked += asked_of
             self._weights_seen |= once
             repeats = {len(pending): repeat}
-            launch = PreparedLaunch(requests, tensors, self._slots.generation, on, asked_of, once, repeats)
+            launch = PreparedLaunch(requests, tensors, self._slots.generation, slots, asked_of, once, repeats)
         if failure is not None:
             raise failure
         if launch is None or not is_complete or len(plans) > 1:
@@ -341,7 +343,7 @@ class StatisticsEngine:
         return measurements
 
     def collect(self, *, reduce: bool, stamp: Stamp = NO_STAMP) -> Measured:
-        with _without_autograd():
+        with _outside_of_inference():
             tables = self._reduction.collect(self._slots, reduce=reduce, stamp=stamp)
         series = [np.empty(0, np.int32)]
         values = [np.empty(0)]
@@ -356,7 +358,7 @@ class StatisticsEngine:
         return Measured(self.series, np.concatenate(series), np.concatenate(values), histograms, local=local)
 
     def forget(self) -> None:
-        with _without_autograd():
+        with _outside_of_inference():
             self._slots.reset()
         self.has_news = False
         self._weights_seen.clear()
@@ -380,6 +382,13 @@ def _without_autograd() -> AbstractContextManager[None]:
     """Disable gradients and inference mode: tensors created in inference mode cannot be changed later."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _disable_autograd()
+    return _NO_CONTEXT
+
+
+def _outside_of_inference() -> AbstractContextManager[object]:
+    """Like :func:`_without_autograd`, for tensors that never require gradients."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
     return _NO_CONTEXT
 
 
@@ -409,11 +418,6 @@ class _SegmentKind(NamedTuple):
     source: StatisticSource
     form: _QuantizedForm | None = None
     blocks: Blocks | None = None
-
-    @classmethod
-    def of_request(cls, request: Request) -> _SegmentKind:
-        form = None if request.recipe is None else _QuantizedForm(request.recipe, request.columnwise, request.e5m2)
-        return cls(request.statistic.source, form, request.blocks)
 
 
 @functools.cache
@@ -502,11 +506,16 @@ def _key_of(watched: Watched) -> tuple[object, ...]:
 
 
 def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
-    wanted: dict[_SegmentKind, list[Request]] = {}
+    groups: dict[tuple[StatisticSource, str | None, bool, bool | None, Blocks | None], list[Request]] = {}
     for request in itertools.chain.from_iterable(asked):
-        of_layer = unquantized_as is not None and request.recipe == OWN_RECIPE
-        resolved = request.under(str(unquantized_as)) if of_layer else request
-        wanted.setdefault(_SegmentKind.of_request(resolved), []).append(resolved)
+        if unquantized_as is not None and request.recipe == OWN_RECIPE:
+            request = request.under(unquantized_as)
+        key = request.statistic.source, request.recipe, request.columnwise, request.e5m2, request.blocks
+        groups.setdefault(key, []).append(request)
+    wanted: dict[_SegmentKind, Sequence[Request]] = {}
+    for (source, recipe, columnwise, e5m2, blocks), requests in groups.items():
+        form = None if recipe is None else _QuantizedForm(recipe, columnwise, e5m2)
+        wanted[_SegmentKind(source, form, blocks)] = requests
     return wanted
 
 

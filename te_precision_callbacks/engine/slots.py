@@ -222,7 +222,7 @@ class Segments:
         return any(other is segment and is_measured for other, _, is_measured in asked)
 
     def labels(self, segment: SlotRange, requests: Sequence[Request]) -> Set[str]:
-        labels = dict.fromkeys(request.label for request in requests)
+        labels = dict.fromkeys([request.label for request in requests])
         if not labels.keys() <= segment.outputs.keys():
             segment.outputs.update(labels)
             self.version += 1

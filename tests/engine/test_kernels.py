@@ -494,7 +494,7 @@ def test_a_triton_kernel_that_fails_is_replaced_for_good(
         assert sums.tolist() == [3, 0, 1, -1, 5, 3]
         assert maxima.tolist() == [1, 2, -1]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the Triton kernel failed" in caplog.text
+    assert "because the Triton kernel failed" in caplog.text
 
 
 # --- the dynamic range inside blocks ----------------------------------------------------------------------------------

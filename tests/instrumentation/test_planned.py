@@ -198,6 +198,18 @@ def test_other_features_have_another_launch() -> None:
     assert both("Linear", config, 6, lambda number, net: train(net, made)) == (4 * 3, 6)
 
 
+def test_a_gemm_that_a_feature_selects_has_events_in_its_steps_only() -> None:
+    made = RECIPES["current"]()
+    config = statistics_of("Linear", "current") | {
+        "errors": {
+            "enabled": True,
+            "layers": {"layer_name_regex_pattern": ".*"},
+            "transformer_engine": {"LogGemmError": {"enabled": True, "gemms": ["wgrad"], "freq": 2}},
+        }
+    }
+    assert both("Linear", config, 6, lambda number, net: train(net, made)) == (2 * 3, 3)
+
+
 def test_another_dtype_of_the_result_has_another_launch() -> None:
     """Operands in FP8 are the same."""
     made = RECIPES["current"]()

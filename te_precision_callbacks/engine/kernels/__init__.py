@@ -8,16 +8,12 @@ The columns (:mod:`te_precision_callbacks.engine.kernels.columns`) are on the te
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
-from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.engine.kernels import eager, eager_blocks, native
 from te_precision_callbacks.engine.kernels.columns import ColumnPlaces, Pending, Repeat
-
-logger = logging.getLogger(__name__)
 
 _OF_TRITON = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -86,18 +82,11 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         while left:
             triton_blocks.add(left[0], sums, maxima)
             del left[0]
-    except (TypeError, ValueError, torch.OutOfMemoryError):
+    except (TypeError, ValueError):
         raise  # not caused by the kernel
     except Exception as error:
-        if is_lost(error):
-            raise  # nothing can run on this GPU any more
+        eager.replace_triton("Statistics", error)
         _on_gpu = eager.add
-        logger.warning(
-            "Statistics on the GPU use plain torch operations, which are slower but give the same results: the"
-            " Triton kernel failed (%s: %s).",
-            type(error).__name__,
-            error,
-        )
         add(left, sums, maxima)
     return None
 

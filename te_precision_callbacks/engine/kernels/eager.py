@@ -6,11 +6,13 @@ overflow, and a sum of raw squares resolves a standard deviation of 1e-5 of the 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 import torch
 
+from te_precision_callbacks.base.devices import is_lost
 from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
 from te_precision_callbacks.engine.kernels.columns import (
     EXPONENT_BINS,
@@ -19,6 +21,8 @@ from te_precision_callbacks.engine.kernels.columns import (
     Pending,
 )
 
+logger = logging.getLogger(__name__)
+
 PIECE = 65_536
 """Elements of a piece on a CPU: a float64 temporary is 512 KiB. Larger pieces were several times slower: their
 temporaries do not fit the cache, and are allocated again each time.
@@ -26,6 +30,19 @@ temporaries do not fit the cache, and are allocated again each time.
 
 PIECE_ELSEWHERE = 2**22
 """Elements of a piece on another device, where each piece takes some 30 kernel launches."""
+
+
+def replace_triton(what: str, error: Exception) -> None:
+    """Log that plain torch replaces a Triton kernel that failed; raise an error that the kernel has not caused."""
+    if isinstance(error, torch.OutOfMemoryError) or is_lost(error):
+        raise error
+    logger.warning(
+        "%s on the GPU: plain torch operations are used, which are slower but give the same results, because the Triton"
+        " kernel failed (%s: %s).",
+        what,
+        type(error).__name__,
+        error,
+    )
 
 
 def piece_size(values: torch.Tensor) -> int:

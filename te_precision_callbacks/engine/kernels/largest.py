@@ -10,12 +10,11 @@ blocks, and the third the least ``order`` of a tensor with inf or nan.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
-from te_precision_callbacks.base.devices import is_lost
+from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import (
     AMAX,
     COLUMNS,
@@ -31,8 +30,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     LargestOf,
 )
 from te_precision_callbacks.engine.kernels.native import ONE_PASS
-
-logger = logging.getLogger(__name__)
 
 _OF_CODES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
@@ -76,27 +73,16 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
 
 def _with_triton(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
     """Add with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
-    global _on_gpu, _launch
+    global _on_gpu
     try:
-        if _launch is None:
-            from te_precision_callbacks.engine.kernels.triton_largest import add as launch
+        from te_precision_callbacks.engine.kernels.triton_largest import add as launch
 
-            _launch = launch
-        others = _launch(tensors, row)
-        if others:
-            _all_in_torch(others, row)
-    except torch.OutOfMemoryError:
-        raise  # not caused by the kernel
+        left = launch(tensors, row)
+        if left:
+            _all_in_torch(left, row)
     except Exception as error:
-        if is_lost(error):
-            raise  # nothing can run on this GPU any more
+        eager.replace_triton("The watch of every step", error)
         _on_gpu = _all_in_torch
-        logger.warning(
-            "The watch of every step uses plain torch operations on the GPU, which are slower but give the same"
-            " results: the Triton kernel failed (%s: %s).",
-            type(error).__name__,
-            error,
-        )
         _all_in_torch(tensors, row)  # adding a tensor twice changes nothing
 
 
@@ -106,9 +92,6 @@ def _all_in_torch(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
 
 
 _on_gpu: Callable[[Sequence[LargestOf], torch.Tensor], None] = _with_triton
-
-_launch: Callable[[Sequence[LargestOf], torch.Tensor], Sequence[LargestOf]] | None = None
-"""Adds tensors with Triton, and returns those that are left."""
 
 
 def _in_torch(tensor: LargestOf, row: torch.Tensor) -> None:

@@ -124,19 +124,17 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
             dimensions cannot be merged. A quantized value is the decoded code times ``scale_inv``, in float32. An
             element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv`` and ROUNDING.
     """
-    groups: list[list[Pending]] = []
-    of_key: dict[_Key, list[list[Pending]]] = {}
+    groups: list[tuple[_Key | None, list[Pending]]] = []
     for tensor in pending:
         key = _shared_launch(tensor)
-        shared = [] if key is None else of_key.setdefault(key, [])
-        for group in shared:
-            if len(group) < MOST_TOGETHER and not any(_conflict(tensor, other) for other in group):
+        for other, group in groups:
+            can_share = key is not None and key == other and len(group) < MOST_TOGETHER
+            if can_share and not any(_conflict(tensor, shared) for shared in group):
                 group.append(tensor)
                 break
         else:
-            groups.append([tensor])
-            shared.append(groups[-1])
-    return groups
+            groups.append((key, [tensor]))
+    return [group for _, group in groups]
 
 
 def _conflict(one: Pending, other: Pending) -> bool:
@@ -298,21 +296,20 @@ def repeat_of(
     pending: Sequence[Pending], launched: Sequence[tuple[Sequence[Pending], Launcher | None]]
 ) -> Repeat | None:
     """Return a function that repeats the launches of tensors for others; None if it needs Triton's binder."""
-    places = {tensor: place for place, tensor in enumerate(pending)}
+    indices = {tensor: index for index, tensor in enumerate(pending)}
     most = program_count(pending[0].values.device)
     launches: list[_Launch] = []
-    for together, launcher in launched:
+    for group, launcher in launched:
         if launcher is None:
             return None
-        form = _form_of(together)
-        padded = [*together, *[together[0]] * (MOST_TOGETHER - len(together))]
-        tensors, quantized = (
-            operator.itemgetter(*[places[tensor] for tensor in of]) for of in (padded, _quantized(padded))
-        )
+        form = _form_of(group)
+        padded = [*group, *[group[0]] * (MOST_TOGETHER - len(group))]
+        tensors = operator.itemgetter(*[indices[tensor] for tensor in padded])
+        quantized = operator.itemgetter(*[indices[tensor] for tensor in _quantized(padded)])
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
         arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
         size = most * MOST_TOGETHER * form.row
-        launches.append(_Launch(launcher, tensors, quantized, len(together), form.tile, most, size, arguments))
+        launches.append(_Launch(launcher, tensors, quantized, len(group), form.tile, most, size, arguments))
     return functools.partial(_repeat, launches)
 
 
@@ -333,39 +330,39 @@ def _repeat(
         codes = tensor.codes
         scale_inv = tensor.scale_inv
         size = values.numel()
-        at = values.data_ptr()
-        if size % 16 or not 0 < size < 2**31 or at % 16 or not values.is_contiguous():
+        address = values.data_ptr()
+        if size % 16 or not 0 < size < 2**31 or address % 16 or not values.is_contiguous():
             return pending
         sizes.append(size)
-        values_at.append(at)
+        values_at.append(address)
         if codes is None or scale_inv is None:
             codes_at.append(None)
             scales_at.append(None)
             continue
-        at = codes.data_ptr()
-        if at % 16 or codes.numel() != size or not codes.is_contiguous():
+        address = codes.data_ptr()
+        if address % 16 or codes.numel() != size or not codes.is_contiguous():
             return pending
-        codes_at.append(at)
+        codes_at.append(address)
         scales_at.append(scale_inv.data_ptr())
     device = sums.get_device()
     if device >= 0 and (torch._C._cuda_getDevice() != device or torch._C._cuda_isCurrentStreamCapturing()):
         return pending
     for done, launch in enumerate(launches):
-        (run, settings), of_tensors, of_quantized, used, tile, most, size, arguments = launch
+        (run, settings), select_tensors, select_quantized, used, tile, most, size, arguments = launch
         memory = kept_scratch.get((max(device, 0), stream))
         if memory is None or memory[0].numel() < size:
             memory = scratch(sums.device, size)
         memory_at = memory[0].data_ptr(), memory[1].data_ptr(), sums.data_ptr(), maxima.data_ptr()
-        of_launch = of_tensors(sizes)
-        programs, begins = grid_of(of_launch[:used], tile, most, MOST_TOGETHER)
-        quantized_at = *of_quantized(codes_at), *of_quantized(scales_at)
-        given = *of_tensors(values_at), *quantized_at, *memory_at, *of_launch, *begins, *arguments
+        launch_sizes = select_tensors(sizes)
+        programs, begins = grid_of(launch_sizes[:used], tile, most, MOST_TOGETHER)
+        quantized_at = *select_quantized(codes_at), *select_quantized(scales_at)
+        kernel_arguments = *select_tensors(values_at), *quantized_at, *memory_at, *launch_sizes, *begins, *arguments
         try:
-            run(programs, 1, 1, stream, *settings, given)
+            run(programs, 1, 1, stream, *settings, kernel_arguments)
         except Exception as error:
             report_binder(error)
             left = set[int]().union(*(missed.tensors(range(len(pending))) for missed in launches[done:]))
-            return [tensor for place, tensor in enumerate(pending) if place in left]
+            return [tensor for index, tensor in enumerate(pending) if index in left]
     return ()
 
 

@@ -84,7 +84,7 @@ MERGED_ROWS = tl.constexpr(64)
 """Tile of the merge; a program's row of results has at most so many columns."""
 
 _needs_binder = False
-"""Whether a launch without Triton's binder has failed."""
+"""True once a launch without Triton's binder has failed."""
 
 Launcher: TypeAlias = tuple[Callable[..., object], Sequence[Any]]
 """Launches a compiled kernel without Triton's binder, and its settings.
