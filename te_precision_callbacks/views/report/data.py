@@ -66,12 +66,12 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     verdict = diagnose(run)
     packed = PackedArrays(most)
     columns = heat_map_columns(run, subjects.families)
-    made: list[Overview] = []
+    heat_maps: list[Overview] = []
     contents: list[dict[str, Any]] = []
     for overview in overviews(run, subjects.families, columns):
         contents.append(_family(overview, packed))
         del overview.cells, overview.present
-        made.append(overview)
+        heat_maps.append(overview)
     findings = [finding_on_page(finding, subjects) for finding in verdict]
     content: dict[str, Any] = {
         "run": _run(run),
@@ -80,27 +80,27 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
         "scalars": _scalars(run, subjects, packed),
         "formats": _FORMATS,
         "verdict": {**verdict.as_json(), "findings": findings},
-        "worst_layers": worst_layers(made),
+        "worst_layers": worst_layers(heat_maps),
         "last_steps": _last_steps(run, packed),
         "families": contents,
     }
     layers = {layer for finding in findings for layer in finding["places"]}
     layers.update(item["layer"] for listed in content["worst_layers"] for item in listed["items"])
     content["histograms"] = _histograms(run, subjects, packed, layers)
-    order = _curves_by_priority(run, made, verdict)
+    order = _curves_by_priority(run, heat_maps, verdict)
     content["exact"] = {
         "curves": _put_curves(run, order, contents, packed),
-        "series": sum(len(overview.places) for overview in made),
+        "series": sum(len(overview.places) for overview in heat_maps),
         "widest": int(np.max(columns.last - columns.first, initial=-1) + 1),
     }
     return content, packed.texts
 
 
-def worst_layers(made: Sequence[Overview]) -> list[dict[str, Any]]:
+def worst_layers(heat_maps: Sequence[Overview]) -> list[dict[str, Any]]:
     """The worst layers of each statistic with a bad direction, most severe first, without perfect values."""
     listed = []
     priorities = {}
-    for number, overview in enumerate(made):
+    for number, overview in enumerate(heat_maps):
         family = overview.family
         if not family.has_direction or family.request is None:
             continue
@@ -128,7 +128,7 @@ def _family(overview: Overview, packed: PackedArrays) -> dict[str, Any]:
     cells = scale.bytes(overview.cells, overview.present)
 
     def put_by_rank(values: npt.NDArray[Any]) -> dict[str, Any]:
-        return {str(rank): packed.put(of_rank) for rank, of_rank in zip(overview.ranks, values, strict=True)}
+        return {str(rank): packed.put(array) for rank, array in zip(overview.ranks, values, strict=True)}
 
     return {
         "tensor": family.tensor,
@@ -179,24 +179,24 @@ def _put_curves(
     return exact
 
 
-def _curves_by_priority(run: RecordedRun, made: Sequence[Overview], verdict: Verdict) -> list[CurveOnPage]:
+def _curves_by_priority(run: RecordedRun, heat_maps: Sequence[Overview], verdict: Verdict) -> list[CurveOnPage]:
     """All series with values: those with findings; those of the worst layer of each statistic, of the second worst, and
     so on; the rest.
     """
     with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
-    place_of: dict[int, int] = {}
-    for overview in made:
-        for place, item in enumerate(overview.worst_layers(WORST)):
-            place_of[item.layer] = min(place, place_of.get(item.layer, place))
+    severity_of: dict[int, int] = {}
+    for overview in heat_maps:
+        for severity, item in enumerate(overview.worst_layers(WORST)):
+            severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
     counts = run.series["count"].to_pylist()
     order: list[tuple[bool, int, CurveOnPage]] = []
-    for number, overview in enumerate(made):
-        for (rank, row), series in sorted((place, series) for series, place in overview.places.items()):
+    for number, overview in enumerate(heat_maps):
+        for series, (rank, row) in sorted(overview.places.items(), key=itemgetter(1)):
             subject = run.subjects[series]
             is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
-            place = place_of.get(int(overview.layers[row]), WORST)
+            severity = severity_of.get(int(overview.layers[row]), WORST)
             if counts[series]:
-                order.append((is_other, place, CurveOnPage(series, number, f"{row}:{overview.ranks[rank]}")))
+                order.append((is_other, severity, CurveOnPage(series, number, f"{row}:{overview.ranks[rank]}")))
     return [curve for *_, curve in sorted(order, key=itemgetter(0, 1))]
 
 

@@ -82,19 +82,19 @@ class Overview:
         worst, worst_at: [ranks, rows]: the worst value of each layer, and its iteration; iteration -1 without one.
     """
 
-    def __init__(self, of: FamilySeries, columns: Columns) -> None:
-        self.family = of.family
+    def __init__(self, series: FamilySeries, columns: Columns) -> None:
+        self.family = series.family
         self.columns = columns
-        self.layers = of.rows
-        self.ranks = of.ranks
+        self.layers = series.rows
+        self.ranks = series.ranks
         shape = (len(self.ranks), len(self.layers))
         self.cells = np.full((*shape, len(columns)), np.nan)
         self.present = np.zeros(self.cells.shape, bool)
         self.worst = np.full(shape, np.nan)
         self.worst_at = np.full(shape, -1)
-        ranks = np.searchsorted(self.ranks, of.rank).tolist()
-        rows = np.searchsorted(self.layers, of.layer).tolist()
-        self.places = dict(zip(of.series.tolist(), zip(ranks, rows, strict=True), strict=True))
+        ranks = np.searchsorted(self.ranks, series.rank).tolist()
+        rows = np.searchsorted(self.layers, series.layer).tolist()
+        self.places = dict(zip(series.series.tolist(), zip(ranks, rows, strict=True), strict=True))
 
     def add(self, series: int, curve: Curve) -> None:
         iterations, values = curve
@@ -158,7 +158,7 @@ def curves_of(run: RecordedRun, numbers: Sequence[int]) -> Iterator[Curve]:
     """
     for piece in pieces(_counts(run)[list(numbers)]):
         table = run.values(numbers[piece])
-        series = table["series"].to_numpy()
+        series = table["series"].to_numpy().astype(np.int64)  # searchsorted() would convert int32 in each call
         iterations = table["iteration"].to_numpy()
         values = table["value"].to_numpy()
         flags = table["flags"].fill_null(0).to_numpy()
@@ -199,21 +199,23 @@ class HistogramOverTime(NamedTuple):
 
 
 def histograms(
-    run: RecordedRun, of: FamilySeries, columns: Columns, chosen: Collection[int]
+    run: RecordedRun, family: FamilySeries, columns: Columns, chosen: Collection[int]
 ) -> Iterator[HistogramOverTime]:
     """Yield the histograms of the chosen series of a family, layer by layer."""
-    order = [member for member in np.argsort(of.layer, kind="stable").tolist() if int(of.series[member]) in chosen]
-    for piece in pieces(_counts(run)[of.series[order]], _MOST_HISTOGRAMS_AT_ONCE):
-        table = run.vectors(of.series[order[piece]].tolist())
+    order = [
+        member for member in np.argsort(family.layer, kind="stable").tolist() if int(family.series[member]) in chosen
+    ]
+    for piece in pieces(_counts(run)[family.series[order]], _MOST_HISTOGRAMS_AT_ONCE):
+        table = run.vectors(family.series[order[piece]].tolist())
         for member in order[piece]:
-            own = table.filter(pc.equal(table["series"], int(of.series[member])))
-            if not len(own):
+            rows = table.filter(pc.equal(table["series"], int(family.series[member]))).combine_chunks()
+            if not len(rows):
                 continue
-            column = columns.column_of(own["iteration"].to_numpy())
-            column_of_bins = column[pc.list_parent_indices(own["bin"]).to_numpy()]
+            column = columns.column_of(rows["iteration"].to_numpy())
+            column_of_bins = column[pc.list_parent_indices(rows["bin"]).to_numpy()]
             counts: Floats = np.zeros((len(columns), len(EXPONENT_COLUMNS)))
-            bins = pc.list_flatten(own["bin"]).to_numpy()
-            np.add.at(counts, (column_of_bins, bins), pc.list_flatten(own["count"]).to_numpy())
+            bins = pc.list_flatten(rows["bin"]).to_numpy()
+            np.add.at(counts, (column_of_bins, bins), pc.list_flatten(rows["count"]).to_numpy())
             used = np.unique(column)
             lowest = int(bins.min(initial=len(EXPONENT_COLUMNS) - 1))
             highest = int(bins.max(initial=lowest))

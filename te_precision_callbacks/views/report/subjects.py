@@ -92,12 +92,12 @@ class Subjects:
             (family_of(subject.tensor, subject.statistic, subject.gemm or None), row)
             for row, subject in enumerate(run.subjects)
         )
-        places: dict[str, int] = {tensor: place for place, tensor in enumerate(TENSORS)}
+        order: dict[str, int] = {tensor: number for number, tensor in enumerate(TENSORS)}
         self.histograms: list[FamilySeries] = []
         self.families: list[FamilySeries] = []
         self.free: list[FamilySeries] = []
         # The order of their first values is arbitrary.
-        for family in sorted(members, key=lambda family: places.get(family.tensor, len(places))):
+        for family in sorted(members, key=lambda family: order.get(family.tensor, len(order))):
             rows = np.array(members[family], np.int64)
             series = FamilySeries(family, rows, numbers[rows], ranks[rows])
             if family.request is not None and family.request.statistic.is_histogram:
@@ -121,9 +121,9 @@ def folder_name(run: RecordedRun) -> str:
     return (above.parent if above.name == FOLDER else above).name or run.run_id
 
 
-def _layers(run: RecordedRun, of_series: list[str]) -> list[ReportLayer]:
+def _layers(run: RecordedRun, names_of_series: list[str]) -> list[ReportLayer]:
     placed = [(layer_name(row["scope"], row["layer"]), row["exec_fwd"]) for row in run.layers.to_pylist()]
-    names = sort_by_position((*placed, *zip(of_series, itertools.repeat(None))))
+    names = sort_by_position((*placed, *zip(names_of_series, itertools.repeat(None))))
     blocks = list(map(_block, names))
     short = ShortNames(map(visible, names))
     short_blocks = ShortNames(map(visible, blocks))

@@ -165,8 +165,8 @@ def read_view(
 
 
 def _diagnose_command(run: RecordedRun) -> str:
-    several = len(list_runs(run.path)) > 1
-    return shell_command("te-precision", "diagnose", str(run.path), *(["--run", run.run_id] if several else []))
+    option = ["--run", run.run_id] if len(list_runs(run.path)) > 1 else []
+    return shell_command("te-precision", "diagnose", str(run.path), *option)
 
 
 def _summarize_facts(run: RecordedRun) -> dict[str, str]:
