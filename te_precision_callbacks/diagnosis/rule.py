@@ -55,13 +55,13 @@ class RuleCheck:
         checked: whether there was enough data.
     """
 
-    needed = 1
     applies: bool | None = True
     checked = False
     kind_of_step = "collection step"
 
-    def __init__(self) -> None:
-        self.streaks = Streaks(self.needed)
+    def __init__(self, needed: int = 1) -> None:
+        self.needed = needed
+        self.streaks = Streaks(needed)
         self.steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._count = 0
 

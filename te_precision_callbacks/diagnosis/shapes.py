@@ -39,7 +39,7 @@ class OfStatistic(RuleCheck):
     applies_to: Applies | None = None
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__(self.needed)
         self.applies = self.applies_to is not None
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:

@@ -25,30 +25,6 @@ from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest
 
-DEAD_STEPS = 3
-TRAINED_STEPS = 2
-"""Due steps in a row in which a gradient is 0; and in which it is there again, for a note."""
-
-RHYTHM = 5
-"""The most steps of a rhythm in which a layer may train: a generator every fifth step (WGAN, arXiv 1701.07875)."""
-
-GROWTH = 6.0
-GROWTH_STEPS = 2
-BEGIN = 3
-"""Powers of two above the least of the first collection steps, collection steps in a row, and the number of first
-steps."""
-
-FAR_GROWN: Mapping[str, float] = {"weight": 8.0, "gradient": 11.0}
-"""The same for a warning although nothing is lost in quantization; of other tensors, which include the massive
-activations of healthy models, :data:`FAR_GROWN_ELSE`."""
-
-FAR_GROWN_ELSE = 12.0
-
-LEAST_TOGETHER = 4
-TOGETHER = 0.5
-"""Layers, and the share of them, whose gradients grow together: then far growth alone is no warning; nor is underflow
-with less growth, in layers of which most grow."""
-
 _FROM_LOSS = (
     "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
     " Then at what follows the last layer"
@@ -56,10 +32,8 @@ _FROM_LOSS = (
 
 
 class DeadGradient(RuleCheck):
-    needed = DEAD_STEPS
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(DEAD_STEPS)
         self._rhythms = Rhythms()
         self._lacks_backward = False
         self._all_trained = math.inf  # the iteration by which all parameters had a gradient
@@ -174,10 +148,8 @@ class Rhythms:
 
 
 class Growth(RuleCheck):
-    needed = 1 + GROWTH_STEPS
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(1 + GROWTH_STEPS)
         self.streaks = Streaks(GROWTH_STEPS)
         self._first = np.empty((0, BEGIN))  # [rows]: the logarithms of the first amaxes; nan if unknown
         self._last = np.empty(0)  # [rows]
@@ -247,6 +219,30 @@ def _grow_together(groups: npt.NDArray[Any], grows: Mask, counts: Mask) -> Mask:
         together |= group & (group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER)
     return together
 
+
+DEAD_STEPS = 3
+TRAINED_STEPS = 2
+"""Due steps in a row in which a gradient is 0; and in which it is there again, for a note."""
+
+RHYTHM = 5
+"""The most steps of a rhythm in which a layer may train: a generator every fifth step (WGAN, arXiv 1701.07875)."""
+
+GROWTH = 6.0
+GROWTH_STEPS = 2
+BEGIN = 3
+"""Powers of two above the least of the first collection steps, collection steps in a row, and the number of first
+steps."""
+
+FAR_GROWN: Mapping[str, float] = {"weight": 8.0, "gradient": 11.0}
+"""The same for a warning although nothing is lost in quantization; of other tensors, which include the massive
+activations of healthy models, :data:`FAR_GROWN_ELSE`."""
+
+FAR_GROWN_ELSE = 12.0
+
+LEAST_TOGETHER = 4
+TOGETHER = 0.5
+"""Layers, and the share of them, whose gradients grow together: then far growth alone is no warning; nor is underflow
+with less growth, in layers of which most grow."""
 
 RULES = (
     Rule(

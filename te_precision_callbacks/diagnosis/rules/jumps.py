@@ -22,60 +22,12 @@ from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, total
 
-RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
-"""The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
-last ones are above all of the 20 before."""
-
-SIGNED = 3
-TIMES_SIGNED = 30.0
-"""The last losses, and how many times as large as all of the 20 before they are, where a loss was 0 or negative."""
-
-BLOCK = 20
-LASTS = 5
-"""Losses of which a level is the median; last losses that must all be above it."""
-
-SPREADS = 4.0
-LOST = 0.8
-"""A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
-or of the best level where there is no progress."""
-
-OF_FIRST = 2.5
-FIRST_SPREADS = 3.0
-"""How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
-standard deviations of the logarithm, since the first batch may be an easy one."""
-
-NEGLIGIBLE = 0.01
-"""The share of the first loss below which no loss has diverged."""
-
-FALLEN = 0.25
-"""The share of a rise that is left when the loss has fallen again."""
-
-TIMES_CHANGE = 10.0
-OF_LOSS = 0.1
-STAYS = 4
-LEAST_CHANGES = 8
-"""A jump of the loss: how many times as large as the largest change before, as a share of the loss, the losses in which
-half of it stays, and the least number of changes before."""
-
-FACTOR = 3.0
-SIGMAS = 7.0
-LEAST_NORMS = 20
-NORMS = 128
-"""Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
-
-SPIKE = math.log2(5000)
-"""Powers of two above the median for a single norm."""
-
-WEIGHT_JUMP = 4.0
-STEADY = 1.0
-"""Powers of two of a jump between collection steps, and the most between those before it."""
-
 
 class DivergingLoss(RuleCheck):
-    needed, kind_of_step = 3, "logged loss value"
+    kind_of_step = "logged loss value"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(3)
         self._curves: dict[str, _Curve] = {}
         self._restored: list[float] = []
         self._restored_at = 0
@@ -247,10 +199,10 @@ class _Curve:
 
 
 class GradientJump(RuleCheck):
-    needed, kind_of_step = LEAST_NORMS, "logged gradient norm"
+    kind_of_step = "logged gradient norm"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(LEAST_NORMS)
         self._chosen = GradientNorms()
         self._norms: deque[float] = deque(maxlen=NORMS)
         self._high: list[float] = []
@@ -333,10 +285,8 @@ class _Sizes(NamedTuple):
 
 
 class WeightJump(ParameterRule):
-    needed = 3
-
     def __init__(self) -> None:
-        super().__init__("weight-jump")
+        super().__init__("weight-jump", 3)
         self._last: dict[str, _Sizes] = {}  # by statistic
         self._rise: Event | None = None
         self._changed: int | None = None  # the step of the last sudden change
@@ -405,6 +355,54 @@ class WeightJump(ParameterRule):
 
 
 _NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'
+
+RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
+"""The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
+last ones are above all of the 20 before."""
+
+SIGNED = 3
+TIMES_SIGNED = 30.0
+"""The last losses, and how many times as large as all of the 20 before they are, where a loss was 0 or negative."""
+
+BLOCK = 20
+LASTS = 5
+"""Losses of which a level is the median; last losses that must all be above it."""
+
+SPREADS = 4.0
+LOST = 0.8
+"""A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
+or of the best level where there is no progress."""
+
+OF_FIRST = 2.5
+FIRST_SPREADS = 3.0
+"""How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
+standard deviations of the logarithm, since the first batch may be an easy one."""
+
+NEGLIGIBLE = 0.01
+"""The share of the first loss below which no loss has diverged."""
+
+FALLEN = 0.25
+"""The share of a rise that is left when the loss has fallen again."""
+
+TIMES_CHANGE = 10.0
+OF_LOSS = 0.1
+STAYS = 4
+LEAST_CHANGES = 8
+"""A jump of the loss: how many times as large as the largest change before, as a share of the loss, the losses in which
+half of it stays, and the least number of changes before."""
+
+FACTOR = 3.0
+SIGMAS = 7.0
+LEAST_NORMS = 20
+NORMS = 128
+"""Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
+
+SPIKE = math.log2(5000)
+"""Powers of two above the median for a single norm."""
+
+WEIGHT_JUMP = 4.0
+STEADY = 1.0
+"""Powers of two of a jump between collection steps, and the most between those before it."""
 
 RULES = (
     Rule(

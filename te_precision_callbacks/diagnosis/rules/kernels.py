@@ -17,12 +17,6 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import can_overflow
 from te_precision_callbacks.diagnosis.shapes import OfStatistic, runs_low_precision
 from te_precision_callbacks.statistics.arrays import holds_any
 
-GAIN = 0.05
-"""How far the gain of a scaled result is from 1 at least. A wrong scale is off by a factor of 2 or more."""
-
-UNROUNDED = 2.0**-8
-"""The rounding to bfloat16 of a tensor that a fused kernel quantizes before, relative to an element."""
-
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
 _ELEMENTS = {
@@ -131,6 +125,12 @@ class WrongGemm(RuleCheck):
         ):
             yield sighting._replace(remedy="Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)")
 
+
+GAIN = 0.05
+"""How far the gain of a scaled result is from 1 at least. A wrong scale is off by a factor of 2 or more."""
+
+UNROUNDED = 2.0**-8
+"""The rounding to bfloat16 of a tensor that a fused kernel quantizes before, relative to an element."""
 
 RULES = (
     Rule(

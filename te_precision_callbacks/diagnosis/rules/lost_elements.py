@@ -23,34 +23,8 @@ from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Mask
 
-FROM_ZERO = 20
-"""The steps in which a tensor that begins at 0 may outgrow a scale that is a step late."""
-
-MOST_KEPT = 4
-"""The most layers that a finding proposes to keep in high precision."""
-
-OVERFLOW = 0.5
-OF_OTHERS = 2.0
-OVERFLOW_STEPS = 3
-"""Percent of the elements of activations, of other tensors, which may grow from 0, and collection steps in a row."""
-
-FALLING = 0.75
-"""A share that is below so much of the last one is going away."""
-
-MOST_OF_ACTIVATION = 90.0
-"""Percent of an activation's elements that round to 0: only outliers, which carry the norm, are left."""
-
-UNDERFLOW = {"NVFP4": 40.0, "MXFP8": 20.0, "FP8": 20.0}
-"""Percent of the elements, by the first word of the format."""
-
-UNDERFLOW_STEPS = 2
-LOST_NORM = 10.0
-"""Collection steps in a row, and percent of a tensor's norm that a healthy run does not lose."""
-
 _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
 """The recipes whose scale need not fit the tensor. With the others an element can only be above by rounding."""
-
-_OF_UNKNOWN = max(UNDERFLOW.values())
 
 _UNKNOWN_NORM = "and their part of the tensor's norm (underflow_norm%) is not recorded"
 
@@ -96,9 +70,6 @@ _FINITE_AGAIN = (
 )
 
 _OF_BACKWARD = ("gradient", "dgrad", "wgrad")
-
-NEARLY_ALL = 90.0
-"""Percent of the parameters, whose gradients then have inf or nan from the loss or the last layers."""
 
 
 class Nonfinite(RuleCheck):
@@ -320,6 +291,35 @@ def underflow_threshold(facts: Facts, layer: str, tensor: str) -> float:
     """The threshold for elements that round to 0, in percent."""
     return UNDERFLOW.get(facts.format_of(layer, tensor).partition(" ")[0], _OF_UNKNOWN)
 
+
+FROM_ZERO = 20
+"""The steps in which a tensor that begins at 0 may outgrow a scale that is a step late."""
+
+MOST_KEPT = 4
+"""The most layers that a finding proposes to keep in high precision."""
+
+OVERFLOW = 0.5
+OF_OTHERS = 2.0
+OVERFLOW_STEPS = 3
+"""Percent of the elements of activations, of other tensors, which may grow from 0, and collection steps in a row."""
+
+FALLING = 0.75
+"""A share that is below so much of the last one is going away."""
+
+MOST_OF_ACTIVATION = 90.0
+"""Percent of an activation's elements that round to 0: only outliers, which carry the norm, are left."""
+
+UNDERFLOW = {"NVFP4": 40.0, "MXFP8": 20.0, "FP8": 20.0}
+"""Percent of the elements, by the first word of the format."""
+
+UNDERFLOW_STEPS = 2
+LOST_NORM = 10.0
+"""Collection steps in a row, and percent of a tensor's norm that a healthy run does not lose."""
+
+_OF_UNKNOWN = max(UNDERFLOW.values())
+
+NEARLY_ALL = 90.0
+"""Percent of the parameters, whose gradients then have inf or nan from the loss or the last layers."""
 
 RULES = (
     Rule(

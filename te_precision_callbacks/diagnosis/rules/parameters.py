@@ -169,8 +169,8 @@ RULE_OF: Mapping[str, str] = {what: rule for rule, kinds in _KINDS.items() for w
 class ParameterRule(RuleCheck):
     """A rule on the events that report parameters; ``on_several_ranks``: it applies only to several ranks."""
 
-    def __init__(self, rule: str, *, on_several_ranks: bool = False) -> None:
-        super().__init__()
+    def __init__(self, rule: str, needed: int = 1, *, on_several_ranks: bool = False) -> None:
+        super().__init__(needed)
         self._rule = rule
         self._on_several_ranks = on_several_ranks
         self.applies = not on_several_ranks

@@ -17,26 +17,8 @@ from te_precision_callbacks.diagnosis.shapes import FactHolds
 from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 
-LEAST_STEPS = 3
-"""Collection steps without low precision."""
-
-LEAST_LOW = 3
-"""Alike layers in low precision that make another one a hole."""
-
-LEAST_OUTSIDE = 2
-"""Alike layers outside of te.autocast that are no exception for a first or last layer."""
-
-OF_A_BLOCK = 1.5
-"""How many times the weights of a block without Transformer Engine layers the similar blocks may have."""
-
 _BLOCK = re.compile(r"(?P<series>.*?)(?<![^./])(?P<number>\d+)(?=[./])")
 """A name up to its first number that is a whole part of the path."""
-
-TAIL = 0.15
-"""The last share of the layers that NVFP4 is advised against."""
-
-MANY = 8
-"""Micro-batches in a step."""
 
 _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
 
@@ -261,6 +243,24 @@ def _states_in_bfloat16(facts: Facts) -> Iterator[Sighting]:
 
 
 _COLLECT = "a run recorded by a session, in which layers of the model run"
+
+LEAST_STEPS = 3
+"""Collection steps without low precision."""
+
+LEAST_LOW = 3
+"""Alike layers in low precision that make another one a hole."""
+
+LEAST_OUTSIDE = 2
+"""Alike layers outside of te.autocast that are no exception for a first or last layer."""
+
+OF_A_BLOCK = 1.5
+"""How many times the weights of a block without Transformer Engine layers the similar blocks may have."""
+
+TAIL = 0.15
+"""The last share of the layers that NVFP4 is advised against."""
+
+MANY = 8
+"""Micro-batches in a step."""
 
 RULES = (
     Rule(

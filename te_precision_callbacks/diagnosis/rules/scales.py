@@ -18,30 +18,6 @@ from te_precision_callbacks.diagnosis.shapes import OfStatistic, Reported
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, smallest
 
-FAR = 2.0
-TOO_SMALL = 1.0
-TOO_SMALL_STEPS = 3
-"""Powers of two by which amax is above the range of the scale, the same where elements overflow, and collection steps
-in a row."""
-
-RISING = 0.4
-RISEN = 4.0
-"""The same of an activation or gradient with an amax that rises from collection step to collection step, and the
-minimum rise. A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow:
-in healthy runs, collected in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
-
-TOO_LARGE = 5.0
-TOO_LARGE_STEPS = 2
-LOST = 0.5
-"""Powers of two by which the range is above amax, collection steps in a row, and percent of
-the elements that round to 0."""
-
-APART = 1.0
-"""Powers of two between the scales of ranks that are a warning."""
-
-UNMOVED_STEPS = 3
-"""Collection steps in which a scale has not moved although amax has."""
-
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 
 
@@ -61,8 +37,8 @@ class _ScaleCheck(RuleCheck):
 
     applies = None
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
         self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, 1 if the scale has moved
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
@@ -111,10 +87,8 @@ class _ScaleCheck(RuleCheck):
 
 
 class ScaleNeverUpdated(_ScaleCheck):
-    needed = UNMOVED_STEPS
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(UNMOVED_STEPS)
         self.streaks = Streaks(1)
         self._since: dict[str, int] = {}
 
@@ -150,10 +124,8 @@ _REMEDY_OF_GRADIENT = (
 
 
 class StaleScale(_ScaleCheck):
-    needed = TOO_SMALL_STEPS
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(TOO_SMALL_STEPS)
         self._large = Streaks(TOO_LARGE_STEPS)
         self._last: Floats | None = None
         self._from_zero = FromZero()
@@ -251,6 +223,30 @@ _COLLECT = (
     "LogFp8TensorStats with stats: [scale_inv_max, underflows%] and LogTensorStats with stats: [cur_amax], or the"
     " default config"
 )
+
+FAR = 2.0
+TOO_SMALL = 1.0
+TOO_SMALL_STEPS = 3
+"""Powers of two by which amax is above the range of the scale, the same where elements overflow, and collection steps
+in a row."""
+
+RISING = 0.4
+RISEN = 4.0
+"""The same of an activation or gradient with an amax that rises from collection step to collection step, and the
+minimum rise. A scale of delayed scaling is a step late, so amax is a little above its range as long as gradients grow:
+in healthy runs, collected in each step, by up to 2^1.5 for two steps, and while amax rises by up to 2^2.6."""
+
+TOO_LARGE = 5.0
+TOO_LARGE_STEPS = 2
+LOST = 0.5
+"""Powers of two by which the range is above amax, collection steps in a row, and percent of
+the elements that round to 0."""
+
+APART = 1.0
+"""Powers of two between the scales of ranks that are a warning."""
+
+UNMOVED_STEPS = 3
+"""Collection steps in which a scale has not moved although amax has."""
 
 RULES = (
     Rule(

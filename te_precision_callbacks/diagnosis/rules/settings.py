@@ -16,10 +16,6 @@ _NEEDS_SCALER = (
     " under torch.autocast(dtype=torch.float16). Or train in bfloat16"
 )
 
-NOTED_MARGIN = 3
-LARGE_MARGIN = 6
-"""Powers of two between amax and the format's maximum that are a note, and a warning."""
-
 
 def remedy_of_small_gradients(facts: Facts) -> str:
     """The remedy if something runs in float16 although no GradScaler scales the loss; empty otherwise."""
@@ -107,6 +103,10 @@ def _unusual_margins(facts: Facts) -> Iterator[Sighting]:
 
 
 _COLLECT = "a session, or a run recorded by one"
+
+NOTED_MARGIN = 3
+LARGE_MARGIN = 6
+"""Powers of two between amax and the format's maximum that are a note, and a warning."""
 
 RULES = (
     Rule(

@@ -18,41 +18,6 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import (
 from te_precision_callbacks.layers.folding import numbers_of
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest
 
-LEAST_ALIKE = 2
-LEAST_OF_SHARES = 3
-FEW = 7
-"""Alike layers that can be compared, the same of shares of their elements, and the most that count as few, which need
-stronger evidence."""
-
-FAR = 12.0
-FAR_STEPS = 3
-"""Powers of two that need no consequence, and collection steps in a row."""
-
-OF_GRADIENTS = 7.0
-"""The same of gradients, in at least three similar layers with at most one in a block: experts get gradients of any
-size, with their share of the tokens. In 50 healthy trainings of 16 families, no gradient deviated by more than 2^1.2,
-see benchmarks/proof/factors.py."""
-
-OF_WEIGHTS: Mapping[str, float] = {"std": 3.0, "cur_amax": 4.0}
-OF_TWO_WEIGHTS = 8.0
-"""The same of weights, which differed by less than 2^0.7 in these trainings; and of the weights of only two layers."""
-
-NEAR = 5.0
-NEAR_STEPS = 2
-LOST = 1.0
-"""Powers of two with a consequence, collection steps in a row, and percent of the elements that round to 0."""
-
-SPREADS = 6.0
-FEW_SPREADS = 3.0
-"""The least jump in median absolute deviations of all steps between neighbours; with few similar layers, in distances
-between the farthest of the others."""
-
-SHARES = {"underflows%": 5.0, "overflows%": OVERFLOW}
-TIMES = 8.0
-MOST_ODD = 4
-"""Percent of the elements of a layer that are lost, how many times those of the others, and one in how many alike
-layers may be so."""
-
 _STATISTICS = ("std", "cur_amax", "scale_inv_max")
 
 _GRADIENTS = frozenset({"gradient", "dgrad", "wgrad"})
@@ -62,10 +27,8 @@ _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 
 
 class Sibling(RuleCheck):
-    needed = FAR_STEPS
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(FAR_STEPS)
         self._near = Streaks(NEAR_STEPS)
         self._has_layers = False
 
@@ -292,6 +255,41 @@ def few_deviations(bits: Floats, *, flows: bool, least: float) -> Floats:
             result[cut] = bits[cut] - np.median(before)
     return result
 
+
+LEAST_ALIKE = 2
+LEAST_OF_SHARES = 3
+FEW = 7
+"""Alike layers that can be compared, the same of shares of their elements, and the most that count as few, which need
+stronger evidence."""
+
+FAR = 12.0
+FAR_STEPS = 3
+"""Powers of two that need no consequence, and collection steps in a row."""
+
+OF_GRADIENTS = 7.0
+"""The same of gradients, in at least three similar layers with at most one in a block: experts get gradients of any
+size, with their share of the tokens. In 50 healthy trainings of 16 families, no gradient deviated by more than 2^1.2,
+see benchmarks/proof/factors.py."""
+
+OF_WEIGHTS: Mapping[str, float] = {"std": 3.0, "cur_amax": 4.0}
+OF_TWO_WEIGHTS = 8.0
+"""The same of weights, which differed by less than 2^0.7 in these trainings; and of the weights of only two layers."""
+
+NEAR = 5.0
+NEAR_STEPS = 2
+LOST = 1.0
+"""Powers of two with a consequence, collection steps in a row, and percent of the elements that round to 0."""
+
+SPREADS = 6.0
+FEW_SPREADS = 3.0
+"""The least jump in median absolute deviations of all steps between neighbours; with few similar layers, in distances
+between the farthest of the others."""
+
+SHARES = {"underflows%": 5.0, "overflows%": OVERFLOW}
+TIMES = 8.0
+MOST_ODD = 4
+"""Percent of the elements of a layer that are lost, how many times those of the others, and one in how many alike
+layers may be so."""
 
 RULES = (
     Rule(

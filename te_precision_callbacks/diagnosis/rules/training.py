@@ -17,32 +17,6 @@ from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
-WINDOW = 30
-OF_MEAN = 8
-MEANS = (1, 8, 64, 512)
-"""Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
-
-RISE = 1.0
-"""Powers of two by which the median norm of a window's last third is above that of its first third."""
-
-JUMP = 0.6
-"""The share of the rise between two neighbouring sixths of a window above which the norm has jumped."""
-
-FLAT = 0.01
-RISING = 0.10
-"""The share by which the loss may fall over the window, and the share by which it rises for a warning."""
-
-CLIPPED = 50.0
-CLIPPED_STEPS = 20
-NEARLY_ALL_CLIPPED = 0.9
-"""How many times the limit a gradient norm is before clipping, the last steps with clipping, and their share."""
-
-FAR_CLIPPED = 1e4
-"""The same for a warning: with SGD, next to nothing is left of a gradient."""
-
-NEAR_GUESS = 0.1
-"""The relative difference between a first loss and a multiple of the loss of a uniform guess."""
-
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
 
 
@@ -163,10 +137,10 @@ class NonfiniteLoss(RuleCheck):
 class GradientNorm(RuleCheck):
     """Checks windows of the last values, and windows of means over more steps, for slow growth."""
 
-    needed, kind_of_step = WINDOW, "logged step"
+    kind_of_step = "logged step"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WINDOW)
         self._chosen = GradientNorms()
         self._loss = math.nan
         self._windows: dict[int, deque[_Point]] = defaultdict(lambda: deque(maxlen=WINDOW))
@@ -223,11 +197,11 @@ class GradientNorm(RuleCheck):
 class GradientSize(RuleCheck):
     """Checks the gradient norm against the limit of clipping, and the first loss against a uniform guess."""
 
-    needed, kind_of_step = CLIPPED_STEPS, "clipped step"
+    kind_of_step = "clipped step"
     applies = False
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(CLIPPED_STEPS)
         self._clipped: deque[int] = deque(maxlen=CLIPPED_STEPS)  # the last steps with clipping
         self._ratios: deque[float] = deque(maxlen=CLIPPED_STEPS)  # the norm before it, to its limit
         self._first: tuple[int, str, float] | None = None
@@ -282,6 +256,32 @@ _DIVIDE = (
     "Divide the loss of each micro-batch by the number of micro-batches before backward(), unless only the logged"
     " value is a sum. Otherwise the gradients are that many times too large"
 )
+
+WINDOW = 30
+OF_MEAN = 8
+MEANS = (1, 8, 64, 512)
+"""Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
+
+RISE = 1.0
+"""Powers of two by which the median norm of a window's last third is above that of its first third."""
+
+JUMP = 0.6
+"""The share of the rise between two neighbouring sixths of a window above which the norm has jumped."""
+
+FLAT = 0.01
+RISING = 0.10
+"""The share by which the loss may fall over the window, and the share by which it rises for a warning."""
+
+CLIPPED = 50.0
+CLIPPED_STEPS = 20
+NEARLY_ALL_CLIPPED = 0.9
+"""How many times the limit a gradient norm is before clipping, the last steps with clipping, and their share."""
+
+FAR_CLIPPED = 1e4
+"""The same for a warning: with SGD, next to nothing is left of a gradient."""
+
+NEAR_GUESS = 0.1
+"""The relative difference between a first loss and a multiple of the loss of a uniform guess."""
 
 RULES = (
     Rule(
