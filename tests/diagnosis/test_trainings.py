@@ -218,6 +218,22 @@ def test_a_loss_that_leaves_its_level(later: list[float], severity: str) -> None
     assert verdict[0].until == 99 + 2 * len(later), "it lasts"
 
 
+@pytest.mark.parametrize("zeros", [(), (40,), (40, 70)], ids=str)
+def test_a_loss_that_was_exactly_0_in_a_few_batches_and_diverges(zeros: tuple[int, ...]) -> None:
+    """As of a batch without labels."""
+    losses = [0.0 if step in zeros else loss for step, loss in enumerate(falling(100))]
+    assert found(logged([*losses, *(5.0 * 1.5**step for step in range(20))]))[0] == ("diverging-loss", "error", 100)
+    assert not found(ended(losses))
+
+
+def test_a_loss_that_is_often_0_is_not_compared_by_ratios() -> None:
+    """As in reinforcement learning, before its first update and in groups of equal rewards."""
+    draws = np.random.default_rng(0).standard_normal(120)
+    losses = [0.0 if step % 3 else 1e-4 * 10 ** abs(draw) for step, draw in enumerate(draws.tolist())]
+    assert not found(ended(losses))
+    assert not found(ended([0.0, *losses]))
+
+
 FROM_THE_START = [2.82, 7.28, 19.88, 20.65, 18.97, 19.69, 9.68, 7.69, 10.28, 29.28, 11.55, 9.02, 18.7, 11.17, 10.02]
 
 

@@ -57,8 +57,8 @@ class DivergingLoss(RuleCheck):
 class _Curve:
     """The history of one loss.
 
-    For a loss that was 0 or negative, as in reinforcement learning, ratios make no sense: its lost progress and its
-    magnitude are checked instead.
+    For a loss that was negative, or is often 0, as in reinforcement learning, ratios make no sense: its lost progress and
+    its magnitude are checked instead.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,6 +71,7 @@ class _Curve:
         self._best: tuple[float, float] | None = None
         self._spreads: deque[float] = deque(maxlen=3)
         self._least = math.inf
+        self._count = self._zeros = 0
         self._largest_change = 0.0  # without the last STAYS + 1
         self._limit: tuple[float, float] | None = None
         self._level = 0.0  # before the first rise
@@ -78,6 +79,8 @@ class _Curve:
 
     def add(self, iteration: int, loss: float) -> Iterator[Sighting]:
         self._least = min(self._least, loss)
+        self._count += 1
+        self._zeros += loss == 0
         if len(self._start) < 3:
             self._start.append(loss)
         self._steps.append(iteration)
@@ -104,6 +107,10 @@ class _Curve:
         return list(self._losses)[-count:]
 
     @property
+    def _has_ratios(self) -> bool:
+        return self._least >= 0 and self._start[0] > 0 and self._zeros <= MOST_ZEROS * self._count
+
+    @property
     def has_fallen(self) -> bool:
         """Return whether the last losses are near the level before the rise again."""
         last = self._last(LASTS)
@@ -118,20 +125,21 @@ class _Curve:
     def _sighting(self, since: int, seen: str) -> Sighting:
         start = statistics.median(self._start[:1] if len(self._losses) <= BLOCK else self._start)
         last = min(self._last(2))
-        severity: Severity = "error" if self._least > 0 and last >= 2 * start else "warning"
+        severity: Severity = "error" if self._has_ratios and last >= 2 * start else "warning"
         return Sighting(seen, since=since, severity=severity)
 
     def _is_negligible(self, count: int) -> bool:
         """Return whether the last losses are a small part of the first one, as a loss that has become nearly 0."""
-        return self._least > 0 and max(self._last(count)) < NEGLIGIBLE * self._start[0]
+        return self._has_ratios and max(self._last(count)) < NEGLIGIBLE * self._start[0]
 
     def _risen_from_first(self) -> tuple[int, float] | None:
         """The number of last losses that are all far above the first loss of the run, and that loss; or None."""
         first = self._start[0]
-        if self._least <= 0 or len(self._losses) <= LASTS or min(self._last(LASTS)) < OF_FIRST * first:
+        if not self._has_ratios or len(self._losses) <= LASTS or min(self._last(LASTS)) < OF_FIRST * first:
             return None
-        others = list(map(math.log, self._last(BLOCK)))
+        others = self._last(BLOCK)
         others = others[1:] if len(self._losses) <= BLOCK else others
+        others = [math.log(loss) for loss in others if loss]
         distance = statistics.mean(others[-LASTS:]) - math.log(first)
         if distance >= FIRST_SPREADS * statistics.stdev(others):
             return (LASTS, first)
@@ -140,7 +148,7 @@ class _Curve:
     def _rise(self) -> tuple[int, float] | None:
         """The number of last losses that are far above all losses before, and the median of these; or None."""
         values = list(self._losses)
-        if self._least <= 0:  # compare magnitudes, since ratios make no sense
+        if not self._has_ratios:  # compare magnitudes
             before = values[-BLOCK - SIGNED : -SIGNED]
             last = values[-SIGNED:]
             if len(before) >= LASTS and min(map(abs, last)) >= TIMES_SIGNED * max(map(abs, before)) > 0:
@@ -148,9 +156,9 @@ class _Curve:
         for count, least, low, high in RISES:
             before = values[-BLOCK - count : -count]
             last = values[-count:]
-            if len(before) >= least and self._least > 0:
+            if len(before) >= least and self._has_ratios:
                 top = max(before)
-                if min(last) >= low * top and max(last) >= high * top:
+                if top > 0 and min(last) >= low * top and max(last) >= high * top:
                     return count, statistics.median(before)
         return None
 
@@ -162,7 +170,7 @@ class _Curve:
         rise = min(self._last(LASTS)) - level
         spread = max(spread, *self._spreads)
         progress = statistics.median(self._start) - level
-        gained = progress if progress > SPREADS * spread else level if self._least > 0 else 0.0
+        gained = progress if progress > SPREADS * spread else level if self._has_ratios else 0.0
         if gained > 0 and rise >= max(SPREADS * spread, LOST * gained):
             return (LASTS, level)
         return None
@@ -173,7 +181,7 @@ class _Curve:
         if len(values) <= STAYS + 2:
             return
         self._largest_change = max(self._largest_change, abs(values[-STAYS - 2] - values[-STAYS - 3]))
-        if len(values) < STAYS + 2 + LEAST_CHANGES or self._least <= 0:
+        if len(values) < STAYS + 2 + LEAST_CHANGES or not self._has_ratios:
             return
         before, first = values[-STAYS - 1 : -STAYS + 1]
         jump = first - before
@@ -377,6 +385,9 @@ OF_FIRST = 2.5
 FIRST_SPREADS = 3.0
 """How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
 standard deviations of the logarithm, since the first batch may be an easy one."""
+
+MOST_ZEROS = 0.1
+"""The share of losses of exactly 0 up to which the others are compared by their ratios."""
 
 NEGLIGIBLE = 0.01
 """The share of the first loss below which no loss has diverged."""
