@@ -471,7 +471,7 @@ Source: TypeAlias = tuple[Any, Any, Any]
 
 @dataclass(eq=False, slots=True)
 class PreparedLaunch:
-    """How tensors were measured together, to measure others like them into the same slots. It holds no tensor.
+    """The passes over tensors that were measured together, for others like them. It holds no tensor.
 
     Attributes:
         requests: the requests of each tensor, as they were noted.
