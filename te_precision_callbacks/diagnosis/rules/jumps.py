@@ -57,8 +57,8 @@ class DivergingLoss(RuleCheck):
 class _Curve:
     """The history of one loss.
 
-    For a loss that was negative, or is often 0, as in reinforcement learning, ratios make no sense: its lost progress and
-    its magnitude are checked instead.
+    For a loss that was negative, or is often 0, as in reinforcement learning, ratios make no sense: its lost progress
+    and its magnitude are checked instead.
     """
 
     def __init__(self, name: str) -> None:
