@@ -26,7 +26,7 @@ from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import page_data, worst_layers
 from te_precision_callbacks.views.report.facts import events
-from te_precision_callbacks.views.report.overview import Columns, histograms, overviews, pieces
+from te_precision_callbacks.views.report.overview import Columns, heat_map_columns, histograms, overviews, pieces
 from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
 from te_precision_callbacks.views.report.subjects import Subjects
 from te_precision_callbacks.views.show.view import read_view as look_at
@@ -55,6 +55,17 @@ def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
         at = overview.worst_at[0]
         assert overview.worst[0].tolist() == grid.values[np.arange(len(grid.layers)), at].tolist()
         assert overview.worst[0].tolist() == [max(values, key=family.badness) for values in grid.values]
+
+
+@pytest.mark.parametrize(("cells_per_row", "columns"), [(0.5, 1), (3, 3), (100, 37)])
+def test_the_heat_maps_of_all_statistics_share_the_cells(
+    monkeypatch: pytest.MonkeyPatch, cells_per_row: float, columns: int
+) -> None:
+    families = Subjects(RUN).families
+    rows = sum(len(family.rows) for family in families)
+    monkeypatch.setattr("te_precision_callbacks.views.report.overview._CELLS", int(cells_per_row * rows))
+    assert len(heat_map_columns(RUN, families)) == columns
+    assert len(page_data(RUN, 10**7)[0]["families"]) == len(families)
 
 
 def test_a_family_has_the_gemm_of_its_series() -> None:
