@@ -105,7 +105,8 @@ class ScriptWatch:
 
     def finish(self) -> None:
         """Warn if a training, or its end, was not observed."""
-        if not self._has_called or self._has_ended or os.getpid() != self._process:
+        has_trained = self._has_called or self._backwards
+        if not has_trained or self._has_ended or os.getpid() != self._process:
             return
         if not self._has_attached or self._backwards >= (2 * self._most_backwards if self._iterations else 1):
             if self._backwards < MOST_BACKWARDS:  # later, it has been said
@@ -312,8 +313,9 @@ class ScriptWatch:
             seen = f"no model with parameters in an optimizer was found. Called with gradients: {called or 'none'}"
         optimizers = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers_of_process()}))
         logger.warning(
-            "After %d backward passes %s. In this process: %s. %s.",
+            "After %d backward pass%s %s. In this process: %s. %s.",
             self._backwards,
+            "" if self._backwards == 1 else "es",
             seen,
             optimizers or "no optimizer of torch.optim",
             _ADVICE,
