@@ -57,13 +57,13 @@ class Column(NamedTuple):
 
 
 class Layout:
-    """The rows and columns of steps with the same series, and what rules derive from them.
+    """The rows and columns of steps with the same series, and a cache of arrays that rules derive from them.
 
     Attributes:
         names, tensors: [rows]: the layers, and their tensors.
         layers: [rows]: indices of the layers.
         statistics: the recorded statistics, without a recipe in their names.
-        facts: what is derived holds for these facts.
+        facts: the facts behind all derived arrays.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[str], sources: dict[str, list[Source]]) -> None:
@@ -171,7 +171,7 @@ class StepNumbers:
         return [self.names[row] for row in np.flatnonzero(rows).tolist()]
 
     def column(self, statistic: str) -> Column:
-        """Where a statistic of tensors, or of their quantized data, has values."""
+        """The rows with a value of a statistic of tensors, or of their quantized data."""
         if statistic == "cur_amax":
             return self.derive("amax", self._amaxes)
         return self._layout.column(statistic)
@@ -191,7 +191,7 @@ class StepNumbers:
 
     def values(self, statistic: str) -> Floats:
         """[rows]: the values of a statistic, by its name without a recipe as in docs/statistics.md, or by the name of a
-        user's own; nan where it has none.
+        user's own; nan for rows without it.
         """
         values = self._columns.get(statistic)
         if values is None:

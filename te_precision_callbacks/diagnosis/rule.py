@@ -120,7 +120,7 @@ class Rule:
         consequence_of: ids of rules that can cause its findings.
 
     Raises:
-        RuleError: the check lacks its column or a threshold, or ``condition`` names one that the check lacks.
+        RuleError: the check lacks its column or a threshold, or ``condition`` names a threshold that the check lacks.
     """
 
     id: str

@@ -105,7 +105,7 @@ class FactHolds(RuleCheck):
     """A fact about a run.
 
     Attributes:
-        find: yields what holds, in a run to which the rule applies.
+        find: yields the sightings, if the rule applies to the run.
     """
 
     find: Callable[[Facts], Iterable[Sighting]]

@@ -31,7 +31,7 @@ class _ScaleCheck(RuleCheck):
     """A rule that compares ``scale_inv_max`` of delayed scaling with the amax of the same step.
 
     Attributes:
-        unmoved: [rows]: the collection steps in which a scale has not changed, but should have followed amax.
+        unmoved: [rows]: the collection steps without a change of a scale that should have followed amax.
         initial: [rows]: whether the scale still has its initial value 1.
     """
 
