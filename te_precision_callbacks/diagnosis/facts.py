@@ -15,7 +15,7 @@ from typing import Any
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
-from te_precision_callbacks.layers.folding import form_of
+from te_precision_callbacks.layers.folding import block_of, form_of
 
 Row = Mapping[str, Any]
 
@@ -314,11 +314,21 @@ class Facts:
         return {name: place for place, name in enumerate(self.layers)}
 
     def kind_of(self, layer: str) -> str:
+        """Return a key that is equal for layers with similar names, class and shape, in blocks with the same parts."""
         known = self.layers.get(layer)
         form = form_of(layer)
         if known is None:
             return form
-        return f"{form}|{known.module_class}|{known.shape}"
+        parts = "".join(sorted(self._parts_of_blocks[block_of(layer)]))
+        return f"{form}|{known.module_class}|{known.shape}|{parts}"
+
+    @functools.cached_property
+    def _parts_of_blocks(self) -> Mapping[str, set[str]]:
+        """Block, such as an encoder's or a decoder's -> the names of its layers without numbers."""
+        parts: dict[str, set[str]] = {}
+        for layer in self.layers:
+            parts.setdefault(block_of(layer), set()).add(form_of(layer))
+        return parts
 
 
 def _rows_at(rows: Iterable[Row], iteration: int) -> list[Row]:

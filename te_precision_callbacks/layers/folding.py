@@ -60,6 +60,12 @@ def form_of(name: str) -> str:
     return _parsed(name)[0]
 
 
+def block_of(name: str) -> str:
+    """Return the path up to the first number; the whole name without one."""
+    number = _NUMBER.search(name)
+    return name if number is None else name[: number.end()]
+
+
 def numbers_of(name: str) -> tuple[int, ...]:
     return _parsed(name)[1]
 

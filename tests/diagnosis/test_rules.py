@@ -643,6 +643,15 @@ def test_of_two_alike_layers_the_one_farther_from_all_layers_is_odd(block: int, 
     assert (finding.layers, finding.tensor) == ((layer,), "gradient")
 
 
+@pytest.mark.parametrize(("parts", "finds"), [(("fc1", "fc2"), True), (("fc1", "fc2", "cross"), False)])
+def test_blocks_with_other_parts_are_not_similar(parts: tuple[str, ...], finds: bool) -> None:
+    """As encoders and decoders in one list."""
+    late = [f"h.{block}.{part}" for block in range(7, 10) for part in parts]
+    larger = scaled(ordinary(), "gradient", lambda layer: 2.0**16 if layer[2] in "789" else 1.0)
+    verdict = checked([larger] * 4, facts([*LAYERS[:14], *late]))
+    assert ("sibling" in [finding.rule for finding in verdict]) == finds
+
+
 def of_torch(block: int) -> Facts:
     """A block of torch's layers, under other names."""
     names = {f"h.{block}.fc1": f"h.{block}.up", f"h.{block}.fc2": f"h.{block}.down"}
