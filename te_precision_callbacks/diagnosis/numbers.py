@@ -64,6 +64,7 @@ class Layout:
         layers: [rows]: indices of the layers.
         statistics: the recorded statistics, without a recipe in their names.
         facts: the facts behind all derived arrays.
+        derived: what rules derive from the layout and the facts; frequent ones are read without a call of ``derive``.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[str], sources: dict[str, list[Source]]) -> None:
@@ -74,26 +75,19 @@ class Layout:
         self.statistics = sources.keys()
         self.facts = Facts()
         self._sources = sources
-        self._derived: dict[object, object] = {}
+        self.derived: dict[object, Any] = {}
 
     def use(self, facts: Facts) -> None:
         if facts is not self.facts:
             self.facts = facts
-            self._derived = {}
-
-    def derive(self, key: object, make: Callable[[], ResultT]) -> ResultT:
-        """Cache a value until the facts change."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        result: ResultT = self._derived[key]  # type: ignore[assignment]
-        return result
+            self.derived = {}
 
     def column(self, statistic: str) -> Column:
-        return self.derive(statistic, lambda: self._find(statistic))
-
-    def _find(self, statistic: str) -> Column:
-        sources = [self._select_own(source) for source in self._sources.get(statistic, ())]
-        return join(sources)
+        """The rows with a value of a recorded statistic."""
+        if statistic not in self.derived:
+            self.derived[statistic] = join([self._select_own(source) for source in self._sources.get(statistic, ())])
+        column: Column = self.derived[statistic]
+        return column
 
     def _select_own(self, source: Source) -> Source:
         """Leave out hypothetical values: of a recipe that the layer does not run, and of quantization of a tensor that
@@ -151,16 +145,20 @@ class StepNumbers:
 
     def derive(self, key: object, make: Callable[[], ResultT]) -> ResultT:
         """Cache a value for all steps with these series, until the facts change."""
-        return self._layout.derive(key, make)
+        derived = self._layout.derived
+        if key not in derived:
+            derived[key] = make()
+        result: ResultT = derived[key]
+        return result
 
     def by_row(self, value_of: Callable[[Facts, str, str], object]) -> npt.NDArray[Any]:
         """[rows]: a function of the facts, a layer and a tensor."""
-
-        def make() -> npt.NDArray[Any]:
+        derived = self._layout.derived
+        if value_of not in derived:
             rows = zip(self.names, self.tensors.tolist(), strict=True)
-            return np.array([value_of(self.facts, *row) for row in rows])
-
-        return self.derive(value_of, make)
+            derived[value_of] = np.array([value_of(self.facts, *row) for row in rows])
+        values: npt.NDArray[Any] = derived[value_of]
+        return values
 
     def are(self, tensor: str) -> Mask:
         """[rows]: whether each is the tensor."""
@@ -172,22 +170,26 @@ class StepNumbers:
 
     def column(self, statistic: str) -> Column:
         """The rows with a value of a statistic of tensors, or of their quantized data."""
-        if statistic == "cur_amax":
-            return self.derive("amax", self._amaxes)
-        return self._layout.column(statistic)
+        derived = self._layout.derived
+        key = "amax" if statistic == "cur_amax" else statistic
+        if key not in derived:
+            derived[key] = self._amaxes() if key == "amax" else self._layout.column(statistic)
+        column: Column = derived[key]
+        return column
 
     def has(self, statistic: str) -> bool:
         return len(self.column(statistic).rows) > 0
 
     def are_known(self, statistic: str, tensor: str = "") -> Mask:
         """[rows]: whether each has a value of a statistic, and is the tensor."""
-
-        def make() -> Mask:
+        derived = self._layout.derived
+        key = "known", statistic, tensor
+        if key not in derived:
             known = np.zeros(len(self), bool)
             known[self.column(statistic).rows] = True
-            return known & self.are(tensor) if tensor else known
-
-        return self.derive(("known", statistic, tensor), make)
+            derived[key] = known & self.are(tensor) if tensor else known
+        mask: Mask = derived[key]
+        return mask
 
     def values(self, statistic: str) -> Floats:
         """[rows]: the values of a statistic, by its name without a recipe as in docs/statistics.md, or by the name of a
