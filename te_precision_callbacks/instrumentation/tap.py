@@ -274,12 +274,7 @@ class GemmTap:
                 if not is_training or self._classify.paused or os.getpid() != self._process:
                     kind = self._classify(module)
                 if layers is None:
-                    entered = Forward()
-                    entered.attention = self._attention.names[key]
-                    entered.kind = kind
-                    state.entered = entered
-                    if self._counts and self._products is not None:
-                        self._products.operators.with_product.discard(entered.attention)
+                    state.entered = self._attention.enter(key, kind)
                     return result
                 call = None if self._products is None else self._products.note_forward(module, kind)
                 if kind is ForwardKind.UNTOUCHED:

@@ -124,6 +124,14 @@ class AttentionTap:
         self._table = table
         self._products = products
 
+    def enter(self, key: int, kind: ForwardKind) -> Forward:
+        entered = Forward()
+        entered.attention = self.names[key]
+        entered.kind = kind
+        if self._products is not None:
+            self._products.operators.with_product.discard(entered.attention)
+        return entered
+
     def leave(self, module: Any, entered: Forward) -> None:
         if self._products is None:
             return
