@@ -190,19 +190,19 @@ class CoverageHistory:
         self.state = step.state or self.state
         last = self._spans[-1].of_step if self._spans else None
         gemms = step.gemms or NO_GEMMS
+        counts_more = step.kinds.changes != self._kinds_changes
+        self._kinds_changes = step.kinds.changes
         if last is not None and last.step.kinds is step.kinds:
             gemms = step.gemms or last.gemms
-            if step.kinds.changes != self._kinds_changes:
+            if counts_more:
                 self.changes += 1  # earlier steps may have had calls of the newly counted kind
                 last.facts = facts()
-            self._kinds_changes = step.kinds.changes
             if not step.has_backward and last.step.has_backward:
                 return
             if step.has_backward and not last.step.has_backward:
                 iteration = self._spans.pop().since
             elif last.is_like(step, gemms):
                 return
-        self._kinds_changes = step.kinds.changes
         of_step = self._find(iteration, step, gemms, facts)
         before = self._spans[-1] if self._spans else None
         if before is None:

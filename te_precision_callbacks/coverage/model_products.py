@@ -88,9 +88,6 @@ class ModelProducts(ModelWatch):
 
     # ------------------------------------------------------------------ attention
 
-    def enter_attention(self, layer: str) -> None:
-        self.operators.with_product.discard(layer)
-
     def leave_attention(self, layer: str, kind: ForwardKind, arguments: Mapping[str, Any]) -> None:
         """Count the products of an attention whose kernel is unknown, by the arguments of its forward."""
         if not self.counting or not is_seen_by(self):

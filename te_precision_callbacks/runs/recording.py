@@ -182,9 +182,11 @@ class Recording:
         """At the limit, record no more statistics."""
         if self._is_full:
             return
-        if self._size() > self._limit and self.writer.open_bytes > self._limit // 8:
+        size = self._size()
+        if size > self._limit and self.writer.open_bytes > self._limit // 8:
             self.writer.close_statistics()  # a closed file is compressed
-        self._is_full = self._size() > self._limit
+            size = self._size()
+        self._is_full = size > self._limit
         if self._is_full:
             text = (
                 f"The records of rank {self._run.rank} have reached their limit of {self._limit:,} bytes. Statistics"

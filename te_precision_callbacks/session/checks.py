@@ -187,11 +187,13 @@ class ContractCheck:
         self.keeper = None if options.require is None else ContractKeeper(options.require)
         self._shares_left = 0
 
-    def attach(self, names: list[str], without_products: list[str]) -> None:
+    def attach(self, model: ObservedModel) -> None:
         """Share products from the next step on; raise a ConfigError for a contract about layers that no rank has, or
         about modules without products alone."""
         self._shares_left = MOST_WITHOUT_BACKWARD if self._ranks.several else 0
         if self._contract is not None:
+            without_products = dict.fromkeys(model.names_without_products())
+            names = [name for name in model.all_names if name not in without_products]
             try:
                 require_layers(self._contract, self._ranks.pool(names, "names", str), without_products)
             except ConfigError:

@@ -147,9 +147,7 @@ class Run:
             context.inspector.events.begin(in_full=self._files.writes_all)
             self._files.attach()
             self.model.attach(model)
-            without_products = self.model.names_without_products()
-            names = [name for name in self.model.all_names if name not in without_products]
-            self._contract.attach(names, without_products)
+            self._contract.attach(self.model)
             self._parameters.begin(context.iteration)
             if not self._optimizer_hooks:
                 self._optimizer_hooks = hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
