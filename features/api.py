@@ -32,7 +32,6 @@ from nvdlfw_inspect.logging import get_logger
 from nvdlfw_inspect.registry import Registry
 
 from te_precision_callbacks.base.errors import FeatureError
-from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, RESULT, ROWWISE
 from te_precision_callbacks.config.checking import ReadOptions
@@ -52,6 +51,7 @@ from te_precision_callbacks.te.debug import STATS_BUFFERS, restore_log_stats
 from te_precision_callbacks.te.debug_api import TEDefaultFeatures
 from te_precision_callbacks.te.debug_api import TransformerEngineAPI as UpstreamAPI
 from te_precision_callbacks.te.state import debug_iteration
+from te_precision_callbacks.te.tensors import is_quantized
 
 logger = logging.getLogger("te_precision_callbacks.features")
 

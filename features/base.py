@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from nvdlfw_inspect.registry import api_method
 
-from te_precision_callbacks.base.numerics.layouts import gemm_operand
 from te_precision_callbacks.config.checking import read_options
 from te_precision_callbacks.config.keys import LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema, Nested, options_for
 from te_precision_callbacks.config.schemas import schema_of
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
+from te_precision_callbacks.te.tensors import gemm_operand
 
 if TYPE_CHECKING:
     from te_precision_callbacks.engine.engine import StatisticsEngine

@@ -24,8 +24,9 @@ import torch
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.numerics import blocks
-from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, read_stored
+from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.base.vocabulary import direction_name
+from te_precision_callbacks.te.tensors import is_quantized, read_stored
 
 PIECE_BYTES = 64 << 20
 """The default memory of a decoded piece."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gpu_parts.rows import Rows, Settings, in_one_line, layouts
-from te_precision_callbacks.base.numerics.layouts import read_stored
+from te_precision_callbacks.te.tensors import read_stored
 
 ROWS, COLUMNS, OUTPUTS = 256, 384, 128
 """Multiples of 128, which all recipes take; the number of outputs is that of a weight's rows."""

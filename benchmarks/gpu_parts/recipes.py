@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 
 from gpu_parts.rows import CannotRunHereError, Rows, Settings, of_all_layers, values_of
-from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.te.tensors import is_quantized
 
 ROWS, INPUTS, OUTPUTS, STEPS = 256, 512, 384, 3
 TENSORS = ("activation", "weight", "gradient")

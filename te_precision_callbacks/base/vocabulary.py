@@ -9,6 +9,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D, MXFP8, NVFP4, PER_TENSOR
+
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["activation", "weight", "gradient"]
 TensorName = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
@@ -53,6 +55,7 @@ class RecipeRow(NamedTuple):
         quantizer: the quantizer class in ``pytorch/tensor``.
         storage: the base class of the quantized tensors.
         format: the name of the tensor format; for FP8, the element format follows.
+        scaling: the scaling mode of its activations and gradients, as in ``numerics/scaling_modes.py``.
     """
 
     name: str
@@ -67,6 +70,7 @@ class RecipeRow(NamedTuple):
     quantizer: str
     storage: str
     format: str
+    scaling: str
 
 
 _ROWS = (
@@ -83,6 +87,7 @@ _ROWS = (
         quantizer="Float8Quantizer",
         storage="Float8TensorStorage",
         format="FP8",
+        scaling=PER_TENSOR,
     ),
     RecipeRow(
         "fp8_current_scaling",
@@ -97,6 +102,7 @@ _ROWS = (
         quantizer="Float8CurrentScalingQuantizer",
         storage="Float8TensorStorage",
         format="FP8",
+        scaling=PER_TENSOR,
     ),
     RecipeRow(
         "mxfp8",
@@ -111,6 +117,7 @@ _ROWS = (
         quantizer="MXFP8Quantizer",
         storage="MXFP8TensorStorage",
         format="MXFP8",
+        scaling=MXFP8,
     ),
     RecipeRow(
         "fp8_block_scaling",
@@ -125,6 +132,7 @@ _ROWS = (
         quantizer="Float8BlockQuantizer",
         storage="Float8BlockwiseQTensorStorage",
         format="FP8 block",
+        scaling=BLOCK_1D,
     ),
     RecipeRow(
         "nvfp4",
@@ -139,6 +147,7 @@ _ROWS = (
         quantizer="NVFP4Quantizer",
         storage="NVFP4TensorStorage",
         format="NVFP4",
+        scaling=NVFP4,
     ),
 )
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.numerics.gemm_shapes import SCALING_OF_RECIPE, asserted_refusals, refusals
-from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.base.numerics.gemm_shapes import asserted_refusals, refusals
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.coverage import Coverage
@@ -101,7 +101,7 @@ def find_shape_problems(
     from te_precision_callbacks.te.recipes import compute_capability
 
     name = recipe_text(recipe)
-    if name not in SCALING_OF_RECIPE:
+    if name not in RECIPES:
         return
     low = group_by_key((product.layer, product.gemm) for product in coverage if product.is_low)
     refused: list[tuple[tuple[str, ...], str]] = []

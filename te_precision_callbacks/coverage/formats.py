@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import fp8_dtype, fp8_format_of, gemm_operand
 from te_precision_callbacks.base.vocabulary import (
     GEMMS,
     HYBRID_QUANTIZER,
@@ -29,6 +28,7 @@ from te_precision_callbacks.base.vocabulary import (
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_GRADIENT, NO_INPUT_GRADIENT, Format
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import recipe_of_module
+from te_precision_callbacks.te.tensors import fp8_dtype, fp8_format_of, gemm_operand
 
 MODIFIED = " (modified)"
 

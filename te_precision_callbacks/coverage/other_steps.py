@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -147,25 +147,16 @@ def other_steps_of_run(run: RecordedRun) -> list[str]:
     return format_other_steps(other_steps(spans))
 
 
-def _product(row: Mapping[str, Any], name: str, operands: Mapping[str, str]) -> Product:
-    reason = None
+def columns_of(product: Product) -> dict[str, Any]:
+    """Return the columns of records, except for the operands, which have a table of their own."""
+    columns = {field.name: getattr(product, field.name) for field in fields(product) if field.name != "operands"}
+    return {**columns, "precision": product.precision, "reason": product.reason and product.reason.name}
+
+
+def _product(row: Mapping[str, Any], layer: str, operands: Mapping[str, str]) -> Product:
+    values: dict[str, Any] = dict.fromkeys(("n", "m", "k", "calls", "macs"), 0)
+    values |= {"family": "functional", "backward": False, "batch": 1}  # a record may lack any of them
+    values |= {field.name: row[field.name] for field in fields(Product) if row.get(field.name)}
     if row["reason"]:
-        reason = Reason.__members__.get(row["reason"], Reason.UNKNOWN)
-    return Product(
-        name,
-        row["family"] or "functional",
-        row["gemm"],
-        bool(row["backward"]),
-        row["n"] or 0,
-        row["m"] or 0,
-        row["k"] or 0,
-        row["batch"] or 1,
-        row["calls"] or 0,
-        row["macs"] or 0,
-        operands,
-        row["runs"] or "seen",
-        row["not_run"] or "",
-        reason,
-        row["reason_ref"] or "",
-        row["recipe"] or "",
-    )
+        values["reason"] = Reason.__members__.get(row["reason"], Reason.UNKNOWN)
+    return Product(**{**values, "layer": layer, "operands": operands})

@@ -126,9 +126,7 @@ def _explanation(place: _FailedLayer | None) -> str | None:
     row = te_modules.of(module)
     sizes = row.tokens(module, place.rows or 0, place.splits, in_backward=place.in_backward)
     layers = list(zip(place.named.layers, sizes, row.features(module), strict=True))
-    if place.in_backward and row.is_mlp:
-        layers.reverse()
-    for layer, tokens, (in_features, out_features) in layers:
+    for layer, tokens, (in_features, out_features) in row.in_backward_order(layers) if place.in_backward else layers:
         refused = refusals(
             name,
             compute_capability(),

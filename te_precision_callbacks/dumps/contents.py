@@ -18,15 +18,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.environment import installed_version
-from te_precision_callbacks.base.numerics.layouts import (
-    NVFP4,
-    PER_TENSOR,
-    ScaleMemory,
-    Stored,
-    is_quantized,
-    read_stored,
-    unpack_fp4,
-)
+from te_precision_callbacks.base.numerics.layouts import NVFP4, PER_TENSOR, ScaleMemory, Stored, unpack_fp4
 from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import (
@@ -44,6 +36,7 @@ from te_precision_callbacks.dumps.header import (
     Quantized,
     dtype_name,
 )
+from te_precision_callbacks.te.tensors import has_quantizer, is_hybrid, is_quantized, part_of, quantizer_of, read_stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,12 +294,12 @@ def require_dump(given: Any) -> Dump:
 
 def kind_is_known(tensor: Any) -> bool:
     """Return whether the tensor can be dumped as a quantized tensor, of one format in each direction."""
-    return is_quantized(tensor) or hasattr(tensor, "_rowwise_storage")
+    return is_quantized(tensor) or is_hybrid(tensor)
 
 
 def _plain(tensor: Any) -> torch.Tensor:
     # Subclasses that wrap other tensors: Transformer Engine's, DTensor, ...
-    holds_others = hasattr(tensor, "_quantizer") or hasattr(tensor, "__tensor_flatten__")
+    holds_others = has_quantizer(tensor) or hasattr(tensor, "__tensor_flatten__")
     if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
         raise DumpError(
             f"{type(tensor).__name__}: neither a plain, dense tensor nor a quantized tensor of a known format (Float8,"
@@ -324,8 +317,8 @@ def _describe_quantized(
         return Quantized(class_name, tuple(tensor.shape), dtype_name(tensor.dtype)), {QUANTIZED: tensor}
     if columnwise_from is None:
         columnwise_from = quantized
-    columns = getattr(columnwise_from, "_columnwise_storage", columnwise_from)
-    rows = getattr(quantized, "_rowwise_storage", quantized)
+    columns = part_of(columnwise_from, columnwise=True)
+    rows = part_of(quantized, columnwise=False)
     tensors: dict[str, torch.Tensor] = {}
     directions: dict[bool, Direction] = {}
     for columnwise, source in ((False, rows), (True, columns)):
@@ -348,7 +341,7 @@ def _describe_quantized(
         class_name=class_name,
         shape=shape,
         dtype=dtype_name(getattr(quantized, "_dtype", None) or quantized.dtype),
-        quantizer=_format_quantizer(getattr(quantized, "_quantizer", None)),
+        quantizer=_format_quantizer(quantizer_of(quantized)),
         rowwise=directions.get(False),
         columnwise=directions.get(True),
     )
@@ -358,13 +351,14 @@ def _describe_quantized(
 def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, torch.Tensor]]:
     side = direction_name(part.columnwise)
     data = f"{side}_data"
-    scale = f"{side}_block_scale_inv"
+    per_side = f"{side}_"
+    scale = f"{per_side}block_scale_inv"
     amax = None
     scale_format = FLOAT32
     if part.scale_format is not None:
         scale_format = part.scale_format.name
     if part.mode == PER_TENSOR:
-        scale = f"{side}_scale_inv"
+        scale = f"{per_side}scale_inv"
         if one_object:
             data = "data"
             if part.columnwise:
@@ -445,7 +439,7 @@ def _decoded_tensors(direction: Direction, part: Stored) -> Iterator[tuple[str, 
     if part.scale_format is not None:
         yield f"{direction.scale}_values", part.block_scales()
     if part.mode == NVFP4:
-        yield direction.scale.replace("_scale_inv", "_factors"), part.factors()
+        yield f"{direction.scale.removesuffix('scale_inv')}factors", part.factors()
 
 
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
-from te_precision_callbacks.base.numerics.layouts import PLAIN, fp8_format, per_tensor_codes
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
@@ -60,6 +60,7 @@ from te_precision_callbacks.statistics.table import (
     STATISTICS,
     StatisticSource,
 )
+from te_precision_callbacks.te.tensors import PER_TENSOR_PARTS, form_of, fp8_format, per_tensor_codes, quantizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -248,12 +249,11 @@ class StatisticsEngine:
                 if reading.form is not None:
                     quantized = columnwise if reading.form.columnwise else rowwise
                     if not reading.in_blocks:
-                        codes = quantized._data
+                        codes, _, tensor.scale_inv, _ = PER_TENSOR_PARTS(quantized)
                         codes = per_tensor_codes(quantized) if codes is None else codes
                         if codes is None or codes.shape != values.shape:
                             return False
                         tensor.codes = codes
-                        tensor.scale_inv = quantized._scale_inv
                         tensor.e5m2 = reading.e5m2
                     else:
                         try:
@@ -500,9 +500,7 @@ def _key_of(watched: Watched) -> tuple[object, ...]:
     """Return what determines the passes over a tensor besides its requests."""
     dtype = None if watched.values is None else watched.values.dtype
     key: tuple[object, ...] = watched.layer, watched.tensor, dtype, type(watched.quantizer)
-    for operand in (watched.rowwise, watched.columnwise):
-        key += type(operand), int(getattr(operand, "_fp8_dtype", -1)), type(getattr(operand, "_quantizer", None))
-    return key
+    return (*key, form_of(watched.rowwise), form_of(watched.columnwise))
 
 
 def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
@@ -681,7 +679,7 @@ class _Planning:
         return held
 
     def _compare(self, form: _QuantizedForm, held: _Held, wanted: Set[StatisticSource]) -> None:
-        its_recipe = form.recipe or recipe_of(self._quantizer(form.columnwise)) or ""
+        its_recipe = form.recipe or recipe_of(self._own_quantizer(form.columnwise)) or ""
         refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
             missing = wanted - (SCALE_SOURCES if held else set())
@@ -715,7 +713,7 @@ class _Planning:
 
     def _settings(self, form: _QuantizedForm) -> QuantizerSettings:
         """Return the settings of the layer's quantizer if it has the recipe, else the recipe's defaults."""
-        own = self._quantizer(form.columnwise)
+        own = self._own_quantizer(form.columnwise)
         if form.recipe != recipe_of(own):
             return default_settings(form.recipe, self._watched.tensor, e5m2=form.e5m2)
         settings = settings_of(own)
@@ -723,12 +721,12 @@ class _Planning:
             return settings
         return settings._replace(e5m2=form.e5m2)
 
-    def _quantizer(self, columnwise: bool) -> Any:
+    def _own_quantizer(self, columnwise: bool) -> Any:
         """Return the quantizer of the tensor that a GEMM reads, which a feature may have replaced; else the layer's."""
         return self._quantizer_of(self._watched.quantized(columnwise=columnwise))
 
     def _quantizer_of(self, quantized: Any) -> Any:
-        its = getattr(quantized, "_quantizer", None)
+        its = quantizer_of(quantized)
         if recipe_of(its) is None:
             return self._watched.quantizer
         return its

@@ -20,16 +20,7 @@ import torch
 from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
-from te_precision_callbacks.base.numerics.layouts import (
-    MXFP8,
-    NVFP4,
-    PER_TENSOR,
-    LayoutError,
-    fp8_format,
-    per_tensor_codes,
-    read_stored,
-    scaling_mode,
-)
+from te_precision_callbacks.base.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError
 from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.base.vocabulary import direction_name
@@ -46,6 +37,14 @@ from te_precision_callbacks.engine.kernels.eager_blocks import (
 )
 from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import BLOCK_SOURCES, StatisticSource
+from te_precision_callbacks.te.tensors import (
+    PER_TENSOR_PARTS,
+    fp8_format,
+    is_scaled_in_2d,
+    per_tensor_codes,
+    read_stored,
+    scaling_mode,
+)
 
 
 class PerTensor(NamedTuple):
@@ -75,7 +74,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
         codes = per_tensor_codes(quantized)
         if codes is None:
             raise QuantizationError("the quantized tensor has neither its data nor their transpose")
-        return PerTensor(codes, quantized._scale_inv, fp8_format(quantized) is E5M2)
+        return PerTensor(codes, PER_TENSOR_PARTS(quantized)[2], fp8_format(quantized) is E5M2)
     try:
         part = read_stored(quantized, columnwise=columnwise)
     except LayoutError as error:
@@ -86,7 +85,7 @@ def read(quantized: Any, *, columnwise: bool) -> PerTensor | BlockScaledTensor:
         direction = direction_name(columnwise)
         raise QuantizationError(f"the {direction} data are of a random Hadamard transform of the tensor")
     block = part.block
-    if part.mode in (MXFP8, NVFP4) and getattr(quantized._quantizer, "with_2d_quantization", False):
+    if part.mode in (MXFP8, NVFP4) and is_scaled_in_2d(quantized):
         block = (max(block), max(block))
     return BlockScaledTensor(part, block)
 

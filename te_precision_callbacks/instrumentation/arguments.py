@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.layers.forwards import running_forward
 from te_precision_callbacks.te.modules import MODULES, ModuleRow
+from te_precision_callbacks.te.tensors import is_quantized
 
 ArgumentNamer = Callable[[Sequence[Any]], dict[str, Any]]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.instrumentation.arguments import gradients, plain_tensors
 from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.tensors import is_quantized
 
 
 class CompiledLinears:

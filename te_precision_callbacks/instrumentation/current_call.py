@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,6 @@ from te_precision_callbacks.coverage.model_watch import hide_operators, modes_ar
 from te_precision_callbacks.instrumentation.arguments import PlainTensors
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmOperand, Kept
-
-NEXT_HALF = {("fprop", -1): 0, ("fprop", 2): 0, ("fprop", 0): 1, ("fprop", 1): 1}
-NEXT_HALF |= {("dgrad", -1): 1, ("dgrad", 2): 1, ("dgrad", 0): 1, ("dgrad", 1): 0}
-NEXT_HALF |= {("wgrad", half): half for half in (-1, 0, 1, 2)}
-"""GEMM of a LayerNormMLP, and :attr:`Forward.half` -> the index of its layer."""
 
 
 class Forward:
@@ -33,9 +28,8 @@ class Forward:
         is_due: whether its GEMMs are observed by features.
         is_fused: whether it is an operation that fuses several layers, so that the layer of a GEMM is unknown.
         events: number of GEMMs so far.
-        halves: whether the module is a LayerNormMLP, with two layers.
-        half: index of the LayerNormMLP layer with the last GEMM; -1 at the start of a forward, 2 at the start of a
-            backward.
+        order: GEMM and position -> index of its layer, of a module with several layers in turn; else None.
+        position: index of the layer with the last GEMM; -1 at the start of a forward, 2 at the start of a backward.
         wanted: (layer index, tensor name) of tensors that features need before quantization.
         high: (layer index, tensor name) -> tensor before quantization; None if ``wanted`` is empty.
         read: keys of tensors that a GEMM has read.
@@ -59,8 +53,8 @@ class Forward:
     is_due = False
     is_fused = False
     events = 0
-    halves = False
-    half = 0
+    order: Mapping[tuple[str, int], int] | None = None
+    position = 0
     wanted: Collection[tuple[int, str]] = ()
     high: PlainTensors | None = None
     read: set[tuple[int, str]]
@@ -81,22 +75,14 @@ class Forward:
         return GemmOperand(tensor, given, columnwise, high, first)
 
     def peek_layer_index(self, gemm: str) -> int:
-        half = self.half
-        try:
-            return self.next_layer_index(gemm, None)
-        finally:
-            self.half = half
+        return 0 if self.order is None else self.order[gemm, self.position]
 
     def next_layer_index(self, gemm: str, expert: int | None) -> int:
-        """Return the index of the layer with the next GEMM, and advance to it.
-
-        LayerNormMLP's forward, also when recomputed, runs fc1 before fc2; its backward runs fc2 before fc1, and dgrad
-        before wgrad in each.
-        """
-        if expert is not None or not self.halves:
+        """Return the index of the layer with the next GEMM, and advance to it."""
+        if expert is not None or self.order is None:
             return expert or 0
-        self.half = NEXT_HALF[gemm, self.half]
-        return self.half
+        self.position = self.order[gemm, self.position]
+        return self.position
 
 
 UNOBSERVED = Forward()

@@ -22,15 +22,7 @@ import torch
 
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.formats import E5M2 as E5M2_FORMAT
-from te_precision_callbacks.base.numerics.layouts import (
-    NVFP4,
-    PER_TENSOR,
-    PLAIN,
-    fp8_format,
-    gemm_operand,
-    read_stored,
-    scaling_mode,
-)
+from te_precision_callbacks.base.numerics.layouts import NVFP4, PER_TENSOR, PLAIN
 from te_precision_callbacks.base.vocabulary import GemmName
 from te_precision_callbacks.coverage.formats import format_of_operand
 from te_precision_callbacks.coverage.step_table import StepTable
@@ -50,6 +42,16 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.current_call import Forward
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
+from te_precision_callbacks.te.tensors import (
+    FP8_FORM,
+    PER_TENSOR_PARTS,
+    fp8_format,
+    gemm_operand,
+    nvfp4_amax,
+    quantizer_of,
+    read_either,
+    scaling_mode,
+)
 
 
 class EveryStep:
@@ -99,13 +101,13 @@ class EveryStep:
             if kind_a in PLAIN:
                 form_a: Any = a.dtype
             else:
-                form_a = (kind_a, int(a._fp8_dtype)) if kind_a in self._quantized else None
+                form_a = FP8_FORM(a) if kind_a in self._quantized else None
                 if form_a not in formats:
                     form_a = self._form(a, columnwise=gemm != "fprop")
             if kind_b in PLAIN:
                 form_b: Any = b.dtype
             else:
-                form_b = (kind_b, int(b._fp8_dtype)) if kind_b in self._quantized else None
+                form_b = FP8_FORM(b) if kind_b in self._quantized else None
                 if form_b not in formats:
                     form_b = self._form(b, columnwise=gemm == "wgrad")
             shapes = forward.shapes
@@ -163,12 +165,11 @@ class EveryStep:
                     if tensor.nbytes:
                         found += ((tensor, number, None, slot, now, MAGNITUDE),)
                 else:
-                    codes = tensor._data
-                    codes = tensor._transpose if codes is None else codes
+                    codes, transpose, scale, quantizer = PER_TENSOR_PARTS(tensor)
+                    codes = transpose if codes is None else codes
                     if not codes.nbytes:
                         continue
-                    found += ((codes, number, tensor._scale_inv, slot, now, MAGNITUDE),)
-                    quantizer = tensor._quantizer
+                    found += ((codes, number, scale, slot, now, MAGNITUDE),)
                     is_stored = name == "weight" and getattr(tensor, "requires_grad", False)  # not cast in its forward
                     if type(quantizer) in self._delayed and not is_stored:
                         found += ((quantizer.amax, AMAX, None, slot, now, MAGNITUDE),)
@@ -190,13 +191,14 @@ class EveryStep:
             self.table.formats[text] = text
             return text
         kind = type(operand)
-        key = kind, int(operand._fp8_dtype)
+        key = FP8_FORM(operand)
         self.table.formats[key] = text
         if mode == PER_TENSOR:
             self._numbers[key] = E5M2 if fp8_format(operand) is E5M2_FORMAT else E4M3
             self._per_tensor.add(kind)
-            if hasattr(operand._quantizer, "amax"):
-                self._delayed.add(type(operand._quantizer))
+            quantizer = quantizer_of(operand)
+            if hasattr(quantizer, "amax"):
+                self._delayed.add(type(quantizer))
         self._quantized.add(kind)
         return key
 
@@ -238,20 +240,19 @@ class EveryStep:
             return []
         if mode == NVFP4:
             self.cast_hides_nan = True
-            amax = tensor._amax_rowwise
-            return [(tensor._amax_columnwise if amax is None else amax, FLOAT32, None, slot, place, MAGNITUDE)]
+            return [(nvfp4_amax(tensor), FLOAT32, None, slot, place, MAGNITUDE)]
         number = E5M2 if fp8_format(tensor) is E5M2_FORMAT else E4M3
         if mode == PER_TENSOR:  # a part of a tensor of the debug path
-            codes = tensor._data
-            codes = tensor._transpose if codes is None else codes
+            codes, transpose, scale, quantizer = PER_TENSOR_PARTS(tensor)
+            codes = transpose if codes is None else codes
             if not codes.numel():
                 return []
-            parts: list[LargestOf] = [(codes, number, tensor._scale_inv, slot, place, MAGNITUDE)]
-            amax = getattr(tensor._quantizer, "amax", None)
+            parts: list[LargestOf] = [(codes, number, scale, slot, place, MAGNITUDE)]
+            amax = getattr(quantizer, "amax", None)
             if amax is not None and not getattr(tensor, "requires_grad", False):  # a weight is not cast in its forward
                 parts.append((amax, AMAX, None, slot, place, MAGNITUDE))
             return parts
-        stored = read_stored(tensor, columnwise=tensor._rowwise_data is None)
+        stored = read_either(tensor)
         if stored is None or not stored.codes.numel():
             return []
         codes = stored.codes, number, None, slot, place, MAGNITUDE

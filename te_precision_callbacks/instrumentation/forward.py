@@ -289,7 +289,7 @@ class ForwardHooks:
             layernorm_linear,
             layernorm_mlp,
             linear,
-            quantization,
+            state_manager,
         )
 
         module_class = base.TransformerEngineBaseModule
@@ -302,7 +302,7 @@ class ForwardHooks:
             "HIGH_PRECISION",
             "STANDARD_QUANTIZE",
         )
-        require(quantization.FP8GlobalStateManager, "autocast_enter")
+        require(state_manager, "autocast_enter")
         require(debug_quantization.DebugQuantizedTensor, "get_tensor")
         from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, make_quantizer_class
 
@@ -313,8 +313,9 @@ class ForwardHooks:
             "no_debug_features_active",
             self.answers.make_no_debug_features_active(module_class.no_debug_features_active),
         )
-        manager = quantization.FP8GlobalStateManager
-        self._seams.replace(manager, "autocast_enter", staticmethod(self.regions.wrap(manager.autocast_enter)))
+        self._seams.replace(
+            state_manager, "autocast_enter", staticmethod(self.regions.wrap(state_manager.autocast_enter))
+        )
         self._seams.replace(Fp8Padding, "forward", self.padding.wrap(Fp8Padding.forward))
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
@@ -329,11 +330,12 @@ class ForwardHooks:
                 self._seams.replace(module, "DebugQuantizer", quantizer)
 
     def _install_for_refusals(self) -> None:
+        from te_precision_callbacks.te.debug import STATE_NAME
         from te_precision_callbacks.te.seams import cpu_offload, cpu_offload_v1, graph
 
         for module in (cpu_offload, cpu_offload_v1):
-            require(module, "TEDebugState")
-            self._seams.replace(module, "TEDebugState", _NotDebugging)
+            require(module, STATE_NAME)
+            self._seams.replace(module, STATE_NAME, _NotDebugging)
         require(graph, "set_capture_start", "set_capture_end", "is_graph_capturing")
         self._seams.replace(graph, "set_capture_start", self._make_capture_start(graph.set_capture_start))
         self._seams.replace(graph, "set_capture_end", self._make_capture_end(graph.set_capture_end))

@@ -27,7 +27,7 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import Report
-from te_precision_callbacks.base.numerics.layouts import LayoutError, is_quantized
+from te_precision_callbacks.base.numerics.layouts import LayoutError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, LogGemmErrorItem
@@ -52,6 +52,7 @@ from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Ke
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.statistics.table import StatisticSource
 from te_precision_callbacks.te.state import debug_iteration
+from te_precision_callbacks.te.tensors import is_quantized
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,13 @@ import torch
 
 from te_precision_callbacks.base.errors import FeatureError
 from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.instrumentation.current_call import CurrentForward
 from te_precision_callbacks.layers.forwards import ForwardKind, outside_of_dynamo
 from te_precision_callbacks.te.debug import debug_quantization
 from te_precision_callbacks.te.quantizers import Float8Quantizer
 from te_precision_callbacks.te.state import backward_override
+from te_precision_callbacks.te.tensors import is_quantized
 
 OVERRIDDEN = (
     "_call_inspect_tensor_api",

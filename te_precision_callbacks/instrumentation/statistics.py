@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.failures import Report
-from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, RESULT, TENSORS
 from te_precision_callbacks.engine.engine import PreparedLaunch, Source, StatisticsEngine
 from te_precision_callbacks.instrumentation.current_call import Forward
@@ -21,6 +21,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.tensors import FORM_READERS, form_of, is_quantized, quantizer_of, scaling_mode
 
 if TYPE_CHECKING:
     from te_precision_callbacks.features.base import Watcher
@@ -152,17 +153,17 @@ class StatisticsConsumer:
         return self._of_options.setdefault((len(layers), *options), _Observers(len(layers), watchers, deciding))
 
     def repeat(
-        self, forward: Forward, half: int, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any
+        self, forward: Forward, position: int, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any
     ) -> Key | None:
         """Measure a GEMM by a prepared launch; return the key of a GEMM that needs an event.
 
         Args:
-            half: :attr:`Forward.half` before the GEMM.
+            position: :attr:`Forward.position` before the GEMM.
         """
         gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
-        if forward.kind is not ForwardKind.OBSERVED or (half == 2 and gemm == "fprop"):  # recomputed
+        if forward.kind is not ForwardKind.OBSERVED or (position == 2 and gemm == "fprop"):  # recomputed
             return ()
-        index = forward.half if forward.halves else 0
+        index = 0 if forward.order is None else forward.position
         tensors = _OPERANDS[gemm, index]
         read = forward.read
         high = forward.high or {}
@@ -172,11 +173,8 @@ class StatisticsConsumer:
         for operand, tensor in zip(operands, tensors, strict=True):
             kind = type(operand)
             values = high.get(tensor)
-            key += kind, tensor in read, None if values is None else values.dtype
-            if kind in PLAIN:
-                key += (operand.dtype,)
-            else:
-                key += int(getattr(operand, "_fp8_dtype", -1)), type(getattr(operand, "_quantizer", None))
+            read_form = FORM_READERS.get(kind, form_of)  # mostly no Python function
+            key += read_form(operand), tensor in read, None if values is None else values.dtype
             sources.append((operand if values is None else values, operand, operand))
         prepared = self.prepared.get(key)
         if prepared is None:
@@ -239,7 +237,7 @@ class StatisticsConsumer:
             watchers = event.watchers.get(tensor)
             if watchers:
                 group = te_modules.tensor_parallel_group(self._modules[event.layer])
-                quantizer = getattr(given, "_quantizer", None)
+                quantizer = quantizer_of(given)
                 yield Watched(event.layer, tensor, self._iteration, high, given, given, quantizer, group), watchers
 
 

@@ -34,7 +34,6 @@ import torch
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import Report
-from te_precision_callbacks.base.numerics.layouts import is_quantized
 from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.formats import recipe_of_operator, recipe_text
@@ -58,7 +57,7 @@ from te_precision_callbacks.instrumentation.arguments import (
     single_gemm,
 )
 from te_precision_callbacks.instrumentation.compiled import CompiledLinears
-from te_precision_callbacks.instrumentation.current_call import NEXT_HALF, UNOBSERVED, Forward, Running
+from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward, Running
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.statistics import Key, StatisticsConsumer
 from te_precision_callbacks.instrumentation.tap_parts import AttentionTap, OperationsTap, UnfusedTensors
@@ -74,6 +73,7 @@ from te_precision_callbacks.layers.gemm_events import BeforeSum, GemmEvent
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import is_in_autocast, recipe_in_use
+from te_precision_callbacks.te.tensors import is_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class GemmTap:
         self._unfused = UnfusedTensors(self._running, report)
         self.operations = OperationsTap(classify, self._running, self._report_silent)
         self._layers: Mapping[int, Sequence[str]] = {}
-        self._mlps: set[int] = set()
+        self._orders: Mapping[int, Mapping[tuple[str, int], int]] = {}
         self._may_delay_wgrad = False
         self._due: Mapping[int, Any] = {}
         self._counts = False
@@ -156,7 +156,8 @@ class GemmTap:
     ) -> None:
         """Set the modules and their layers by id, and the ``te.ops`` operations."""
         self._layers = layers
-        self._mlps = {key for key, module in modules.items() if te_modules.of(module).is_mlp}
+        orders = {key: te_modules.of(module).gemm_order for key, module in modules.items()}
+        self._orders = {key: order for key, order in orders.items() if order is not None}
         self._may_delay_wgrad = any(map(te_modules.may_delay_wgrad, modules.values()))
         self._compiled.modules = [module for module in modules.values() if te_modules.is_compiled_operator(module)]
         self.operations.watch(operations)
@@ -283,7 +284,8 @@ class GemmTap:
                 entered.layers = layers
                 entered.module = key
                 entered.kind = kind
-                entered.halves = key in self._mlps
+                if key in self._orders:
+                    entered.order = self._orders[key]
                 entered.shapes = {}
                 if call is not None:
                     entered.call = call
@@ -398,7 +400,7 @@ class GemmTap:
                 ctx.te_precision_forward = entered
             if entered is UNOBSERVED:
                 return running.call(entered, upstream, ctx, *arguments)
-            entered.half = -1
+            entered.position = -1
             before = entered.events
             if entered.high is not None and find_tensors is not None:
                 try:
@@ -443,7 +445,7 @@ class GemmTap:
             state.running = entered
             try:
                 if entered.layers:
-                    entered.half = 2
+                    entered.position = 2
                     needs = ctx.needs_input_grad
                     entered.has_wgrad = not self._may_delay_wgrad and -1 < last < len(needs)
                     for place in weights:
@@ -488,12 +490,12 @@ class GemmTap:
             running = self._running.thread_state.running
             if running is None:
                 return upstream(store, tensors, function)
-            half = running.half
+            position = running.position
             high = running.high
 
             @functools.wraps(function)
             def later(*arguments: Any) -> Any:
-                running.half = half
+                running.position = position
                 before = running.high
                 running.high = high
                 try:
@@ -558,19 +560,19 @@ class GemmTap:
             finally:
                 state.in_gemm = False
             forward.events += 1
-            half = forward.half
+            position = forward.position
             if not grouped and len(operands) == 2:
                 gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
                 index = 0
-                if forward.halves:
-                    index = NEXT_HALF[gemm, half]
-                    forward.half = index
+                if forward.order is not None:
+                    index = forward.order[gemm, position]
+                    forward.position = index
                 out = None if accumulates else result[0]
                 every_step.note(forward, gemm, index, operands[0], operands[1], out)
             else:
                 self._note_several(forward, named(operands, keywords), result, gemms, grouped=grouped)
             if forward.is_due:
-                self._observe(forward, half, operands, keywords, result, named, gemms, before, grouped=grouped)
+                self._observe(forward, position, operands, keywords, result, named, gemms, before, grouped=grouped)
                 if is_compiled and forward.high:
                     forward.high = {}
             return result
@@ -598,7 +600,7 @@ class GemmTap:
     def _observe(
         self,
         forward: Forward,
-        half: int,
+        position: int,
         operands: Sequence[Any],
         keywords: Mapping[str, Any],
         result: Any,
@@ -611,13 +613,13 @@ class GemmTap:
         """Pass a GEMM to the features that are due: to a prepared launch, or as an event.
 
         Args:
-            half: :attr:`Forward.half` before the GEMM.
+            position: :attr:`Forward.position` before the GEMM.
             named: names the arguments of the call.
         """
         key: Key | None = ()
         try:
             if forward.repeats and self._statistics is not None and not grouped and len(operands) == 2:
-                key = self._statistics.repeat(forward, half, operands, keywords, result)
+                key = self._statistics.repeat(forward, position, operands, keywords, result)
                 if key is None:
                     return
             if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
@@ -628,8 +630,8 @@ class GemmTap:
             gemm = GEMM_OF_LAYOUT[layout]
             tensor_b, tensor_a = OPERANDS[gemm]
             # LayerNormMLP(checkpoint=True) recomputes fc1 in its own backward.
-            is_recomputed = gemm == "fprop" and half == 2
-            forward.half = half
+            is_recomputed = gemm == "fprop" and position == 2
+            forward.position = position
             for number, (a, b, out) in enumerate(gemms(arguments, result)):
                 index = forward.next_layer_index(gemm, number if grouped else None)
                 event = GemmEvent(

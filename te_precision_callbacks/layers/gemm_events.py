@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.base.numerics.layouts import gemm_operand, has_scale
 from te_precision_callbacks.base.vocabulary import GemmName, OperandName
 from te_precision_callbacks.layers.forwards import ForwardKind
+from te_precision_callbacks.te.tensors import gemm_operand, has_scale
 
 
 class GemmOperand(NamedTuple):

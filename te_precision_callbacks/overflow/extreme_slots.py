@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, is_capturing
-from te_precision_callbacks.base.numerics.layouts import has_scale
 from te_precision_callbacks.statistics.arrays import Floats
+from te_precision_callbacks.te.tensors import has_scale
 
 _FIRST_CHUNK = 256
 _LARGEST_CHUNK = 8192

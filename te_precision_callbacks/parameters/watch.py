@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.base.numerics.layouts import PLAIN, is_quantized
+from te_precision_callbacks.base.numerics.formats import E5M2
+from te_precision_callbacks.base.numerics.layouts import NVFP4, PLAIN
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.layers.folding import form_of, numbers_of
@@ -46,6 +47,7 @@ from te_precision_callbacks.parameters.weight_samples import (
     sampled_view,
     stack_equal,
 )
+from te_precision_callbacks.te.tensors import fp8_format, is_quantized, scaling_mode
 
 WITHOUT_GRADIENT = 6
 """Optimizer steps after which a parameter without a gradient is reported."""
@@ -1355,9 +1357,9 @@ def _find_nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
     for name, weight in weights:
         codes = weight
         if is_quantized(weight):  # each format has its own code for nan
-            if not hasattr(weight, "_fp8_dtype"):
+            if scaling_mode(weight) == NVFP4:
                 continue
-            least = 0x7C if "E5M2" in str(getattr(weight, "_fp8_dtype", "")) else 0x7F
+            least = 0x7C if fp8_format(weight) is E5M2 else 0x7F
             codes = torch.where((raw_codes(weight) & 0x7F) >= least, torch.nan, 0.0)
         names.append(name)
         all_codes.append(codes)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import NVFP4, PLAIN, is_quantized, read_stored, scaling_mode
+from te_precision_callbacks.base.numerics.layouts import NVFP4, PLAIN
+from te_precision_callbacks.te.tensors import any_codes, is_quantized, read_stored, scaling_mode
 
 ROWS = 32
 ELEMENTS = 1024
@@ -58,11 +59,8 @@ def is_narrow(weight: torch.Tensor) -> bool:
 
 
 def raw_codes(weight: torch.Tensor) -> torch.Tensor:
-    own: Any = local_part(weight)
-    if is_quantized(own):
-        names = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
-        own = next(codes for name in names if (codes := getattr(own, name, None)) is not None)
-    return own  # type: ignore[no-any-return]
+    own = local_part(weight)
+    return any_codes(own) if is_quantized(own) else own
 
 
 def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:

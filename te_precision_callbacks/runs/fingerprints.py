@@ -22,13 +22,7 @@ import torch
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.files import regular_file
-from te_precision_callbacks.base.numerics.layouts import (
-    PER_TENSOR,
-    gemm_operand,
-    is_quantized,
-    read_stored,
-    scaling_mode,
-)
+from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
@@ -42,6 +36,7 @@ from te_precision_callbacks.te.state import (
     meta_of,
     recipe_of_module,
 )
+from te_precision_callbacks.te.tensors import gemm_operand, is_quantized, read_stored, scaling_mode
 
 __all__ = ["FILE_NAME", "Fingerprint", "FingerprintError", "ResumeFinding", "ResumeReport", "read"]
 

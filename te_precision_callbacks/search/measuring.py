@@ -123,11 +123,10 @@ class Regions:
     def switched(self, make: Make | None) -> Iterator[None]:
         """Run in another recipe, made from ``low``; None for high precision, without any quantizer."""
         from te_precision_callbacks.te.recipes import default_recipe
-        from te_precision_callbacks.te.seams import quantization
+        from te_precision_callbacks.te.seams import state_manager
 
         replaced = Replacements()
-        manager = quantization.FP8GlobalStateManager
-        upstream = manager.autocast_enter
+        upstream = state_manager.autocast_enter
         made: Any = None
 
         def autocast_enter(
@@ -142,7 +141,7 @@ class Regions:
                 recipe = made
             upstream(enabled and make is not None, calibrating, recipe, *rest, **keywords)
 
-        replaced.replace(manager, "autocast_enter", staticmethod(autocast_enter))
+        replaced.replace(state_manager, "autocast_enter", staticmethod(autocast_enter))
         try:
             yield
         finally:

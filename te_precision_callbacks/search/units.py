@@ -23,6 +23,7 @@ from te_precision_callbacks.layers.forwards import is_in_backward
 from te_precision_callbacks.layers.naming import Model, named_operations, named_te_modules
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.custom_recipe import assign_names
+from te_precision_callbacks.te.state import has_quantized_weights
 
 
 class SearchError(PrecisionDebugError, RuntimeError):
@@ -163,7 +164,7 @@ def _require_plain(module: Any, name: str) -> None:
         problem = "fuse_wgrad_accumulation=True, so its gradients cannot be read"
     elif getattr(module, "sequence_parallel", False):
         problem = "sequence_parallel=True, for which a CustomRecipe does not reduce the amax"
-    elif any(hasattr(weight, "_quantizer") for weight in module.parameters(recurse=False)):
+    elif has_quantized_weights(module):
         problem = "weights in low precision (te.quantized_model_init), so there is no high precision to compare with"
     if problem:
         raise SearchError(f"A search cannot switch {name!r}: it has {problem}.")

@@ -21,6 +21,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
+from te_precision_callbacks.coverage.other_steps import columns_of
 from te_precision_callbacks.instrumentation.recipe_arguments import (
     amax_reductions,
     computes_in_float16,
@@ -246,29 +247,9 @@ class RunFacts:
         results = self._results
         for product, order, since, until in results.coverage.by_span(results.unconverted):
             number = len(gemms)
-            shared = {"layer": product.layer, "gemm": product.gemm, "since": since, "until": until}
-            gemms.append(
-                {
-                    **shared,
-                    "gemm_id": number,
-                    "family": product.family,
-                    "backward": product.backward,
-                    "n": product.n,
-                    "m": product.m,
-                    "k": product.k,
-                    "batch": product.batch,
-                    "calls": product.calls,
-                    "macs": product.macs,
-                    "order": order,
-                    "runs": product.runs,
-                    "not_run": product.not_run,
-                    "precision": product.precision,
-                    "reason": None if product.reason is None else product.reason.name,
-                    "reason_ref": product.reason_ref,
-                    "recipe": product.recipe,
-                }
-            )
-            shared = {**shared, "gemm_id": number, "source": "seen"}
+            span = {"gemm_id": number, "since": since, "until": until}
+            gemms.append({**span, "order": order, **columns_of(product)})
+            shared = {**span, "layer": product.layer, "gemm": product.gemm, "source": "seen"}
             operands += [{**shared, "tensor": tensor, "format": text} for tensor, text in product.operands.items()]
         return gemms, operands
 

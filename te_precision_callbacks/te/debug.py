@@ -17,6 +17,9 @@ STATE = TEDebugState, ("debug_enabled", "weight_tensor_tp_group_reduce", "layers
 """The owner of the global state, and its attributes."""
 
 
+STATE_NAME = TEDebugState.__name__
+
+
 def is_debugging() -> bool:
     return bool(TEDebugState.debug_enabled)
 

@@ -25,6 +25,10 @@ ResultT = TypeVar("ResultT")
 
 _ALL = frozenset(TENSORS)
 
+_MLP_ORDER = {("fprop", -1): 0, ("fprop", 2): 0, ("fprop", 0): 1, ("fprop", 1): 1}
+_MLP_ORDER |= {("dgrad", -1): 1, ("dgrad", 2): 1, ("dgrad", 0): 1, ("dgrad", 1): 0}
+_MLP_ORDER |= {("wgrad", index): index for index in (-1, 0, 1, 2)}
+
 
 class ModuleRow(NamedTuple):
     """A class of modules.
@@ -122,6 +126,18 @@ class ModuleRow(NamedTuple):
         if self.groups and number.isdigit():
             return layers[int(number)]
         return layers[0]
+
+    @property
+    def gemm_order(self) -> Mapping[tuple[str, int], int] | None:
+        """GEMM, and index of the layer before it -> index of its layer; None if the layers do not run in turn.
+
+        LayerNormMLP's forward, also when recomputed, runs fc1 before fc2; its backward runs fc2 before fc1, and dgrad
+        before wgrad in each. -1 is the start of a forward, 2 that of a backward.
+        """
+        return _MLP_ORDER if self.is_mlp else None
+
+    def in_backward_order(self, layers: Sequence[ResultT]) -> Sequence[ResultT]:
+        return layers[::-1] if self.is_mlp else layers
 
     def frozen(self, module: Any) -> list[bool]:
         """Return which layers have no wgrad. In a grouped module, the first weight decides for all."""

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.quantization import _default_sf_compute
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from te_precision_callbacks.base.numerics.formats import E4M3, E5M2
-from te_precision_callbacks.base.numerics.layouts import fp8_format
+from te_precision_callbacks.te.tensors import fp8_format
 
 
 def quantizer_of_amax(values: torch.Tensor, margin: int, *, e5m2: bool) -> Any:

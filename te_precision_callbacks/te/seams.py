@@ -20,6 +20,8 @@ from transformer_engine.pytorch.ops import fuser
 from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
 from transformer_engine.pytorch.ops.op import FusedOperation
 
+state_manager = quantization.FP8GlobalStateManager
+
 
 def operation_methods(names: Sequence[str]) -> list[tuple[Any, str, Any]]:
     """Return the methods of ``te.ops`` that may run a GEMM: class, name and method."""

@@ -213,14 +213,6 @@ def enters_autocast(forward: Any) -> bool:
     return from_te and not {"autocast", "fp8_autocast"}.isdisjoint(code.co_names)
 
 
-def attends_in_fp8() -> bool:
-    """Return whether Transformer Engine's attention would run in FP8 here, given a kernel for it (TE 2.20.2)."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    state = FP8GlobalStateManager.quantization_state
-    return bool(state.fp8_enabled and getattr(state.fp8_recipe, "fp8_dpa", False))
-
-
 def is_captured() -> bool:
     """Return whether a CUDA graph is being captured, by Transformer Engine or ``torch.cuda.graph``.
 

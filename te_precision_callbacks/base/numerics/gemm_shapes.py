@@ -23,19 +23,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
-from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
 
 Dimension = Literal["tokens", "in_features", "out_features"]
 Size = Literal["m", "n", "k", "lda", "ldb"]
-
-SCALING_OF_RECIPE: Mapping[str, str] = {
-    "fp8_delayed_scaling": PER_TENSOR,
-    "fp8_current_scaling": PER_TENSOR,
-    "fp8_block_scaling": BLOCK_1D,
-    "mxfp8": MXFP8,
-    "nvfp4": NVFP4,
-}
-"""Recipe -> the scaling mode of its activations and gradients."""
 
 ROW_BYTES = 16
 """Rows of operands and results must be multiples of this number of bytes."""
@@ -149,7 +140,7 @@ def refusals(
     """Return the dimensions that prevent a layer's GEMMs from running, each with its largest required multiple.
 
     Args:
-        recipe: a key of :data:`SCALING_OF_RECIPE`.
+        recipe: a key of :data:`~te_precision_callbacks.base.vocabulary.RECIPES`.
         tokens: the product of all dimensions of the layer's input except the last. Without tokens, no GEMM runs.
         in_features, out_features: sizes of the layer on this rank.
         gemms: the GEMMs that run in the recipe.
@@ -157,7 +148,7 @@ def refusals(
         asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
             ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do not.
     """
-    scaling = SCALING_OF_RECIPE[recipe]
+    scaling = RECIPES[recipe].scaling
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     if 0 in sizes.values():
         return []

@@ -14,6 +14,7 @@ import torch
 
 from te_precision_callbacks.base.numerics import layouts
 from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.te.tensors import read_stored
 
 
 def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
@@ -115,7 +116,7 @@ def _needs_swizzle(tensor: Any) -> bool:
 
 
 def _swizzle(tensor: Any, columnwise: bool) -> None:
-    part = layouts.read_stored(tensor, columnwise=columnwise)
+    part = read_stored(tensor, columnwise=columnwise)
     if part is None:
         return
     along_columns = columnwise and part.mode == layouts.MXFP8

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from te_precision_callbacks.base.numerics.layouts import scaling_mode
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import contiguous_stride
+from te_precision_callbacks.te.tensors import scaling_mode
 
 # Transformer Engine's classes are known only at run time.
 Quantizer = Any

@@ -24,7 +24,7 @@ import torch
 from te_precision_callbacks.base.numerics import gemm_shapes, layouts
 from te_precision_callbacks.base.numerics.conversions import decode_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
-from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized
+from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
@@ -33,6 +33,7 @@ from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Oper
 from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product, takes
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
 from te_precision_callbacks.reference.target import capability
+from te_precision_callbacks.te.tensors import is_quantized
 
 NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
 

@@ -16,10 +16,11 @@ import torch
 from te_precision_callbacks.base.numerics import layouts
 from te_precision_callbacks.base.numerics.conversions import decode_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
-from te_precision_callbacks.base.numerics.layouts import Stored, is_quantized, read_stored
+from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm
+from te_precision_callbacks.te.tensors import is_quantized, read_stored, stored_shape
 
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 FP8_BLOCKS = (layouts.BLOCK_1D, layouts.BLOCK_2D)
@@ -149,7 +150,7 @@ def dequantized(tensor: Any) -> torch.Tensor:
 
 def logical_shape(tensor: Any) -> tuple[int, ...]:
     if is_quantized(tensor):
-        return layouts.logical_shape(tensor)
+        return stored_shape(tensor)
     return tuple(_plain(tensor).shape)
 
 
