@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
+from te_precision_callbacks.parameters.weight_samples import largest_of_each
 from te_precision_callbacks.session import InspectSession, running_session
 from tests.conftest import statistics
 from tests.diagnosis.planted import Loss, in_fp8, outside, trained
@@ -1082,3 +1084,15 @@ def test_each_problem_of_a_parameter_belongs_to_a_rule() -> None:
     """The rules on elements that are inf or nan need more than the check of parameters."""
     assert {*get_args(ParameterProblem)} - {*RULE_OF} == {"nonfinite", "nonfinite_gradient"}
     assert {RULE_OF[what] for what in ENDS_BY_A_GRADIENT} == {"missing-gradient"}
+
+
+def test_largest_magnitudes_are_those_of_the_norm() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        values = ([1.0, -3.0, 2.0], [math.nan, 1.0], [-math.inf, math.nan], [-math.inf, 1.0], [0.0, -0.0], [[-2.0]])
+        tensors = [torch.tensor(of_tensor, dtype=dtype) for of_tensor in values]
+        tensors.append(torch.randn(8, 6).to(dtype).t()[::2])
+        ((places, largest),) = largest_of_each(tensors)
+        assert places == [*range(len(tensors))]
+        expected = torch.stack([torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors])
+        assert largest.dtype == dtype
+        assert torch.equal(largest.nan_to_num(-1.0), expected.nan_to_num(-1.0))
