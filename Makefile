@@ -1,5 +1,6 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
-# make test   lint, types and all tests
+# make test   lint, types and all tests but those marked `extended`
+# make test-all   those too: signals, injected faults, ends of processes, instructions of other processors
 # make test-quick   the first case of each test that is not marked slow or processes: tests/quick.py
 # make test-processors   all tests with the instructions of other processors, as far as this one has them, and with two threads
 # make test-newest   all tests with the newest versions of all packages, in .venv-newest; WITH="transformers<5" takes an older one
@@ -31,7 +32,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # Processes start sooner where Python may keep what it compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-processors test-newest tests mutants lint style types docs te-suite gpu-check clients \
+.PHONY: demo test test-all test-quick test-processors test-newest tests mutants lint style types docs te-suite gpu-check clients \
 	proof install install-demo clean
 .DEFAULT_GOAL := test
 
@@ -62,12 +63,16 @@ ONE_THREAD = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THR
 WORKERS = $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() + 1))")
 PYTEST = $(ONE_THREAD) $(SETTING) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
+MARKS = -m "not extended"
 tests: install
-	$(PYTEST)
+	$(PYTEST) $(MARKS)
 
 # The types are checked while the tests run: neither takes all processors all the time.
 test: style
 	@$(MAKE) --no-print-directory -j2 types tests
+
+test-all: style
+	@$(MAKE) --no-print-directory -j2 types tests MARKS=
 
 test-quick: install
 	$(PYTEST) --quick --durations 5
@@ -79,7 +84,7 @@ SETTINGS = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=
 test-processors: install
 	@for setting in $(SETTINGS); do \
 		echo "$$setting"; \
-		$(MAKE) --no-print-directory tests SETTING="$$setting TORCHINDUCTOR_FORCE_DISABLE_CACHES=1" || exit 1; \
+		$(MAKE) --no-print-directory tests MARKS= SETTING="$$setting TORCHINDUCTOR_FORCE_DISABLE_CACHES=1" || exit 1; \
 	done
 
 test-newest: BIN := .venv-newest/bin

@@ -22,6 +22,9 @@ from tests.quick import (  # noqa: F401  # pytest finds them here
     no_process_is_started,
     pytest_addoption,
     pytest_collection_modifyitems,
+    pytest_deselected,
+    pytest_terminal_summary,
+    pytest_testnodedown,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +106,8 @@ def pytest_collection_finish() -> None:
     collections.leave_out()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    quick.pytest_sessionfinish(session)
     if collections in gc.callbacks:  # who only hands tests to workers collects none
         gc.callbacks.remove(collections)
         gc.unfreeze()

@@ -1,4 +1,5 @@
-"""``make test-quick``: the first case of each test that is not marked ``slow`` or ``processes``."""
+"""``make test-quick``: the first case of each test that is not marked ``slow`` or ``processes``. And how many tests a
+run leaves out, also where workers do."""
 
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 _started: list[Any] = []
+_left_out = 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: over half a second; not in make test-quick")
     config.addinivalue_line("markers", "processes: starts Python processes; not in make test-quick")
+    config.addinivalue_line("markers", "extended: signals, injected faults, other processors; only in make test-all")
     if config.getoption("quick"):
         sys.addaudithook(_watch)
 
@@ -34,6 +37,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen.append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    global _left_out
+    _left_out += len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = _left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each worker of pytest-xdist leaves out the same tests, and its number is in no summary."""
+    global _left_out
+    _left_out = getattr(node, "workeroutput", {}).get("left out", _left_out)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if _left_out and config.getoption("dist", "no") != "no":
+        terminalreporter.write_line(f"{_left_out} deselected")
 
 
 @pytest.fixture(autouse=True)
