@@ -29,3 +29,10 @@ def diagonal(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Each value of each factor at least once; shorter factors begin again."""
     values = [list(factor) for factor in factors]
     return [tuple(choices[place % len(choices)] for choices in values) for place in range(max(map(len, values)))]
+
+
+def grouped(first: Iterable[Any], *others: Iterable[Any]) -> list[tuple[Any, list[tuple[Any, ...]]]]:
+    """The combinations of :func:`pairs`, one case for each value of the first factor."""
+    values = list(first)
+    chosen = pairs(range(len(values)), *others)
+    return [(value, [rest for at, *rest in chosen if at == place]) for place, value in enumerate(values)]

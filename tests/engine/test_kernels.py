@@ -25,7 +25,7 @@ from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels import eager, native
 from te_precision_callbacks.engine.kernels.eager_blocks import largest_range
 from te_precision_callbacks.statistics.names import Blocks
-from tests.combinations import pairs
+from tests.combinations import grouped
 from tests.drawn import normal
 from tests.engine import exact
 from tests.engine.forms import spread
@@ -44,7 +44,10 @@ Same = Callable[[exact.Columns, exact.Columns], None]
 PROCESSORS = {"native": "", "AVX2": "-march=haswell", "SSE2": "-march=x86-64"}
 
 
-@pytest.fixture(params=["eager", *(PROCESSORS if platform.machine() == "x86_64" else ["native"])])
+OTHERS = [name for name in PROCESSORS if name != "native" and platform.machine() == "x86_64"]
+
+
+@pytest.fixture(params=["eager", "native", *(pytest.param(name, marks=pytest.mark.extended) for name in OTHERS)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "eager":
         monkeypatch.setattr(native.ONE_PASS, "functions", native.ONE_PASS.load(PROCESSORS[request.param]))
@@ -218,16 +221,16 @@ def test_the_bounds_hold(name: str, measure: Measure, assert_same: Same) -> None
     assert exact.statistic("std", result) == pytest.approx(std, rel=exact.STD_IN_FLOAT)
 
 
-@pytest.mark.parametrize("value", [0.1, 3.7, 1 / 3, -1e20, 1e-30])
-def test_equal_elements_have_no_spread(measure: Measure, value: float) -> None:
+def test_equal_elements_have_no_spread(measure: Measure) -> None:
     """Their sums are rounded; of 2^22 numbers, in C++, by 10^-7 of the value."""
-    many, few = measure(torch.full((2**22,), value)), measure(torch.full((3,), value))
-    for passes in ([many], [few], [many, few], [few] * 5):
-        assert exact.statistic("std", *passes) == 0.0
-    almost = torch.full((1001,), value)
-    almost[7] = torch.nextafter(almost[7], torch.tensor(INF))
-    expected = exact.as_array(almost).std(ddof=1)
-    assert expected / 1.5 < exact.statistic("std", measure(almost)) < expected * 20
+    for value in [0.1, 3.7, 1 / 3, -1e20, 1e-30]:
+        many, few = measure(torch.full((2**22,), value)), measure(torch.full((3,), value))
+        for passes in ([many], [few], [many, few], [few] * 5):
+            assert exact.statistic("std", *passes) == 0.0
+        almost = torch.full((1001,), value)
+        almost[7] = torch.nextafter(almost[7], torch.tensor(INF))
+        expected = exact.as_array(almost).std(ddof=1)
+        assert expected / 1.5 < exact.statistic("std", measure(almost)) < expected * 20
 
 
 def test_a_tensor_of_many_pieces(measure: Measure, assert_same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,6 +363,7 @@ def in_a_process(script: str, **environment: str) -> tuple[dict[str, bool], str]
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: Path) -> None:
     """A file stands where the folder must be: the superuser may write to a folder that is read-only."""
     (tmp_path / "file").touch()
@@ -370,6 +374,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_costs_no_number(tmp_path: P
     assert "TORCHINDUCTOR_CACHE_DIR" in stderr
 
 
+@pytest.mark.extended
 def test_code_in_the_folder_of_another_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = os.getuid() + 1
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -380,6 +385,7 @@ def test_code_in_the_folder_of_another_user_is_not_run(tmp_path: Path, monkeypat
         native.ONE_PASS.load()
 
 
+@pytest.mark.extended
 def test_processes_that_compile_at_once_leave_one_library(tmp_path: Path) -> None:
     """Each compiles to a name of its own, so that none loads what another has half written."""
     script = "from te_precision_callbacks.engine.kernels.native import ONE_PASS; assert ONE_PASS.load('-O0')"
@@ -540,27 +546,28 @@ IN_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize(("name", "size", "dims", "both"), pairs(IN_BLOCKS, [1, 8, 16, 10**6], [1, 2], [False, True]))
-def test_the_largest_range_equals_a_loop_over_blocks(name: str, size: int, dims: int, both: bool) -> None:
-    blocks = Blocks(size, dims, both)
-    result = largest_range(IN_BLOCKS[name], blocks)
-    assert (result.dtype, result.shape) == (torch.float64, (1,))
-    assert result.item() == pytest.approx(by_loop(IN_BLOCKS[name], blocks), rel=1e-12, abs=1e-12)
+@pytest.mark.parametrize(("name", "others"), grouped(IN_BLOCKS, [1, 8, 16, 10**6], [1, 2], [False, True]))
+def test_the_largest_range_equals_a_loop_over_blocks(name: str, others: list[tuple[int, int, bool]]) -> None:
+    for size, dims, both in others:
+        blocks = Blocks(size, dims, both)
+        result = largest_range(IN_BLOCKS[name], blocks)
+        assert (result.dtype, result.shape) == (torch.float64, (1,))
+        assert result.item() == pytest.approx(by_loop(IN_BLOCKS[name], blocks), rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("values", [torch.zeros(8, 8), torch.full((8, 8), NAN), torch.empty(0), torch.empty(3, 0)])
-@pytest.mark.parametrize("dims", [1, 2])
-def test_nothing_to_take_a_range_of(values: torch.Tensor, dims: int) -> None:
-    result = largest_range(values, Blocks(4, dims, both=True))
-    assert (result.dtype, result.tolist()) == (torch.float64, [-INF])
+def test_nothing_to_take_a_range_of() -> None:
+    for values in [torch.zeros(8, 8), torch.full((8, 8), NAN), torch.empty(0), torch.empty(3, 0)]:
+        for dims in [1, 2]:
+            result = largest_range(values, Blocks(4, dims, both=True))
+            assert (result.dtype, result.tolist()) == (torch.float64, [-INF])
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["as it is", "both orientations"])
 @pytest.mark.parametrize("dims", [1, 2])
-@pytest.mark.parametrize("size", [4, 32])
-def test_transformer_engines(size: int, dims: int, both: bool) -> None:
+def test_transformer_engines(dims: int, both: bool) -> None:
     """Of whole blocks of finite numbers theirs is the same, in float32."""
-    for values in (spread(64, 96), spread(2, 32, 64).where(chosen(2, 32, 64, share=0.5), 0.0), torch.zeros(32, 32)):
-        expected = float(compute_max_blockwise_dynamic_range(values, BlockwiseDynamicRangeStat(size, dims, both)))
-        result = max(largest_range(values, Blocks(size, dims, both)).item(), 0.0)
-        assert result == pytest.approx(expected, rel=1e-6)
+    for size in [4, 32]:
+        for values in (spread(64, 96), spread(2, 32, 64).where(chosen(2, 32, 64, share=0.5), 0.0), torch.zeros(32, 32)):
+            expected = float(compute_max_blockwise_dynamic_range(values, BlockwiseDynamicRangeStat(size, dims, both)))
+            result = max(largest_range(values, Blocks(size, dims, both)).item(), 0.0)
+            assert result == pytest.approx(expected, rel=1e-6)

@@ -142,10 +142,10 @@ def test_drawn_tensors(add: Add, broken: float | None) -> None:
     check(add, tensors_of(codes, SCALED))
 
 
-@pytest.mark.parametrize("special", [0.0, -0.0, 1e-45, 3e38, math.inf, -math.inf, math.nan])
-def test_reciprocals_of_special_numbers(special: float, add: Add) -> None:
-    check(add, tensors_of([(torch.tensor([0.5, 2.0, special, -4.0]), RECIPROCAL)]))
-    check(add, tensors_of([(torch.full((4,), special), RECIPROCAL)]))
+def test_reciprocals_of_special_numbers(add: Add) -> None:
+    for special in [0.0, -0.0, 1e-45, 3e38, math.inf, -math.inf, math.nan]:
+        check(add, tensors_of([(torch.tensor([0.5, 2.0, special, -4.0]), RECIPROCAL)]))
+        check(add, tensors_of([(torch.full((4,), special), RECIPROCAL)]))
 
 
 def test_a_slot_keeps_the_largest_and_the_first(add: Add) -> None:

@@ -22,7 +22,7 @@ from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.quantization import read
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.table import QUANTIZED_STATISTICS
-from tests.combinations import half, pairs
+from tests.combinations import grouped, half
 from tests.drawn import normal
 from tests.engine import exact, forms
 from tests.engine.exact import BLOCK_STATISTICS
@@ -115,16 +115,15 @@ MICRO_BATCHES = {name: [x] for name, x in TENSORS.items()} | {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe", "weight", "columnwise"), pairs(MICRO_BATCHES, BLOCKS, (False, True), (False, True))
-)
-def test_what_a_recipe_would_give(name: str, recipe: str, weight: bool, columnwise: bool) -> None:
-    columnwise &= BLOCKS[recipe][0] is not None
-    form = f"{recipe}_{{}}{'_columnwise' if columnwise else ''}"
-    for batches in [[x] for x in MICRO_BATCHES[name] if x.numel()] if weight else [MICRO_BATCHES[name]]:
-        watched = [Watched("l", "weight" if weight else "activation", 0, x) for x in batches]
-        result = statistics(watched, names_of(recipe, form))
-        assert_as_numpy(result, recipe, batches, form, weight=weight, columnwise=columnwise)
+@pytest.mark.parametrize(("name", "others"), grouped(MICRO_BATCHES, BLOCKS, (False, True), (False, True)))
+def test_what_a_recipe_would_give(name: str, others: list[tuple[str, bool, bool]]) -> None:
+    for recipe, weight, columnwise in others:
+        columnwise &= BLOCKS[recipe][0] is not None
+        form = f"{recipe}_{{}}{'_columnwise' if columnwise else ''}"
+        for batches in [[x] for x in MICRO_BATCHES[name] if x.numel()] if weight else [MICRO_BATCHES[name]]:
+            watched = [Watched("l", "weight" if weight else "activation", 0, x) for x in batches]
+            result = statistics(watched, names_of(recipe, form))
+            assert_as_numpy(result, recipe, batches, form, weight=weight, columnwise=columnwise)
 
 
 def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,40 +157,41 @@ def test_a_block_whose_scale_underflows_is_lost_below_not_above() -> None:
         assert list(found.values()) == pytest.approx([expected[name] for name in names], rel=1e-6)
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), half(BLOCKS, forms.DTYPES), ids=str)
-def test_the_largest_element_is_not_clipped(recipe: str, dtype: torch.dtype) -> None:
+def test_the_largest_element_is_not_clipped() -> None:
     """The recipe makes the largest code of it, or a smaller one; that its factor is rounded is no overflow."""
-    beyond = 0
-    for amax in np.exp(np.random.default_rng(0).uniform(-9, 9, 12)):
-        x = torch.full((32, 128), float(amax)).to(dtype)
-        its = quantizer(recipe)
-        for real in (None, None if dtype == torch.float64 else its(x)):
-            watched = Watched("l", "activation", 0, x, real, real, its)
-            assert statistics([watched], [f"{recipe}_overflows%"]) == {f"{recipe}_overflows%": 0.0}
-        quantized = quantize(recipe, matrix(x))
-        beyond += float(x[0, 0]) > float(quantized.number_format.max) * float(quantized.blocks[0].factor)
-    assert beyond > 3 or recipe != "fp8_current_scaling"
+    for recipe, dtype in half(BLOCKS, forms.DTYPES):
+        beyond = 0
+        for amax in np.exp(np.random.default_rng(0).uniform(-9, 9, 12)):
+            x = torch.full((32, 128), float(amax)).to(dtype)
+            its = quantizer(recipe)
+            for real in (None, None if dtype == torch.float64 else its(x)):
+                watched = Watched("l", "activation", 0, x, real, real, its)
+                assert statistics([watched], [f"{recipe}_overflows%"]) == {f"{recipe}_overflows%": 0.0}
+            quantized = quantize(recipe, matrix(x))
+            beyond += float(x[0, 0]) > float(quantized.number_format.max) * float(quantized.blocks[0].factor)
+        assert beyond > 3 or recipe != "fp8_current_scaling"
 
 
 # --- of the layer's own recipe ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seed", "recipe", "weight"), pairs(range(4), BLOCKS, (False, True)))
-def test_of_the_layers_own_recipe(seed: int, recipe: str, weight: bool) -> None:
+@pytest.mark.parametrize(("seed", "others"), grouped(range(4), BLOCKS, (False, True)))
+def test_of_the_layers_own_recipe(seed: int, others: list[tuple[str, bool]]) -> None:
     """Read from Transformer Engine's quantized tensor, with inf and nan made finite before; with and without the
     recipe in the name."""
-    x = drawn(seed, rows=64, columns=96).nan_to_num(0.0, 1.0, -1.0)
-    its = quantizer(recipe, weight=weight)
-    real = its(x)
-    watched = Watched("l", "weight" if weight else "activation", 0, x, real, real, its)
-    for columnwise in (False, True):
-        in_blocks = BLOCKS[recipe][0] is not None
-        end = "_columnwise" if columnwise else ""
-        for form in (f"{{}}{end}", f"{recipe}_{{}}{end}" if in_blocks or not columnwise else f"{{}}{end}"):
-            result = statistics([watched], names_of(recipe, form))
-            rel = 1e-13 if in_blocks else exact.STD_IN_FLOAT
-            options = {"weight": weight, "columnwise": columnwise and in_blocks}
-            assert_as_numpy(result, recipe, [x], form, rel=rel, **options)
+    for recipe, weight in others:
+        x = drawn(seed, rows=64, columns=96).nan_to_num(0.0, 1.0, -1.0)
+        its = quantizer(recipe, weight=weight)
+        real = its(x)
+        watched = Watched("l", "weight" if weight else "activation", 0, x, real, real, its)
+        for columnwise in (False, True):
+            in_blocks = BLOCKS[recipe][0] is not None
+            end = "_columnwise" if columnwise else ""
+            for form in (f"{{}}{end}", f"{recipe}_{{}}{end}" if in_blocks or not columnwise else f"{{}}{end}"):
+                result = statistics([watched], names_of(recipe, form))
+                rel = 1e-13 if in_blocks else exact.STD_IN_FLOAT
+                options = {"weight": weight, "columnwise": columnwise and in_blocks}
+                assert_as_numpy(result, recipe, [x], form, rel=rel, **options)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
@@ -213,39 +213,39 @@ PER_TENSOR = [("fp8_current_scaling", 1.0), ("fp8_delayed_scaling", 1.0), ("fp8_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("e5m2", [False, True], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize(("recipe", "scale"), PER_TENSOR)
-def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, e5m2: bool, dtype: torch.dtype) -> None:
-    x = spread(40, 96, by=4).to(dtype)
-    x[3] = 0
-    options = {"scale": scale} if recipe == "fp8_delayed_scaling" else {}
-    its = quantizer(recipe, e5m2=e5m2, **options)
-    float8, largest = exact.FLOAT8[e5m2]
-    factor = torch.tensor(scale) if options else torch.tensor(largest) / x.float().abs().max()
-    real = its(x)
-    result = statistics([Watched("layer", "activation", 0, x, real, real, its)], OF_ANY_RECIPE)
+def test_statistics_of_real_quantized_tensors(recipe: str, scale: float, dtype: torch.dtype) -> None:
+    for e5m2 in [False, True]:
+        x = spread(40, 96, by=4).to(dtype)
+        x[3] = 0
+        options = {"scale": scale} if recipe == "fp8_delayed_scaling" else {}
+        its = quantizer(recipe, e5m2=e5m2, **options)
+        float8, largest = exact.FLOAT8[e5m2]
+        factor = torch.tensor(scale) if options else torch.tensor(largest) / x.float().abs().max()
+        real = its(x)
+        result = statistics([Watched("layer", "activation", 0, x, real, real, its)], OF_ANY_RECIPE)
 
-    scale_inv = real._scale_inv.item()
-    y = (x.float() * factor).clamp(-largest, largest).to(float8).float() * scale_inv
-    limit = np.float32(largest * exact.ROUNDING) * np.float32(scale_inv)
-    columns = exact.comparison(exact.as_array(x), exact.as_array(y), float(limit))
-    assert result == pytest.approx(
-        {
-            "underflows%": 100 * columns["underflows"] / x.numel(),
-            "underflow_norm%": 100 * math.sqrt(columns["underflow_square_sum"] / columns["signal_square_sum"]),
-            "overflows%": 100 * columns["overflows"] / x.numel(),
-            "mse": columns["error_square_sum"] / x.numel(),
-            "sqnr_db": 10 * math.log10(columns["signal_square_sum"] / columns["error_square_sum"]),
-            "scale_inv_min": scale_inv,
-            "scale_inv_max": scale_inv,
-            "scale_inv_std": 0.0,
-        },
-        rel=1e-12,
-    )
-    theirs = upstream(x, real, ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max"])
-    assert {name: result[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)
-    if dtype == torch.float32:  # of bfloat16 theirs is rounded to it before and after
-        assert result["mse"] == pytest.approx(upstream(x, real, ["mse"])["mse"], rel=1e-6)
+        scale_inv = real._scale_inv.item()
+        y = (x.float() * factor).clamp(-largest, largest).to(float8).float() * scale_inv
+        limit = np.float32(largest * exact.ROUNDING) * np.float32(scale_inv)
+        columns = exact.comparison(exact.as_array(x), exact.as_array(y), float(limit))
+        assert result == pytest.approx(
+            {
+                "underflows%": 100 * columns["underflows"] / x.numel(),
+                "underflow_norm%": 100 * math.sqrt(columns["underflow_square_sum"] / columns["signal_square_sum"]),
+                "overflows%": 100 * columns["overflows"] / x.numel(),
+                "mse": columns["error_square_sum"] / x.numel(),
+                "sqnr_db": 10 * math.log10(columns["signal_square_sum"] / columns["error_square_sum"]),
+                "scale_inv_min": scale_inv,
+                "scale_inv_max": scale_inv,
+                "scale_inv_std": 0.0,
+            },
+            rel=1e-12,
+        )
+        theirs = upstream(x, real, ["underflows%", "overflows%", "scale_inv_min", "scale_inv_max"])
+        assert {name: result[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)
+        if dtype == torch.float32:  # of bfloat16 theirs is rounded to it before and after
+            assert result["mse"] == pytest.approx(upstream(x, real, ["mse"])["mse"], rel=1e-6)
 
 
 def upstream(x: torch.Tensor, quantized: Any, names: list[str]) -> dict[str, float]:

@@ -187,19 +187,21 @@ def test_rows_that_are_empty_or_due_on_one_rank_only(two: Ranks) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("recipe", ranks_script.BLOCK_RECIPES)
-@pytest.mark.parametrize("step", range(3))
-def test_blocks_of_all_ranks_are_put_together(two: Ranks, step: int, recipe: str) -> None:
-    weight = normal(step, 48, 32).numpy()
-    activations = [x.numpy() for rank in range(2) for x in ranks_script.of_ranks(rank, step)]
-    expected = {
-        "activation": by_block(recipe, [Pair(x, quantize(recipe, x)) for x in activations]),
-        "weight": by_block(recipe, [Pair(weight, quantize(recipe, weight, weight=True))]),
-    }
-    for rank in two:
-        for tensor, statistics in expected.items():
-            for name, value in statistics.items():
-                assert rank["blocks"][step][f"{tensor} {recipe}_{name}"] == pytest.approx(value, rel=1e-12), name
+def test_blocks_of_all_ranks_are_put_together(two: Ranks) -> None:
+    for recipe in ranks_script.BLOCK_RECIPES:
+        for step in range(3):
+            weight = normal(step, 48, 32).numpy()
+            activations = [x.numpy() for rank in range(2) for x in ranks_script.of_ranks(rank, step)]
+            expected = {
+                "activation": by_block(recipe, [Pair(x, quantize(recipe, x)) for x in activations]),
+                "weight": by_block(recipe, [Pair(weight, quantize(recipe, weight, weight=True))]),
+            }
+            for rank in two:
+                for tensor, statistics in expected.items():
+                    for name, value in statistics.items():
+                        assert rank["blocks"][step][f"{tensor} {recipe}_{name}"] == pytest.approx(value, rel=1e-12), (
+                            name
+                        )
 
 
 # ---------------------------------------------------------------------- cost

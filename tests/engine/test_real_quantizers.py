@@ -55,35 +55,38 @@ QUANTIZERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str, dtype: torch.dtype) -> None:
+def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str) -> None:
     """Values, factors and stored scales, bit for bit; also where a scale is beyond float32 and depends on the tensor's
     type."""
-    its = QUANTIZERS[name]()
-    recipe, settings = recipe_of(its), settings_of(its)
-    block = RECIPES[recipe].block(settings)
-    for of, tensor in TENSORS.items():
-        x = tensor.to(dtype).nan_to_num(posinf=60_000.0, neginf=-60_000.0)
-        for columnwise in (False, True):
-            real = read(its(x), columnwise=columnwise)
-            if isinstance(real, PerTensor):
-                would_be = round_blocks(recipe, x.reshape(1, -1), x.float().abs().max(), settings)
-                assert_identical(would_be.values, its(x).dequantize(dtype=torch.float32).reshape(1, -1), of)
-                assert would_be.factors.item() == real.scale_inv.item()
-                continue
-            # MXFP8's columnwise scales lie in rows of columns; the squares of MXFP8 and NVFP4 are there for every row.
-            factors, scales = real.part.factors(), real.part.block_scales()
-            if recipe == "mxfp8" and columnwise:
-                factors, scales = factors.t(), scales.t()
-            once = 1 if recipe == "fp8_block_scaling" else block[0]
-            matrix, values = as_matrix(x), real.part.dequantized()
-            if columnwise:
-                matrix, values = matrix.t(), values.t()
-            would_be = round_blocks(recipe, split_into_blocks(matrix, block, np.nan), x.float().abs().max(), settings)
-            assert_identical(would_be.values, split_into_blocks(values, block, 0.0), of)
-            assert_identical(would_be.factors, factors[::once].reshape(-1, 1), of)
-            assert_identical(would_be.scales, scales[::once].reshape(-1, 1), of)
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        its = QUANTIZERS[name]()
+        recipe, settings = recipe_of(its), settings_of(its)
+        block = RECIPES[recipe].block(settings)
+        for of, tensor in TENSORS.items():
+            x = tensor.to(dtype).nan_to_num(posinf=60_000.0, neginf=-60_000.0)
+            for columnwise in (False, True):
+                real = read(its(x), columnwise=columnwise)
+                if isinstance(real, PerTensor):
+                    would_be = round_blocks(recipe, x.reshape(1, -1), x.float().abs().max(), settings)
+                    assert_identical(would_be.values, its(x).dequantize(dtype=torch.float32).reshape(1, -1), of)
+                    assert would_be.factors.item() == real.scale_inv.item()
+                    continue
+                # MXFP8's columnwise scales lie in rows of columns; the squares of MXFP8 and NVFP4 are there for every
+                # row.
+                factors, scales = real.part.factors(), real.part.block_scales()
+                if recipe == "mxfp8" and columnwise:
+                    factors, scales = factors.t(), scales.t()
+                once = 1 if recipe == "fp8_block_scaling" else block[0]
+                matrix, values = as_matrix(x), real.part.dequantized()
+                if columnwise:
+                    matrix, values = matrix.t(), values.t()
+                would_be = round_blocks(
+                    recipe, split_into_blocks(matrix, block, np.nan), x.float().abs().max(), settings
+                )
+                assert_identical(would_be.values, split_into_blocks(values, block, 0.0), of)
+                assert_identical(would_be.factors, factors[::once].reshape(-1, 1), of)
+                assert_identical(would_be.scales, scales[::once].reshape(-1, 1), of)
 
 
 def assert_identical(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
@@ -91,10 +94,10 @@ def assert_identical(found: torch.Tensor, expected: torch.Tensor, name: str) -> 
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("recipe", "e5m2", "weight"), DEFAULTS)
-def test_what_is_simulated_by_default_is_what_quantizers_do_by_default(recipe: str, e5m2: bool, weight: bool) -> None:
-    settings = default_settings(recipe, "weight" if weight else "activation", e5m2=e5m2)
-    assert settings == settings_of(quantizer(recipe, weight=weight, e5m2=e5m2))
+def test_what_is_simulated_by_default_is_what_quantizers_do_by_default() -> None:
+    for recipe, e5m2, weight in DEFAULTS:
+        settings = default_settings(recipe, "weight" if weight else "activation", e5m2=e5m2)
+        assert settings == settings_of(quantizer(recipe, weight=weight, e5m2=e5m2))
 
 
 def statistics_of(x: torch.Tensor, quantized: Any, its: Any, *, columnwise: bool) -> Found:
@@ -142,26 +145,26 @@ def test_data_that_a_layer_lacks_are_simulated_as_its_quantizer_is_set_and_that_
 
 
 @pytest.mark.parametrize("runs", [*RECIPES, None])
-@pytest.mark.parametrize("e5m2", [False, True], ids=["runs E4M3", "runs E5M2"])
-def test_a_format_in_the_name_is_what_a_quantizer_of_that_format_makes(runs: str | None, e5m2: bool) -> None:
+def test_a_format_in_the_name_is_what_a_quantizer_of_that_format_makes(runs: str | None) -> None:
     """Of whatever recipe and format the layer runs; without a format its own, and of other recipes the default."""
     x = spread(by=1.0)
 
     def mse(its: Any) -> float:
         return (its(x).dequantize(dtype=torch.float32).double() - x.double()).square().mean().item()
 
-    expected: dict[str, float] = {}
-    for recipe in WITH_ELEMENT_FORMAT:
-        for element_format, is_e5m2 in (("e4m3", False), ("e5m2", True)):
-            expected[f"{recipe}_{element_format}_mse"] = mse(quantizer(recipe, e5m2=is_e5m2))
-        default = "e5m2" if recipe == "fp8_current_scaling" else "e4m3"
-        own = ("e4m3", "e5m2")[e5m2] if recipe == runs else default
-        expected[f"{recipe}_mse"] = expected[f"{recipe}_{own}_mse"]
-    watched = Watched("l", "gradient", 0, x)
-    if runs is not None:
-        its = quantizer(runs) if runs == "nvfp4" else quantizer(runs, e5m2=e5m2)
-        expected["mse"] = mse(its)
-        watched = Watched("l", "gradient", 0, x, its(x), its(x), its)
-    results = statistics([watched], list(expected))
-    assert results == pytest.approx(expected, rel=exact.IN_FLOAT)
-    assert all(results[f"{recipe}_e5m2_mse"] > 2 * results[f"{recipe}_e4m3_mse"] for recipe in WITH_ELEMENT_FORMAT)
+    for e5m2 in (False, True):
+        expected: dict[str, float] = {}
+        for recipe in WITH_ELEMENT_FORMAT:
+            for element_format, is_e5m2 in (("e4m3", False), ("e5m2", True)):
+                expected[f"{recipe}_{element_format}_mse"] = mse(quantizer(recipe, e5m2=is_e5m2))
+            default = "e5m2" if recipe == "fp8_current_scaling" else "e4m3"
+            own = ("e4m3", "e5m2")[e5m2] if recipe == runs else default
+            expected[f"{recipe}_mse"] = expected[f"{recipe}_{own}_mse"]
+        watched = Watched("l", "gradient", 0, x)
+        if runs is not None:
+            its = quantizer(runs) if runs == "nvfp4" else quantizer(runs, e5m2=e5m2)
+            expected["mse"] = mse(its)
+            watched = Watched("l", "gradient", 0, x, its(x), its(x), its)
+        results = statistics([watched], list(expected))
+        assert results == pytest.approx(expected, rel=exact.IN_FLOAT)
+        assert all(results[f"{recipe}_e5m2_mse"] > 2 * results[f"{recipe}_e4m3_mse"] for recipe in WITH_ELEMENT_FORMAT)

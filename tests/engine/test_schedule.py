@@ -4,8 +4,6 @@ import itertools
 import math
 from typing import Any
 
-import pytest
-
 from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
 
 LAST = 130  # of the iterations that are tried
@@ -46,9 +44,9 @@ def assert_as_enumerated(options: dict[str, Any], last: int) -> None:
         assert schedule.at(iteration) == (iteration in due, following), iteration
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_iteration(options: dict[str, Any]) -> None:
-    assert_as_enumerated(options, LAST)
+def test_every_iteration() -> None:
+    for options in OPTIONS:
+        assert_as_enumerated(options, LAST)
 
 
 def test_all_small_schedules() -> None:
@@ -57,21 +55,21 @@ def test_all_small_schedules() -> None:
         assert_as_enumerated(options, 20)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_transformer_engines(options: dict[str, Any]) -> None:
+def test_transformer_engines() -> None:
     """The same, but for an end of -1 or None in a list, which theirs does not support."""
-    from transformer_engine.debug.features.utils import next_enabled_iter
+    for options in OPTIONS:
+        from transformer_engine.debug.features.utils import next_enabled_iter
 
-    ends = [options.get("end_step"), *(end for _, end in options.get("start_end_list") or [])]
-    if -1 in ends or None in ends[1:]:
-        options = {**options, "end_step": None, "start_end_list": options.get("start_end_list") and [
-            (start, math.inf if end in (None, -1) else end) for start, end in options["start_end_list"]
-        ]}  # fmt: skip
-    start, end, pairs = (options.get(key) for key in ("start_step", "end_step", "start_end_list"))
-    schedule = Schedule.of(**options)
-    for iteration in range(LAST):
-        theirs = next_enabled_iter(start, end, pairs, options.get("freq", 1), iteration)
-        assert schedule.at(iteration) == theirs, iteration
+        ends = [options.get("end_step"), *(end for _, end in options.get("start_end_list") or [])]
+        if -1 in ends or None in ends[1:]:
+            options = {**options, "end_step": None, "start_end_list": options.get("start_end_list") and [
+                (start, math.inf if end in (None, -1) else end) for start, end in options["start_end_list"]
+            ]}  # fmt: skip
+        start, end, pairs = (options.get(key) for key in ("start_step", "end_step", "start_end_list"))
+        schedule = Schedule.of(**options)
+        for iteration in range(LAST):
+            theirs = next_enabled_iter(start, end, pairs, options.get("freq", 1), iteration)
+            assert schedule.at(iteration) == theirs, iteration
 
 
 def test_a_schedule_with_early_steps_in_words() -> None:

@@ -87,17 +87,17 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_every_statistic_of_a_tensor(name: str) -> None:
-    result = statistics_of(BATCHES[name], TENSOR_STATISTICS)
-    expected = from_float64(BATCHES[name])
-    assert result.keys() == expected.keys()
-    for statistic, value in expected.items():
-        rel = exact.STD_IN_FLOAT if statistic in ("mean", "std", "l1_norm", "l2_norm") else 1e-9
-        if name == "float64 between float32" and statistic == "std":
-            rel = 5  # below the resolution of the moments: within the bounds of the extremes
-        size = expected["l1_norm"] / max(expected["numel"], 1) if statistic == "mean" else 0.0
-        assert result[statistic] == pytest.approx(value, rel=rel, abs=rel * size), statistic
+def test_every_statistic_of_a_tensor() -> None:
+    for name in BATCHES:
+        result = statistics_of(BATCHES[name], TENSOR_STATISTICS)
+        expected = from_float64(BATCHES[name])
+        assert result.keys() == expected.keys()
+        for statistic, value in expected.items():
+            rel = exact.STD_IN_FLOAT if statistic in ("mean", "std", "l1_norm", "l2_norm") else 1e-9
+            if name == "float64 between float32" and statistic == "std":
+                rel = 5  # below the resolution of the moments: within the bounds of the extremes
+            size = expected["l1_norm"] / max(expected["numel"], 1) if statistic == "mean" else 0.0
+            assert result[statistic] == pytest.approx(value, rel=rel, abs=rel * size), statistic
 
 
 def test_the_largest_range_of_blocks() -> None:
@@ -119,29 +119,39 @@ def test_every_statistic_has_an_oracle() -> None:
 EMPTY = dict.fromkeys(TENSOR_STATISTICS, 0.0) | {"exponent_histogram": (0.0,) * 256}
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (torch.empty(0), {}),
-        (torch.zeros(4, 5), {"numel": 20, "zeros%": 100}),
-        (torch.full((4, 5), NAN), {"numel": 20, "nonfinite_num": 20}),
-        (torch.full((4, 5), -INF), {"numel": 20, "nonfinite_num": 20}),
-        (
-            torch.tensor(-3.0),
-            {"min": -3, "max": -3, "mean": -3, "l1_norm": 3, "l2_norm": 3, "cur_amax": 3, "numel": 1,
-             "exponent_histogram": tuple(1.0 * (number == 128) for number in range(256))},
-        ),
-    ],
-    ids=["nothing", "zeros", "nan", "infinite", "one element"],
-)  # fmt: skip
-def test_every_value_is_defined(values: torch.Tensor, expected: Found) -> None:
-    assert statistics_of([values], TENSOR_STATISTICS) == EMPTY | expected
-    assert list(statistics_of([values], [BLOCKWISE]).values()) == [0.0]
-    # And in the midst of others they change nothing but the counts.
-    others = [normal(30), values, normal(40, seed=1)]
-    results, alone = statistics_of(others, TENSOR_STATISTICS), statistics_of([others[0], others[2]], TENSOR_STATISTICS)
-    if not values.isfinite().any():
-        assert results == alone | {"numel": 70 + values.numel(), "nonfinite_num": values.numel()}
+DEFINED = [
+    (torch.empty(0), {}),
+    (torch.zeros(4, 5), {"numel": 20, "zeros%": 100}),
+    (torch.full((4, 5), NAN), {"numel": 20, "nonfinite_num": 20}),
+    (torch.full((4, 5), -INF), {"numel": 20, "nonfinite_num": 20}),
+    (
+        torch.tensor(-3.0),
+        {
+            "min": -3,
+            "max": -3,
+            "mean": -3,
+            "l1_norm": 3,
+            "l2_norm": 3,
+            "cur_amax": 3,
+            "numel": 1,
+            "exponent_histogram": tuple(1.0 * (number == 128) for number in range(256)),
+        },
+    ),
+]
+
+
+def test_every_value_is_defined() -> None:
+    for values, expected in DEFINED:
+        assert statistics_of([values], TENSOR_STATISTICS) == EMPTY | expected
+        assert list(statistics_of([values], [BLOCKWISE]).values()) == [0.0]
+        # And in the midst of others they change nothing but the counts.
+        others = [normal(30), values, normal(40, seed=1)]
+        results, alone = (
+            statistics_of(others, TENSOR_STATISTICS),
+            statistics_of([others[0], others[2]], TENSOR_STATISTICS),
+        )
+        if not values.isfinite().any():
+            assert results == alone | {"numel": 70 + values.numel(), "nonfinite_num": values.numel()}
 
 
 @pytest.mark.filterwarnings("error")
@@ -212,29 +222,29 @@ def test_underflows_of_any_format_follow_from_the_histogram() -> None:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe", "columnwise", "e5m2"),
-    [
-        ("mse", "", False, None),
-        ("mse_columnwise", "", True, None),
-        ("mxfp8_mse", "mxfp8", False, None),
-        ("mxfp8_scale_inv_min_columnwise", "mxfp8", True, None),
-        ("delayed_scaling_overflows%", "fp8_delayed_scaling", False, None),
-        ("fp8_delayed_scaling_overflows%", "fp8_delayed_scaling", False, None),
-        ("mxfp8_e4m3_mse", "mxfp8", False, False),
-        ("mxfp8_e5m2_block_underflows%_max_columnwise", "mxfp8", True, True),
-        ("fp8_block_scaling_e5m2_mse", "fp8_block_scaling", False, True),
-        ("block_scaling_e4m3_mse", "fp8_block_scaling", False, False),
-        ("fp8_block_e4m3_mse", "fp8_block_scaling", False, False),
-        ("fp8_current_scaling_e4m3_sqnr_db", "fp8_current_scaling", False, False),
-        ("fp8_current_e5m2_underflows%", "fp8_current_scaling", False, True),
-        ("fp8_current_underflows%", "fp8_current_scaling", False, None),
-    ],
-)
-def test_names_of_quantized_statistics(name: str, recipe: str, columnwise: bool, e5m2: bool | None) -> None:
-    request = quantized_request(name)
-    assert (request.label, request.recipe, request.columnwise, request.e5m2) == (name, recipe, columnwise, e5m2)
-    assert logged_request(name) == request
+QUANTIZED_NAMES = [
+    ("mse", "", False, None),
+    ("mse_columnwise", "", True, None),
+    ("mxfp8_mse", "mxfp8", False, None),
+    ("mxfp8_scale_inv_min_columnwise", "mxfp8", True, None),
+    ("delayed_scaling_overflows%", "fp8_delayed_scaling", False, None),
+    ("fp8_delayed_scaling_overflows%", "fp8_delayed_scaling", False, None),
+    ("mxfp8_e4m3_mse", "mxfp8", False, False),
+    ("mxfp8_e5m2_block_underflows%_max_columnwise", "mxfp8", True, True),
+    ("fp8_block_scaling_e5m2_mse", "fp8_block_scaling", False, True),
+    ("block_scaling_e4m3_mse", "fp8_block_scaling", False, False),
+    ("fp8_block_e4m3_mse", "fp8_block_scaling", False, False),
+    ("fp8_current_scaling_e4m3_sqnr_db", "fp8_current_scaling", False, False),
+    ("fp8_current_e5m2_underflows%", "fp8_current_scaling", False, True),
+    ("fp8_current_underflows%", "fp8_current_scaling", False, None),
+]
+
+
+def test_names_of_quantized_statistics() -> None:
+    for name, recipe, columnwise, e5m2 in QUANTIZED_NAMES:
+        request = quantized_request(name)
+        assert (request.label, request.recipe, request.columnwise, request.e5m2) == (name, recipe, columnwise, e5m2)
+        assert logged_request(name) == request
 
 
 def test_a_recipe_by_default_is_part_of_the_name() -> None:

@@ -248,6 +248,7 @@ OF_ANY_RECIPE = ("moments", "maxima", "compared", "scales", "scale_maxima")
     [(FORMS[0], 100), (FORMS[5], 90), (FORMS[11], 100)],
     ids=[NAMES[0], NAMES[5], NAMES[11]],
 )
+@pytest.mark.extended
 def test_it_compiles_without_spilling_registers(tmp_path: Path, form: Form, capability: int) -> None:
     """With the statistics that every recipe has: all block statistics together take more registers than there are."""
     made = compiled_for(form, capability, without=[name for name in (*SUMS, *EXTREMES) if name not in OF_ANY_RECIPE])
@@ -261,6 +262,7 @@ def test_it_compiles_without_spilling_registers(tmp_path: Path, form: Form, capa
 
 
 @pytest.mark.usefixtures("compiles")
+@pytest.mark.extended
 def test_everything_compiles() -> None:
     assert compiled_for(FORMS[7], 90)["cubin"]
 

@@ -61,21 +61,21 @@ def assert_is(tensor: Any, x: torch.Tensor, name: str, rowwise: bool, columnwise
         assert torch.equal(buffer, expected) if is_used else buffer is None
 
 
-@pytest.mark.parametrize("internal", [False, True], ids=["tensor", "storage"])
-@pytest.mark.parametrize("usage", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_usage(name: str, usage: str, internal: bool) -> None:
-    x, its = torch.randn(SHAPE), made(name)
-    its.internal = internal
-    usages = {"rowwise": usage == "rowwise", "columnwise": usage == "columnwise"}
-    its.set_usage(**usages)
-    if usage == "columnwise" and FAMILIES[name][2] is te.Float8Tensor:
-        with pytest.raises(NotImplementedError, match="Columnwise-only"):
-            tex.quantize(x, its)
-        return
-    out = tex.quantize(x, its)
-    assert type(out) is FAMILIES[name][3 if internal else 2]
-    assert_is(out, x, name, **usages)
+def test_one_usage(name: str) -> None:
+    for usage in ["rowwise", "columnwise"]:
+        for internal in [False, True]:
+            x, its = torch.randn(SHAPE), made(name)
+            its.internal = internal
+            usages = {"rowwise": usage == "rowwise", "columnwise": usage == "columnwise"}
+            its.set_usage(**usages)
+            if usage == "columnwise" and FAMILIES[name][2] is te.Float8Tensor:
+                with pytest.raises(NotImplementedError, match="Columnwise-only"):
+                    tex.quantize(x, its)
+                continue
+            out = tex.quantize(x, its)
+            assert type(out) is FAMILIES[name][3 if internal else 2]
+            assert_is(out, x, name, **usages)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -134,23 +134,23 @@ def _codes(values: torch.Tensor, scale: float, e5m2: bool = False) -> torch.Tens
     return (values.float() * scale).clamp(-largest, largest).to(float8).view(torch.uint8)
 
 
-@pytest.mark.parametrize("e5m2", FLOAT8)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1.0, 37.3, 1e-3])
-def test_delayed_scaling(e5m2: bool, dtype: torch.dtype, scale: float) -> None:
-    torch.manual_seed(0)
-    x = (torch.randn(4, 6, 32) * 100).to(dtype)
-    its = _delayed(e5m2=e5m2, scale=scale)
-    out = tex.quantize(x, its)
-    codes = _codes(x, scale, e5m2)
-    assert type(out) is te.Float8Tensor
-    assert (out.dtype, out.shape, out._fp8_dtype) == (dtype, x.shape, fp8_dtype(e5m2))
-    assert torch.equal(out._data, codes)
-    assert torch.equal(out._transpose, codes.movedim(-1, 0))
-    assert out._transpose.is_contiguous()
-    assert not out._transpose_invalid
-    assert out._scale_inv.item() == torch.tensor(1.0).div(its.scale).item()
-    assert its.amax.item() == x.abs().max().item()
+def test_delayed_scaling() -> None:
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        for scale in [1.0, 37.3, 1e-3]:
+            for e5m2 in FLOAT8:
+                torch.manual_seed(0)
+                x = (torch.randn(4, 6, 32) * 100).to(dtype)
+                its = _delayed(e5m2=e5m2, scale=scale)
+                out = tex.quantize(x, its)
+                codes = _codes(x, scale, e5m2)
+                assert type(out) is te.Float8Tensor
+                assert (out.dtype, out.shape, out._fp8_dtype) == (dtype, x.shape, fp8_dtype(e5m2))
+                assert torch.equal(out._data, codes)
+                assert torch.equal(out._transpose, codes.movedim(-1, 0))
+                assert out._transpose.is_contiguous()
+                assert not out._transpose_invalid
+                assert out._scale_inv.item() == torch.tensor(1.0).div(its.scale).item()
+                assert its.amax.item() == x.abs().max().item()
 
 
 @pytest.mark.parametrize("e5m2", FLOAT8)
@@ -174,13 +174,13 @@ def test_amax_of_delayed_scaling_only_grows() -> None:
         assert history.tolist() == [[0.0, expected], [0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("make", [_delayed, _current])
-def test_usages_on_blackwell(make: Any) -> None:
-    target.choose((10, 0))
-    for rowwise, columnwise in [(True, True), (False, True), (True, False)]:
-        out = tex.quantize(torch.randn(3, 4, 16), make(rowwise=rowwise, columnwise=columnwise))
-        assert out._data.shape == (3, 4, 16)
-        assert out._transpose is None
+def test_usages_on_blackwell() -> None:
+    for make in [_delayed, _current]:
+        target.choose((10, 0))
+        for rowwise, columnwise in [(True, True), (False, True), (True, False)]:
+            out = tex.quantize(torch.randn(3, 4, 16), make(rowwise=rowwise, columnwise=columnwise))
+            assert out._data.shape == (3, 4, 16)
+            assert out._transpose is None
 
 
 @pytest.mark.parametrize("make", [_delayed, _current])

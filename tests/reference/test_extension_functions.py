@@ -66,48 +66,48 @@ ACTIVATIONS: list[tuple[str, str, Function]] = [
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "gradient", "function"), ACTIVATIONS, ids=[name for name, _, _ in ACTIVATIONS])
-def test_value_and_gradient(name: str, gradient: str, function: Function, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x = (torch.randn(3, 8, 64) * 4).to(dtype)
-    value = getattr(tex, name)(x, None)
-    grad = torch.randn(value.shape).to(dtype)
-    dx = getattr(tex, gradient)(grad, x, None)
+def test_value_and_gradient(name: str, gradient: str, function: Function) -> None:
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        torch.manual_seed(0)
+        x = (torch.randn(3, 8, 64) * 4).to(dtype)
+        value = getattr(tex, name)(x, None)
+        grad = torch.randn(value.shape).to(dtype)
+        dx = getattr(tex, gradient)(grad, x, None)
 
-    exact = x.double().requires_grad_()
-    expected = function(exact)
-    (expected_dx,) = torch.autograd.grad(expected, exact, grad.double())
-    tolerance = TOLERANCE[dtype]
-    assert value.dtype == dx.dtype == dtype
-    assert dx.shape == x.shape
-    torch.testing.assert_close(value.double(), expected.detach(), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(dx.double(), expected_dx, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "qgelu", "srelu"])
-def test_bias_gradient_is_the_sum_over_rows(name: str) -> None:
-    torch.manual_seed(0)
-    x, grad = torch.randn(3, 8, 64), torch.randn(3, 8, 64)
-    bias_grad, dx = getattr(tex, f"dbias_d{name}")(grad, x, None)
-    assert torch.equal(dx, getattr(tex, f"d{name}")(grad, x, None))
-    torch.testing.assert_close(bias_grad.double(), dx.double().sum(dim=(0, 1)), rtol=1e-6, atol=1e-5)
+        exact = x.double().requires_grad_()
+        expected = function(exact)
+        (expected_dx,) = torch.autograd.grad(expected, exact, grad.double())
+        tolerance = TOLERANCE[dtype]
+        assert value.dtype == dx.dtype == dtype
+        assert dx.shape == x.shape
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(dx.double(), expected_dx, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["relu", "srelu", "reglu", "sreglu", "clamped_swiglu"])
-def test_nan_and_infinity_are_what_upstreams_comparisons_make_of_them(name: str) -> None:
+def test_bias_gradient_is_the_sum_over_rows() -> None:
+    for name in ["gelu", "silu", "relu", "qgelu", "srelu"]:
+        torch.manual_seed(0)
+        x, grad = torch.randn(3, 8, 64), torch.randn(3, 8, 64)
+        bias_grad, dx = getattr(tex, f"dbias_d{name}")(grad, x, None)
+        assert torch.equal(dx, getattr(tex, f"d{name}")(grad, x, None))
+        torch.testing.assert_close(bias_grad.double(), dx.double().sum(dim=(0, 1)), rtol=1e-6, atol=1e-5)
+
+
+def test_nan_and_infinity_are_what_upstreams_comparisons_make_of_them() -> None:
     """common/util/math.h: NaN is not above 0, so it becomes 0; 0 times an infinite gradient is NaN."""
-    backward = {"clamped_swiglu": "clamped_dswiglu"}.get(name, f"d{name}")
-    x = torch.tensor([[torch.nan, -1.0, -1.0, 2.0, *[1.0] * 4 * name.endswith("glu")]])
-    value = getattr(tex, name)(x, None)
-    grad = getattr(tex, backward)(torch.tensor([[1.0, torch.inf, 1.0, 1.0]]), x, None)
-    assert grad[0, 0] == 0
-    if name == "clamped_swiglu":
-        assert value.isfinite().all(), "NaN becomes the limit"
-    else:
-        assert value[0, 0] == 0
-        assert grad[0, 1].isnan()
-        assert grad[0, 2] == 0
+    for name in ["relu", "srelu", "reglu", "sreglu", "clamped_swiglu"]:
+        backward = {"clamped_swiglu": "clamped_dswiglu"}.get(name, f"d{name}")
+        x = torch.tensor([[torch.nan, -1.0, -1.0, 2.0, *[1.0] * 4 * name.endswith("glu")]])
+        value = getattr(tex, name)(x, None)
+        grad = getattr(tex, backward)(torch.tensor([[1.0, torch.inf, 1.0, 1.0]]), x, None)
+        assert grad[0, 0] == 0
+        if name == "clamped_swiglu":
+            assert value.isfinite().all(), "NaN becomes the limit"
+        else:
+            assert value[0, 0] == 0
+            assert grad[0, 1].isnan()
+            assert grad[0, 2] == 0
 
 
 # --- fused functions: one kernel on a GPU, rounded once, at the end ---------------------------------------------------
@@ -161,42 +161,42 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> No
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", NORM_ROUNDING)
-@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_norms_and_their_gradients_equal_float64(kind: str, dtype: torch.dtype, zero_centered: bool) -> None:
-    torch.manual_seed(0)
-    x = (torch.randn(4, 6, 96) * 3 + 1).to(dtype)
-    weight, bias, grad = (torch.randn(shape).to(dtype) for shape in (96, 96, (4, 6, 96)))
-    exact = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
-    gamma = exact[1] + zero_centered
-    rows = x.view(-1, 96)
-    options: tuple[Any, ...] = (NORM_EPS, None, None, KIND[dtype], 0, zero_centered)
-    if kind == "layernorm":
-        out, mean, rsigma = tex.layernorm_fwd(x, weight, bias, *options)
-        gradients = tex.layernorm_bwd(grad.view(-1, 96), rows, mean, rsigma, weight, 0, zero_centered)
-        expected, variance = (
-            F.layer_norm(exact[0], (96,), gamma, exact[2], NORM_EPS),
-            rows.double().var(dim=1, unbiased=False),
-        )
-        assert mean.dtype == torch.float32
-        _close(mean, rows.double().mean(dim=1), 1e-6)
-    else:
-        out, mean, rsigma = tex.rmsnorm_fwd(x, weight, *options)
-        gradients = tex.rmsnorm_bwd(grad, x, rsigma, weight, 0, zero_centered)
-        expected, variance = F.rms_norm(exact[0], (96,), gamma, NORM_EPS), rows.double().square().mean(dim=1)
-        assert mean is None
-    assert out.shape == x.shape
-    expected.backward(grad.double())
-    assert rsigma.dtype == torch.float32
-    _close(rsigma, torch.rsqrt(variance + NORM_EPS), 1e-6)
-    wanted = [expected.detach(), *(tensor.grad for tensor in exact)]
-    for result, value in zip((out, *gradients), wanted, strict=False):  # RMSNorm has no bias
-        assert result.dtype == dtype
-        _close(result.view(value.shape), value, NORM_ROUNDING[dtype])
-    if kind == "rmsnorm":
-        added, _ = tex.rmsnorm_bwd_add(grad, x, grad * 2, rsigma, weight, 0, zero_centered)
-        _close(added, exact[0].grad + grad.double() * 2, NORM_ROUNDING[dtype])
+def test_norms_and_their_gradients_equal_float64(kind: str) -> None:
+    for zero_centered in [False, True]:
+        for dtype in NORM_ROUNDING:
+            torch.manual_seed(0)
+            x = (torch.randn(4, 6, 96) * 3 + 1).to(dtype)
+            weight, bias, grad = (torch.randn(shape).to(dtype) for shape in (96, 96, (4, 6, 96)))
+            exact = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
+            gamma = exact[1] + zero_centered
+            rows = x.view(-1, 96)
+            options: tuple[Any, ...] = (NORM_EPS, None, None, KIND[dtype], 0, zero_centered)
+            if kind == "layernorm":
+                out, mean, rsigma = tex.layernorm_fwd(x, weight, bias, *options)
+                gradients = tex.layernorm_bwd(grad.view(-1, 96), rows, mean, rsigma, weight, 0, zero_centered)
+                expected, variance = (
+                    F.layer_norm(exact[0], (96,), gamma, exact[2], NORM_EPS),
+                    rows.double().var(dim=1, unbiased=False),
+                )
+                assert mean.dtype == torch.float32
+                _close(mean, rows.double().mean(dim=1), 1e-6)
+            else:
+                out, mean, rsigma = tex.rmsnorm_fwd(x, weight, *options)
+                gradients = tex.rmsnorm_bwd(grad, x, rsigma, weight, 0, zero_centered)
+                expected, variance = F.rms_norm(exact[0], (96,), gamma, NORM_EPS), rows.double().square().mean(dim=1)
+                assert mean is None
+            assert out.shape == x.shape
+            expected.backward(grad.double())
+            assert rsigma.dtype == torch.float32
+            _close(rsigma, torch.rsqrt(variance + NORM_EPS), 1e-6)
+            wanted = [expected.detach(), *(tensor.grad for tensor in exact)]
+            for result, value in zip((out, *gradients), wanted, strict=False):  # RMSNorm has no bias
+                assert result.dtype == dtype
+                _close(result.view(value.shape), value, NORM_ROUNDING[dtype])
+            if kind == "rmsnorm":
+                added, _ = tex.rmsnorm_bwd_add(grad, x, grad * 2, rsigma, weight, 0, zero_centered)
+                _close(added, exact[0].grad + grad.double() * 2, NORM_ROUNDING[dtype])
 
 
 # --- softmax, padding -------------------------------------------------------------------------------------------------
@@ -218,25 +218,25 @@ SOFTMAX: dict[str, tuple[str, tuple[int, ...], torch.Tensor | None, tuple[Any, .
 }
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_softmax_and_its_gradient_equal_float64(name: str, dtype: torch.dtype) -> None:
-    kind, shape, masked, arguments = SOFTMAX[name]
-    torch.manual_seed(0)
-    scores = torch.randn(shape).to(dtype)
-    value = getattr(tex, f"{kind}_forward")(scores, *arguments, SCALE)
-    exact = scores.double() * SCALE
-    if masked is not None:
-        exact = exact.masked_fill(masked.expand(shape), float("-inf"))
-    expected = torch.softmax(exact, dim=-1).nan_to_num(0.0)
-    assert value.dtype == dtype
-    torch.testing.assert_close(value.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
+def test_softmax_and_its_gradient_equal_float64(name: str) -> None:
+    for dtype in ROUNDING:
+        kind, shape, masked, arguments = SOFTMAX[name]
+        torch.manual_seed(0)
+        scores = torch.randn(shape).to(dtype)
+        value = getattr(tex, f"{kind}_forward")(scores, *arguments, SCALE)
+        exact = scores.double() * SCALE
+        if masked is not None:
+            exact = exact.masked_fill(masked.expand(shape), float("-inf"))
+        expected = torch.softmax(exact, dim=-1).nan_to_num(0.0)
+        assert value.dtype == dtype
+        torch.testing.assert_close(value.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
 
-    grad = torch.randn(value.shape).to(dtype)
-    y, dy = value.double(), grad.double()
-    expected = SCALE * y * (dy - (dy * y).sum(dim=-1, keepdim=True))
-    result = getattr(tex, f"{kind}_backward")(grad, value, SCALE)
-    torch.testing.assert_close(result.double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
+        grad = torch.randn(value.shape).to(dtype)
+        y, dy = value.double(), grad.double()
+        expected = SCALE * y * (dy - (dy * y).sum(dim=-1, keepdim=True))
+        result = getattr(tex, f"{kind}_backward")(grad, value, SCALE)
+        torch.testing.assert_close(result.double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "a2a", "all_gather"])
@@ -287,29 +287,26 @@ def test_each_pair_is_multiplied_by_a_complex_number() -> None:
     torch.testing.assert_close(out.double(), torch.view_as_real(pairs * turn).flatten(-2), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "interleaved", "rotated", "layout", "started"),
-    pairs([torch.float32, torch.bfloat16], [False, True], [8, 16], ["sbhd", "bshd", "thd"], [False, True]),
-)
-def test_like_transformer_engines_own_torch(
-    dtype: torch.dtype, interleaved: bool, rotated: int, layout: str, started: bool
-) -> None:
-    torch.manual_seed(0)
-    freqs = RotaryPositionEmbedding(rotated, interleaved=interleaved)(64)
-    shape = {"sbhd": (8, 2, 3, 16), "bshd": (2, 8, 3, 16), "thd": (20, 3, 16)}[layout]
-    cu_seqlens = torch.tensor([0, 8, 20]) if layout == "thd" else None
-    starts = torch.tensor([3, 7]) if started else None
-    grad = torch.randn(shape)
-    results = []
-    for fused, kind in [(True, dtype), (False, torch.float64)]:
-        torch.manual_seed(1)
-        x = torch.randn(shape).to(dtype).to(kind).requires_grad_()
-        out = apply_rotary_pos_emb(
-            x, freqs, layout, start_positions=starts, interleaved=interleaved, fused=fused, cu_seqlens=cu_seqlens
-        )  # fmt: skip
-        (of_x,) = torch.autograd.grad(out, x, grad.to(dtype).to(kind))
-        results.append((out.detach().double(), of_x.double()))
-    torch.testing.assert_close(*results, rtol=ROTATED[dtype], atol=ROTATED[dtype])
+def test_like_transformer_engines_own_torch() -> None:
+    for dtype, interleaved, rotated, layout, started in pairs(
+        [torch.float32, torch.bfloat16], [False, True], [8, 16], ["sbhd", "bshd", "thd"], [False, True]
+    ):
+        torch.manual_seed(0)
+        freqs = RotaryPositionEmbedding(rotated, interleaved=interleaved)(64)
+        shape = {"sbhd": (8, 2, 3, 16), "bshd": (2, 8, 3, 16), "thd": (20, 3, 16)}[layout]
+        cu_seqlens = torch.tensor([0, 8, 20]) if layout == "thd" else None
+        starts = torch.tensor([3, 7]) if started else None
+        grad = torch.randn(shape)
+        results = []
+        for fused, kind in [(True, dtype), (False, torch.float64)]:
+            torch.manual_seed(1)
+            x = torch.randn(shape).to(dtype).to(kind).requires_grad_()
+            out = apply_rotary_pos_emb(
+                x, freqs, layout, start_positions=starts, interleaved=interleaved, fused=fused, cu_seqlens=cu_seqlens
+            )  # fmt: skip
+            (of_x,) = torch.autograd.grad(out, x, grad.to(dtype).to(kind))
+            results.append((out.detach().double(), of_x.double()))
+        torch.testing.assert_close(*results, rtol=ROTATED[dtype], atol=ROTATED[dtype])
 
 
 # --- amax and scale ---------------------------------------------------------------------------------------------------
@@ -318,10 +315,8 @@ def test_like_transformer_engines_own_torch(
 INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+def test_amax_of_special_values() -> None:
+    for values, expected in [
         ([1.0, -3.0, 2.0], 3.0),
         ([0.0, -0.0], 0.0),
         ([1.0, NAN, -2.0], 2.0),
@@ -329,14 +324,13 @@ INF, NAN = math.inf, math.nan
         ([1.0, -INF], INF),
         ([NAN, INF], INF),
         ([], 0.0),
-    ],
-)
-def test_amax_of_special_values(values: list[float], expected: float, dtype: torch.dtype) -> None:
-    amax = amax_of(torch.tensor(values, dtype=dtype))
-    assert (amax.dtype, amax.tolist()) == (torch.float32, [expected])
-    given = torch.full((1,), 9.0)
-    tex.compute_amax(torch.tensor(values, dtype=dtype), given)
-    assert given.item() == expected
+    ]:
+        for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+            amax = amax_of(torch.tensor(values, dtype=dtype))
+            assert (amax.dtype, amax.tolist()) == (torch.float32, [expected])
+            given = torch.full((1,), 9.0)
+            tex.compute_amax(torch.tensor(values, dtype=dtype), given)
+            assert given.item() == expected
 
 
 @pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
@@ -390,21 +384,21 @@ def test_an_amax_that_is_not_finite_keeps_the_scale(amax: float) -> None:
     assert history[1].item() == pytest.approx(amax, nan_ok=True)
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("length", [1, 2, 5, 16])
-def test_ten_steps_like_transformer_engines_own_python(algorithm: str, length: int) -> None:
-    torch.manual_seed(0)
-    history, scale = torch.zeros(length, 3), torch.ones(3)
-    other_history, other_scale = history.clone(), scale.clone()
-    recipe = DelayedScaling(amax_compute_algo=algorithm)
-    for _ in range(10):
-        amaxes = torch.rand(3) * 10
-        history[0] = other_history[0] = amaxes
-        _update(history, scale, amaxes.tolist(), algorithm)
-        _amax_and_scale_update(other_history, other_scale, 448.0, recipe)
-        assert torch.equal(history, other_history)
-        # Transformer Engine's Python divides by way of a reciprocal: one unit in the last place.
-        torch.testing.assert_close(scale, other_scale, rtol=2.0**-23, atol=0)
+def test_ten_steps_like_transformer_engines_own_python() -> None:
+    for length in [1, 2, 5, 16]:
+        for algorithm in ["max", "most_recent"]:
+            torch.manual_seed(0)
+            history, scale = torch.zeros(length, 3), torch.ones(3)
+            other_history, other_scale = history.clone(), scale.clone()
+            recipe = DelayedScaling(amax_compute_algo=algorithm)
+            for _ in range(10):
+                amaxes = torch.rand(3) * 10
+                history[0] = other_history[0] = amaxes
+                _update(history, scale, amaxes.tolist(), algorithm)
+                _amax_and_scale_update(other_history, other_scale, 448.0, recipe)
+                assert torch.equal(history, other_history)
+                # Transformer Engine's Python divides by way of a reciprocal: one unit in the last place.
+                torch.testing.assert_close(scale, other_scale, rtol=2.0**-23, atol=0)
 
 
 # --- lists of tensors, optimizers -------------------------------------------------------------------------------------
@@ -486,29 +480,29 @@ def test_adam_of_fp8_parameters() -> None:
         assert inverses[index].item() == 1 / 16
 
 
-@pytest.mark.parametrize("decays_after", [False, True])
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd_steps_equal_torchs(momentum: float, nesterov: bool, decays_after: bool) -> None:
+def test_sgd_steps_equal_torchs() -> None:
     """Weight decay after the momentum is not in the momentum's sum."""
-    params, velocity = _tensors(0), _zeros()
-    copies = _zeros(torch.float16)
-    expected = [torch.nn.Parameter(param.clone()) for param in params]
-    decay = 0.0 if decays_after else DECAY
-    optimizer = torch.optim.SGD(expected, LR, momentum, weight_decay=decay, nesterov=nesterov)
-    for step in range(4):
-        grads = _tensors(step + 1)
-        for parameter, grad in zip(expected, grads, strict=True):
-            parameter.grad = grad.clone()
-        before = [parameter.detach().clone() for parameter in expected]
-        optimizer.step()
-        if decays_after:
-            torch._foreach_add_([parameter.data for parameter in expected], before, alpha=-LR * DECAY)
-        tex.multi_tensor_sgd(
-            CHUNK, FLAG, [[g * 8 for g in grads], params, velocity, copies], DECAY, momentum, 0.0, LR, nesterov,
-            step == 0, decays_after, 0.125,
-        )  # fmt: skip
-        torch.testing.assert_close(params, [parameter.detach() for parameter in expected], rtol=1e-6, atol=1e-6)
-        assert all(map(torch.equal, copies, [parameter.half() for parameter in params]))
+    for momentum, nesterov in [(0.0, False), (0.9, False), (0.9, True)]:
+        for decays_after in [False, True]:
+            params, velocity = _tensors(0), _zeros()
+            copies = _zeros(torch.float16)
+            expected = [torch.nn.Parameter(param.clone()) for param in params]
+            decay = 0.0 if decays_after else DECAY
+            optimizer = torch.optim.SGD(expected, LR, momentum, weight_decay=decay, nesterov=nesterov)
+            for step in range(4):
+                grads = _tensors(step + 1)
+                for parameter, grad in zip(expected, grads, strict=True):
+                    parameter.grad = grad.clone()
+                before = [parameter.detach().clone() for parameter in expected]
+                optimizer.step()
+                if decays_after:
+                    torch._foreach_add_([parameter.data for parameter in expected], before, alpha=-LR * DECAY)
+                tex.multi_tensor_sgd(
+                    CHUNK, FLAG, [[g * 8 for g in grads], params, velocity, copies], DECAY, momentum, 0.0, LR, nesterov,
+                    step == 0, decays_after, 0.125,
+                )  # fmt: skip
+                torch.testing.assert_close(params, [parameter.detach() for parameter in expected], rtol=1e-6, atol=1e-6)
+                assert all(map(torch.equal, copies, [parameter.half() for parameter in params]))
 
 
 def test_indices_of_scales_are_those_of_the_headers() -> None:

@@ -64,15 +64,15 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, *, 
     torch.testing.assert_close(actual.double(), expected, rtol=ROUNDING[dtype], atol=atol)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gemm_in_every_layout_equals_float64(layout: str, dtype: torch.dtype) -> None:
-    a, b, expected = _operands(layout, dtype)
-    for out_dtype, options in ((dtype, {}), (torch.float32, {"out_dtype": torch.float32})):
-        out, *others = _gemm(a, b, layout, **options)
-        assert out.dtype == out_dtype
-        _close(out, expected, out_dtype)
-        assert others == [None] * 3
+def test_a_gemm_in_every_layout_equals_float64(layout: str) -> None:
+    for dtype in ROUNDING:
+        a, b, expected = _operands(layout, dtype)
+        for out_dtype, options in ((dtype, {}), (torch.float32, {"out_dtype": torch.float32})):
+            out, *others = _gemm(a, b, layout, **options)
+            assert out.dtype == out_dtype
+            _close(out, expected, out_dtype)
+            assert others == [None] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,18 +101,18 @@ def test_gradients_of_bias_and_gelu(dtype: torch.dtype) -> None:
     _close(_gemm(a, b, "NN", gelu=True, gelu_in=x, grad=True)[0], exact.grad, dtype, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_bfloat16_is_rounded_once(layout: str, with_bias: bool) -> None:
+def test_bfloat16_is_rounded_once() -> None:
     """With or without the CPU's instructions for it. The product and a bias that is much larger are one sum."""
-    a, b, expected = _operands(layout, torch.bfloat16)
-    bias = 100.0 * torch.randn(expected.shape[-1]).bfloat16() if with_bias else None
-    result, *_ = _gemm(a, b, layout, bias=bias)
-    exact = expected.double() + (0.0 if bias is None else bias.double())
-    _, exponent = torch.frexp(exact)
-    half_a_unit = torch.ldexp(torch.full_like(exact, 2.0**-9), exponent)
-    assert result.dtype == torch.bfloat16
-    assert bool(((result.double() - exact).abs() <= half_a_unit + 1e-5).all())
+    for layout in LAYOUTS:
+        for with_bias in [False, True]:
+            a, b, expected = _operands(layout, torch.bfloat16)
+            bias = 100.0 * torch.randn(expected.shape[-1]).bfloat16() if with_bias else None
+            result, *_ = _gemm(a, b, layout, bias=bias)
+            exact = expected.double() + (0.0 if bias is None else bias.double())
+            _, exponent = torch.frexp(exact)
+            half_a_unit = torch.ldexp(torch.full_like(exact, 2.0**-9), exponent)
+            assert result.dtype == torch.bfloat16
+            assert bool(((result.double() - exact).abs() <= half_a_unit + 1e-5).all())
 
 
 def test_accumulation_into_float32() -> None:
@@ -192,9 +192,7 @@ def _numbers(x: torch.Tensor, made: Made, rowwise: bool) -> torch.Tensor:
 
 @pytest.mark.usefixtures("either_gpu")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("formats", OPERANDS)
-def test_quantized_operands_in_the_direction_that_is_multiplied(formats: str, layout: str) -> None:
-    made_a, made_b = OPERANDS[formats]
+def test_quantized_operands_in_the_direction_that_is_multiplied(layout: str) -> None:
     transa, transb = LAYOUTS[layout]
     m, n, k = 64, 160, 192
     # Numbers of very different sizes: the rest of a block decides the codes of the small ones.
@@ -204,17 +202,18 @@ def test_quantized_operands_in_the_direction_that_is_multiplied(formats: str, la
     def product(numbers_a: torch.Tensor, numbers_b: torch.Tensor) -> torch.Tensor:
         return (numbers_b.t() if transb else numbers_b) @ (numbers_a.t() if transa else numbers_a)
 
-    numbers_a, numbers_b = _numbers(a, made_a, transa), _numbers(b, made_b, not transb)
-    operands = _quantized(a, made_a), _quantized(b, made_b)
-    out = _gemm(*operands, layout, out_dtype=torch.float32)[0]
-    bound = 1e-6 * product(numbers_a.abs(), numbers_b.abs())
-    assert bool(((out.double() - product(numbers_a, numbers_b)).abs() <= bound).all())
-    if made_a in (PIECES, MXFP8, SWIZZLED) and SQUARES not in (made_a, made_b):
-        wrong = product(_numbers(a, made_a, not transa), numbers_b)
-        assert not bool(((out.double() - wrong).abs() <= bound).all()), "the other direction's numbers differ"
-    rounded = _gemm(*operands, layout, out_dtype=torch.bfloat16)[0]
-    assert rounded.dtype == torch.bfloat16
-    _close(rounded, product(numbers_a, numbers_b), torch.bfloat16, atol=float(bound.max()))
+    for formats, (made_a, made_b) in OPERANDS.items():
+        numbers_a, numbers_b = _numbers(a, made_a, transa), _numbers(b, made_b, not transb)
+        operands = _quantized(a, made_a), _quantized(b, made_b)
+        out = _gemm(*operands, layout, out_dtype=torch.float32)[0]
+        bound = 1e-6 * product(numbers_a.abs(), numbers_b.abs())
+        assert bool(((out.double() - product(numbers_a, numbers_b)).abs() <= bound).all()), formats
+        if made_a in (PIECES, MXFP8, SWIZZLED) and SQUARES not in (made_a, made_b):
+            wrong = product(_numbers(a, made_a, not transa), numbers_b)
+            assert not bool(((out.double() - wrong).abs() <= bound).all()), "the other direction's numbers differ"
+        rounded = _gemm(*operands, layout, out_dtype=torch.bfloat16)[0]
+        assert rounded.dtype == torch.bfloat16
+        _close(rounded, product(numbers_a, numbers_b), torch.bfloat16, atol=float(bound.max()))
 
 
 @pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
@@ -344,17 +343,17 @@ def _grouped(a: list[Any], b: list[Any], layout: str, out: list[torch.Tensor], *
 
 @pytest.mark.usefixtures("either_gpu")
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling", "mxfp8"])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_grouped_backward_of_quantized_tensors(recipe: str, accumulate: bool) -> None:
-    torch.manual_seed(0)
-    rows = [64, 0, 32]
-    fp8 = [[quantizer(recipe)(torch.randn(count, columns)) for count in rows] for columns in (64, 32)]
-    out = [torch.full((32, 64), 2.0) for _ in rows]
-    _grouped(*fp8, "NT", out, accumulate=accumulate)
-    for index in (0, 2):
-        alone = _gemm(fp8[0][index], fp8[1][index], "NT", out_dtype=torch.float32)[0]
-        assert torch.equal(out[index], alone + 2.0 * accumulate)
-    assert bool((out[1] == 2.0 * accumulate).all())
+def test_grouped_backward_of_quantized_tensors(recipe: str) -> None:
+    for accumulate in [False, True]:
+        torch.manual_seed(0)
+        rows = [64, 0, 32]
+        fp8 = [[quantizer(recipe)(torch.randn(count, columns)) for count in rows] for columns in (64, 32)]
+        out = [torch.full((32, 64), 2.0) for _ in rows]
+        _grouped(*fp8, "NT", out, accumulate=accumulate)
+        for index in (0, 2):
+            alone = _gemm(fp8[0][index], fp8[1][index], "NT", out_dtype=torch.float32)[0]
+            assert torch.equal(out[index], alone + 2.0 * accumulate)
+        assert bool((out[1] == 2.0 * accumulate).all())
 
 
 def test_grouped_backward() -> None:

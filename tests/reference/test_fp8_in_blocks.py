@@ -11,7 +11,7 @@ from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
-from tests.combinations import pairs
+from tests.combinations import grouped
 from tests.quantizers import quantizer
 from tests.reference import block_formats as spec
 
@@ -74,16 +74,15 @@ def _assert_is(out: Any, x: torch.Tensor, recipe: str, **options: bool) -> None:
         assert torch.equal(getattr(out, f"_{direction}_scale_inv"), torch.from_numpy(padded))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "e5m2", "variant"), pairs(spec.KINDS, spec.DTYPES, (False, True), VARIANTS), ids=str
-)
-def test_bytes_and_scales(kind: str, dtype: torch.dtype, e5m2: bool, variant: tuple[str, Options]) -> None:
-    recipe, options = variant
-    for seed, shape in enumerate(SHAPES[recipe]):
-        x = spec.example(kind, shape, dtype, seed)
-        out = tex.quantize(x, quantizer(recipe, e5m2=e5m2, **options))
-        assert out.shape == shape
-        _assert_is(out, x, recipe, e5m2=e5m2, **options)
+@pytest.mark.parametrize(("kind", "others"), grouped(spec.KINDS, spec.DTYPES, (False, True), VARIANTS))
+def test_bytes_and_scales(kind: str, others: list[tuple[torch.dtype, bool, tuple[str, Options]]]) -> None:
+    for dtype, e5m2, variant in others:
+        recipe, options = variant
+        for seed, shape in enumerate(SHAPES[recipe]):
+            x = spec.example(kind, shape, dtype, seed)
+            out = tex.quantize(x, quantizer(recipe, e5m2=e5m2, **options))
+            assert out.shape == shape
+            _assert_is(out, x, recipe, e5m2=e5m2, **options)
 
 
 @pytest.mark.parametrize(

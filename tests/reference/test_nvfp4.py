@@ -15,7 +15,7 @@ from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4Quant
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
-from tests.combinations import pairs
+from tests.combinations import grouped
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy as expected
 from tests.reference.processes import answers
@@ -50,56 +50,57 @@ def check_both(quantized: Any, source: torch.Tensor, *, by_row: bool = False, **
         check(quantized, direction, codes, scales, amax)
 
 
-@pytest.mark.parametrize(("shape", "kind", "dtype", "square"), pairs(SHAPES, spec.KINDS, TYPES, (False, True)), ids=str)
+@pytest.mark.parametrize(("shape", "others"), grouped(SHAPES, spec.KINDS, TYPES, (False, True)))
 def test_bytes_scales_and_amax_are_those_of_the_definitions(
-    shape: tuple[int, int], kind: str, dtype: str, square: bool
+    shape: tuple[int, int], others: list[tuple[str, str, bool]]
 ) -> None:
-    source = spec.example(kind, shape, TYPES[dtype])
-    check_both(NVFP4Quantizer(with_2d_quantization=square)(source), source, square=square)
+    for kind, dtype, square in others:
+        source = spec.example(kind, shape, TYPES[dtype])
+        check_both(NVFP4Quantizer(with_2d_quantization=square)(source), source, square=square)
 
 
 @pytest.mark.parametrize(
-    ("kind", "square", "largest_scale", "error", "in_e4m3_units"),
-    pairs(spec.KINDS, (False, True), (448, 256), ("MAE", "MSE"), (False, True)),
+    ("kind", "others"), grouped(spec.KINDS, (False, True), (448, 256), ("MAE", "MSE"), (False, True))
 )
 def test_four_over_six_takes_the_better_scale(
-    kind: str, square: bool, largest_scale: int, error: str, in_e4m3_units: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch, others: list[tuple[bool, int, str, bool]]
 ) -> None:
-    monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", str(int(in_e4m3_units)))
-    source = spec.example(kind, (48, 80), torch.bfloat16)
-    quantizer = NVFP4Quantizer(
-        with_2d_quantization=square,
-        nvfp4_use_4over6=True,
-        nvfp4_e4m3_max=largest_scale,
-        nvfp4_4over6_err_mode=error,
-    )
-    quantized = quantizer(source)
-    options = {"largest_scale": largest_scale, "better_of_two": error, "in_e4m3_units": in_e4m3_units}
-    check_both(quantized, source, square=square, **options)
-    assert (quantized._nvfp4_use_4over6, quantized._nvfp4_e4m3_max) == (True, largest_scale)
+    for square, largest_scale, error, in_e4m3_units in others:
+        monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", str(int(in_e4m3_units)))
+        source = spec.example(kind, (48, 80), torch.bfloat16)
+        quantizer = NVFP4Quantizer(
+            with_2d_quantization=square,
+            nvfp4_use_4over6=True,
+            nvfp4_e4m3_max=largest_scale,
+            nvfp4_4over6_err_mode=error,
+        )
+        quantized = quantizer(source)
+        options = {"largest_scale": largest_scale, "better_of_two": error, "in_e4m3_units": in_e4m3_units}
+        check_both(quantized, source, square=square, **options)
+        assert (quantized._nvfp4_use_4over6, quantized._nvfp4_e4m3_max) == (True, largest_scale)
 
 
-@pytest.mark.parametrize("kind", spec.KINDS)
-def test_row_scaled_has_an_amax_for_each_row_and_for_each_column(kind: str) -> None:
-    source = spec.example(kind, (64, 96), torch.bfloat16)
-    quantized = NVFP4Quantizer(row_scaled_nvfp4=True)(source)
-    check_both(quantized, source, by_row=True)
-    assert quantized._row_scaled_nvfp4
+def test_row_scaled_has_an_amax_for_each_row_and_for_each_column() -> None:
+    for kind in spec.KINDS:
+        source = spec.example(kind, (64, 96), torch.bfloat16)
+        quantized = NVFP4Quantizer(row_scaled_nvfp4=True)(source)
+        check_both(quantized, source, by_row=True)
+        assert quantized._row_scaled_nvfp4
 
 
 @pytest.mark.parametrize("random_signs", [True, False], ids=["random signs", "no signs"])
-@pytest.mark.parametrize("kind", spec.KINDS)
 @pytest.mark.parametrize("shape", [(48, 80), (64, 128)], ids=["unfused", "fused"])
-def test_hadamard_transform_of_the_columns(shape: tuple[int, int], kind: str, random_signs: bool) -> None:
-    source = spec.example(kind, shape, torch.bfloat16)
-    quantizer = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=random_signs)
-    quantized = quantizer(source)
-    matrix = spec.matrix(source)
-    transformed = transformed_columns(matrix, SIGNS if random_signs else [1] * 16)
-    for direction, part in (("rowwise", matrix), ("columnwise", transformed)):
-        amax = expected.amax(part)
-        codes, scales, _ = expected.quantize(part, amax, fused=shape == (64, 128))
-        check(quantized, direction, codes, scales, amax)
+def test_hadamard_transform_of_the_columns(shape: tuple[int, int], random_signs: bool) -> None:
+    for kind in spec.KINDS:
+        source = spec.example(kind, shape, torch.bfloat16)
+        quantizer = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=random_signs)
+        quantized = quantizer(source)
+        matrix = spec.matrix(source)
+        transformed = transformed_columns(matrix, SIGNS if random_signs else [1] * 16)
+        for direction, part in (("rowwise", matrix), ("columnwise", transformed)):
+            amax = expected.amax(part)
+            codes, scales, _ = expected.quantize(part, amax, fused=shape == (64, 128))
+            check(quantized, direction, codes, scales, amax)
 
 
 def transformed_columns(matrix: np.ndarray, signs: list[int]) -> np.ndarray:
