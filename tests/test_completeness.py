@@ -72,13 +72,13 @@ def parts_of(path: Path) -> Iterator[Part]:
         yield Part(path, "\n".join([text, *names]), frozenset(keywords | set(KEY_OF_YAML.findall(text))))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_test_gives_every_key_of_a_feature(feature: str) -> None:
-    keys = {key for level in levels(FEATURES[feature]).values() for key in level.model_fields}
-    given = keys_of(naming(feature))
-    excepted = {key for name, key in NAMED_ELSEWHERE if name == feature}
-    assert keys - given == excepted
-    assert excepted <= keys_of(parts())
+def test_a_test_gives_every_key_of_a_feature() -> None:
+    for feature in FEATURES:
+        keys = {key for level in levels(FEATURES[feature]).values() for key in level.model_fields}
+        given = keys_of(naming(feature))
+        excepted = {key for name, key in NAMED_ELSEWHERE if name == feature}
+        assert keys - given == excepted
+        assert excepted <= keys_of(parts())
 
 
 def test_a_test_gives_every_key_of_a_section_and_of_a_contract() -> None:
@@ -101,16 +101,16 @@ OBJECTS: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("taking", OBJECTS, ids=lambda taking: taking.__name__)
-def test_a_test_gives_every_keyword_of_an_integration(taking: Any) -> None:
+def test_a_test_gives_every_keyword_of_an_integration() -> None:
     """Those that only it has; the others are options of a session."""
-    own = {
-        name
-        for name, parameter in inspect.signature(taking).parameters.items()
-        if parameter.default is not parameter.empty and name not in SessionKeywords.__annotations__
-    }
-    given = keys_of(naming(taking.__name__))
-    assert own - given - {"config"} == set()  # config is given by its place
+    for taking in OBJECTS:
+        own = {
+            name
+            for name, parameter in inspect.signature(taking).parameters.items()
+            if parameter.default is not parameter.empty and name not in SessionKeywords.__annotations__
+        }
+        given = keys_of(naming(taking.__name__))
+        assert own - given - {"config"} == set()  # config is given by its place
 
 
 def commands(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
@@ -124,12 +124,12 @@ def commands(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
 COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_test_gives_every_flag_of_a_command(name: str) -> None:
+def test_a_test_gives_every_flag_of_a_command() -> None:
     """In a file that also names the command."""
-    files = {part.file for part in naming(name.split()[-1])}
-    text = "\n".join(part.words for part in parts() if part.file in files)
-    given = set(re.findall(r"(?<![\w-])-{1,2}\w[\w-]*", text))
-    options = [option for option in COMMANDS[name].params if option.param_type_name == "option"]
-    flags = [opts for option in options for opts in (option.opts, option.secondary_opts) if opts]
-    assert [opts for opts in flags if given.isdisjoint(opts) and opts != ["--help"]] == []
+    for name in COMMANDS:
+        files = {part.file for part in naming(name.split()[-1])}
+        text = "\n".join(part.words for part in parts() if part.file in files)
+        given = set(re.findall(r"(?<![\w-])-{1,2}\w[\w-]*", text))
+        options = [option for option in COMMANDS[name].params if option.param_type_name == "option"]
+        flags = [opts for option in options for opts in (option.opts, option.secondary_opts) if opts]
+        assert [opts for opts in flags if given.isdisjoint(opts) and opts != ["--help"]] == []

@@ -20,26 +20,26 @@ from tests.lightning import models as lightning
 from tests.transformers import models as transformers
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_schedules_meet_where_a_step_is_in_both(seed: int) -> None:
+def test_schedules_meet_where_a_step_is_in_both() -> None:
     """Against a count of steps. All ends are below 40, and frequencies up to 7: lcm 42."""
-    generator = random.Random(seed)
-    results = set()
-    for _ in range(200):
-        options: list[dict[str, Any]] = []
-        for _ in range(2):
-            start, end, again, last = sorted(generator.sample(range(40), 4))
-            kinds: list[dict[str, Any]] = [
-                {"start_end_list": [[start, end], [again, generator.choice([last, -1])]]},
-                {"start_step": start, "end_step": generator.choice([end, start, -1])},
-                {},
-            ]
-            options.append({"freq": generator.randint(1, 7), **generator.choice(kinds)})
-        first, other = (Schedule.of(**keys) for keys in options)
-        expected = any(first.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
-        assert first.meets(other) is other.meets(first) is expected, options
-        results.add(expected)
-    assert results == {True, False}
+    for seed in range(8):
+        generator = random.Random(seed)
+        results = set()
+        for _ in range(200):
+            options: list[dict[str, Any]] = []
+            for _ in range(2):
+                start, end, again, last = sorted(generator.sample(range(40), 4))
+                kinds: list[dict[str, Any]] = [
+                    {"start_end_list": [[start, end], [again, generator.choice([last, -1])]]},
+                    {"start_step": start, "end_step": generator.choice([end, start, -1])},
+                    {},
+                ]
+                options.append({"freq": generator.randint(1, 7), **generator.choice(kinds)})
+            first, other = (Schedule.of(**keys) for keys in options)
+            expected = any(first.at(step)[0] and other.at(step)[0] for step in range(40 + 2 * 42))
+            assert first.meets(other) is other.meets(first) is expected, options
+            results.add(expected)
+        assert results == {True, False}
 
 
 def test_a_config_comes_whole_out_of_a_pickle() -> None:
@@ -56,16 +56,13 @@ def test_a_config_comes_whole_out_of_a_pickle() -> None:
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
+def test_an_invalid_size_is_refused() -> None:
+    for size in [
         *("much", "", "-10MB", "10 elephants", "1e400", 0, None, True, float("inf"), -3),
         *("10 Mo", "2 Kio", "1e9", 1e9, "1_000_000", "10MB and more", "10kbit", "0", "0.5"),
-    ],
-)
-def test_an_invalid_size_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match=rf"must be a number of bytes >= 1.*not {re.escape(repr(size))}\.$"):
-        size_in_bytes(size)
+    ]:
+        with pytest.raises(ValueError, match=rf"must be a number of bytes >= 1.*not {re.escape(repr(size))}\.$"):
+            size_in_bytes(size)
 
 
 def test_a_number_of_bytes_is_taken_exactly() -> None:
@@ -131,11 +128,11 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_invalid_contracts(case: str) -> None:
-    source, message = WRONG[case]
-    with pytest.raises(ConfigError, match=message):
-        read_contract(source)
+def test_invalid_contracts() -> None:
+    for case in WRONG:
+        source, message = WRONG[case]
+        with pytest.raises(ConfigError, match=message):
+            read_contract(source)
 
 
 def test_all_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:

@@ -22,26 +22,23 @@ from tests.lightning.models import logged_lines
 from tests.reference.processes import python
 
 
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [
+def test_every_spelling_of_the_options_is_parsed() -> None:
+    for value, names in [
         (None, ()),
         ("", ()),
         ((), ()),
         ("te_precision", ("te_precision",)),
         (" te_precision  activation_overflow ", ("te_precision", "activation_overflow")),
         (["te_precision", "activation_overflow te_precision", None], ("te_precision", "activation_overflow")),
-    ],
-)
-def test_every_spelling_of_the_options_is_parsed(value: Any, names: tuple[str, ...]) -> None:
-    assert parse_debug(value) == names
+    ]:
+        assert parse_debug(value) == names
 
 
-@pytest.mark.parametrize("value", ["overflow", ["te_precision", "overflow"], True, 3, [True], "te_precision,"])
-def test_other_names_list_the_valid_ones(value: Any) -> None:
-    with pytest.raises(UnknownDebugOptionError, match="'activation_overflow', 'te_precision'"):
-        parse_debug(value)
-    assert {ValueError, PrecisionDebugError} <= {*UnknownDebugOptionError.__mro__}
+def test_other_names_list_the_valid_ones() -> None:
+    for value in ["overflow", ["te_precision", "overflow"], True, 3, [True], "te_precision,"]:
+        with pytest.raises(UnknownDebugOptionError, match="'activation_overflow', 'te_precision'"):
+            parse_debug(value)
+        assert {ValueError, PrecisionDebugError} <= {*UnknownDebugOptionError.__mro__}
 
 
 def parser() -> argparse.ArgumentParser:

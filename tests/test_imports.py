@@ -26,6 +26,11 @@ def files() -> Mapping[str, Path]:
     return results
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(node: ast.AST) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
@@ -52,7 +57,7 @@ def graph() -> Mapping[str, frozenset[str]]:
     results = {}
     for module, path in files().items():
         targets = set()
-        for name in imports(ast.parse(path.read_text())):
+        for name in imports(tree(path)):
             while name and name not in files():  # a name in a module
                 name = name.rpartition(".")[0]
             targets.add(name)
@@ -152,9 +157,8 @@ def names_te(tree: ast.AST) -> bool:
     return any(re.split("[.:]", name)[0] in TE_NAMES for name in modules_named(tree))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_an_import_of_transformer_engine_is_found() -> None:
+    for source in [
         "import torch, transformer_engine",
         "def f():\n    from transformer_engine.pytorch.module import linear",
         "import transformer_engine_torch as tex",
@@ -166,29 +170,24 @@ def names_te(tree: ast.AST) -> bool:
         "sys.modules['transformer_engine.pytorch']",
         "sys.modules.get(f'transformer_engine.{name}')",
         "pkgutil.resolve_name('transformer_engine.pytorch:Linear')",
-    ],
-)
-def test_an_import_of_transformer_engine_is_found(source: str) -> None:
-    assert names_te(ast.parse(source))
+    ]:
+        assert names_te(ast.parse(source))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_what_only_has_the_name_is_no_import() -> None:
+    for source in [
         "from accelerate.utils import transformer_engine",
         "debug_api.transformer_engine.fp8_gemm_enabled()",
         "if name == 'transformer_engine': pass",
         "from te_precision_callbacks.te import seams",
-    ],
-)
-def test_what_only_has_the_name_is_no_import(source: str) -> None:
-    assert not names_te(ast.parse(source))
+    ]:
+        assert not names_te(ast.parse(source))
 
 
 def test_te_alone_imports_transformer_engine() -> None:
     """``reference`` replaces its compiled extension. A name compared with that of a module is no import."""
     others = [path for module, path in files().items() if part(module) not in ("reference", "te")]
-    assert [str(path) for path in others if names_te(ast.parse(path.read_text()))] == []
+    assert [str(path) for path in others if names_te(tree(path))] == []
 
 
 OF_TE = frozenset({"fp8_meta", "_fp8_metas", "_fp8_workspaces", "scaling_fwd", "scaling_bwd", "RecipeState"}) | {
@@ -216,7 +215,7 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.slow
 def test_te_alone_knows_the_modules_of_transformer_engine() -> None:
     results = {
-        module.removeprefix(f"{PACKAGE}."): OF_TE.intersection(names_in(ast.parse(path.read_text())))
+        module.removeprefix(f"{PACKAGE}."): OF_TE.intersection(names_in(tree(path)))
         for module, path in files().items()
         if part(module) not in ("reference", "te")
     }
@@ -262,7 +261,7 @@ MUTABLE = {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "deque", "set"
 @pytest.mark.slow
 def test_module_variables_that_change_are_listed() -> None:
     results = {
-        module.removeprefix(f"{PACKAGE}."): set(changing(ast.parse(path.read_text())))
+        module.removeprefix(f"{PACKAGE}."): set(changing(tree(path)))
         for module, path in files().items()
         if not module.startswith(f"{PACKAGE}.reference")
     }

@@ -69,22 +69,22 @@ def wraps_itself() -> torch.nn.Module:
     return net
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (shared, ["a.x"]),  # the first path
-        (wraps_itself, ["0"]),
-        (lambda: [torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)], ["chunk0.0", "chunk1.0"]),
-        (lambda: te.Linear(32, 32), ["linear"]),  # a root of Transformer Engine lends its class
-        (lambda: te.LayerNormMLP(32, 64), ["layernorm_mlp.fc1", "layernorm_mlp.fc2"]),
-        (lambda: te.TransformerLayer(32, 64, 2), [f"transformer_layer.{part}" for part in BLOCK]),
-        (lambda: torch.nn.Sequential(te.GroupedLinear(3, 32, 32)), ["0.gemm_0", "0.gemm_1", "0.gemm_2"]),
-        (lambda: torch.nn.Sequential(te.LayerNorm(32), te.RMSNorm(32), torch.nn.Linear(32, 32)), []),
-        (Net, [*(f"layers.{i}.{part}" for i in range(2) for part in BLOCK), "head"]),
-    ],
-)
-def test_layers_are_named_by_their_path(make: Callable[[], Any], expected: list[str]) -> None:
-    assert names(make()) == expected
+PATHS = [
+    (shared, ["a.x"]),  # the first path
+    (wraps_itself, ["0"]),
+    (lambda: [torch.nn.Sequential(te.Linear(32, 32)) for _ in range(2)], ["chunk0.0", "chunk1.0"]),
+    (lambda: te.Linear(32, 32), ["linear"]),  # a root of Transformer Engine lends its class
+    (lambda: te.LayerNormMLP(32, 64), ["layernorm_mlp.fc1", "layernorm_mlp.fc2"]),
+    (lambda: te.TransformerLayer(32, 64, 2), [f"transformer_layer.{part}" for part in BLOCK]),
+    (lambda: torch.nn.Sequential(te.GroupedLinear(3, 32, 32)), ["0.gemm_0", "0.gemm_1", "0.gemm_2"]),
+    (lambda: torch.nn.Sequential(te.LayerNorm(32), te.RMSNorm(32), torch.nn.Linear(32, 32)), []),
+    (Net, [*(f"layers.{i}.{part}" for i in range(2) for part in BLOCK), "head"]),
+]
+
+
+def test_layers_are_named_by_their_path() -> None:
+    for make, expected in PATHS:
+        assert names(make()) == expected
 
 
 def test_subclasses_are_found_and_selected_by_both_classes() -> None:
@@ -151,19 +151,16 @@ def test_names_of_peft_wrappers_and_adapters() -> None:
     assert "layers.0.self_attention.proj.base_layer" in dict(module_paths(model))
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+def test_snake_case_is_transformer_engines() -> None:
+    for name, expected in [
         ("LayerNormLinear", "layernorm_linear"),
         ("LayerNormMLP", "layernorm_mlp"),
         ("TransformerLayer", "transformer_layer"),
         ("GroupedLinear", "grouped_linear"),
         ("MultiheadAttention", "multihead_attention"),
         ("TEColumnParallelLinear", "te_column_parallel_linear"),
-    ],
-)
-def test_snake_case_is_transformer_engines(name: str, expected: str) -> None:
-    assert snake_case(name) == expected
+    ]:
+        assert snake_case(name) == expected
 
 
 class Stage(torch.nn.Module):
@@ -196,28 +193,23 @@ def test_layers_of_other_ranks_at_one_path_have_numbers_of_the_whole_model() -> 
     assert numbered["layers.2.mixture.experts_2_3.gemm_0"].aliases == ("layers.2.mixture.experts.gemm_0",)
 
 
-@pytest.mark.parametrize(
-    ("names", "texts"),
-    [
-        ([], []),
-        (["head"], ["head"]),
-        (["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"], ["layers.{0-1,4}.fc", "head"]),
-        (["a.0.fc1", "a.0.fc2", "a.1.fc1"], ["a.{0-1}.fc1", "a.0.fc2"]),
-        (["h0", "h1", "h1", "h2"], ["h{0-2}"]),
-        ([f"h.{i}.e.gemm_{e}" for i in range(32) for e in range(8)], ["h.{0-31}.e.gemm_{0-7}"]),
-        (["m.0.0", "m.0.1", "m.1.0", "m.1.1", "m.2.0"], ["m.{0-1}.{0-1}", "m.2.0"]),
-        (["l.00", "l.01"], ["l.00", "l.01"]),
-        ([f"l.{2 * i}" for i in range(20)], ["l.{0,2,4,6 and 16 more}"]),
-        ([str(number) for number in range(20_000)], ["{0-19999}"]),
-    ],
-)
-def test_folded_names(names: list[str], texts: list[str]) -> None:
-    assert fold_names(names) == texts
+FOLDED = [
+    ([], []),
+    (["head"], ["head"]),
+    (["layers.0.fc", "layers.1.fc", "layers.4.fc", "head"], ["layers.{0-1,4}.fc", "head"]),
+    (["a.0.fc1", "a.0.fc2", "a.1.fc1"], ["a.{0-1}.fc1", "a.0.fc2"]),
+    (["h0", "h1", "h1", "h2"], ["h{0-2}"]),
+    ([f"h.{i}.e.gemm_{e}" for i in range(32) for e in range(8)], ["h.{0-31}.e.gemm_{0-7}"]),
+    (["m.0.0", "m.0.1", "m.1.0", "m.1.1", "m.2.0"], ["m.{0-1}.{0-1}", "m.2.0"]),
+    (["l.00", "l.01"], ["l.00", "l.01"]),
+    ([f"l.{2 * i}" for i in range(20)], ["l.{0,2,4,6 and 16 more}"]),
+    ([str(number) for number in range(20_000)], ["{0-19999}"]),
+]
 
 
-def test_at_most_so_many_texts() -> None:
-    assert fold_names(["a", "b", "c"], most=2) == ["a", "b", "1 more"]
-    assert fold_names(["a", "b"], most=2) == ["a", "b"]
+def test_folded_names() -> None:
+    for names, texts in FOLDED:
+        assert fold_names(names) == texts
 
 
 def test_a_name_without_letters_is_quoted_in_a_sentence() -> None:
@@ -255,30 +247,24 @@ LLAMA = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("names", "most", "texts"),
-    [
-        (["head", "layers.0.fc"], 11, ["head", "layers.0.fc"]),
-        (ESM2, 42, ["…layers.0.self_attention.layernorm_qkv", "…layers.9.self_attention.layernorm_qkv"]),
-        (ESM2, 30, ["…layers.0.…layernorm_qkv", "…layers.9.…layernorm_qkv"]),
-        (ESM2, 5, ["…0.…", "…9.…", "…17.…"]),
-        (LLAMA, 44, ["…model.layers.0.self_attn.q_proj.base_layer", "…model.layers.0.self_attn.k_proj.base_layer"]),
-        (LLAMA, 55, ["…model.model.layers.0.self_attn.q_proj.base_layer"]),
-        (LLAMA, 30, ["…model.…0.self_attn.q_proj.…", "…model.…0.self_attn.k_proj.…"]),
-    ],
-)
-def test_a_short_name_keeps_the_differing_parts(names: list[str], most: int, texts: list[str]) -> None:
-    short = ShortNames(names)
-    results = [short.of(name, most) for name in names]
-    assert results[: len(texts)] == texts
-    assert len(set(results)) == len(names)
-    assert max(map(len, results)) <= most
+SHORT = [
+    (["head", "layers.0.fc"], 11, ["head", "layers.0.fc"]),
+    (ESM2, 42, ["…layers.0.self_attention.layernorm_qkv", "…layers.9.self_attention.layernorm_qkv"]),
+    (ESM2, 30, ["…layers.0.…layernorm_qkv", "…layers.9.…layernorm_qkv"]),
+    (ESM2, 5, ["…0.…", "…9.…", "…17.…"]),
+    (LLAMA, 44, ["…model.layers.0.self_attn.q_proj.base_layer", "…model.layers.0.self_attn.k_proj.base_layer"]),
+    (LLAMA, 55, ["…model.model.layers.0.self_attn.q_proj.base_layer"]),
+    (LLAMA, 30, ["…model.…0.self_attn.q_proj.…", "…model.…0.self_attn.k_proj.…"]),
+]
 
 
-def test_a_name_that_nobody_has_told_loses_its_middle() -> None:
-    short = ShortNames([])
-    assert short.of("layers.0.attention.query", 12) == "lay…on.query"
-    assert short.of("layers", 3) == "ers"
+def test_a_short_name_keeps_the_differing_parts() -> None:
+    for names, most, texts in SHORT:
+        short = ShortNames(names)
+        results = [short.of(name, most) for name in names]
+        assert results[: len(texts)] == texts
+        assert len(set(results)) == len(names)
+        assert max(map(len, results)) <= most
 
 
 @given(
@@ -294,23 +280,23 @@ def test_short_names_fit(names: set[str], most: int) -> None:
     assert all(text == name for name, text in results.items() if len(name) <= most)
 
 
-@pytest.mark.parametrize(
-    ("text", "width", "lines"),
-    [
-        ("layers.{0-2}.self_attention.layernorm_qkv", 29, ["layers.{0-2}.self_attention.", "layernorm_qkv"]),
-        ("below examples/demo.yaml", 9, ["below", "examples/", "demo.yaml"]),
-        ("1234.5678", 7, ["1234.56", "78"]),  # a number has no separators
-        ("[bold]a.b", 20, ["[bold]a.b"]),
-    ],
-)
-def test_names_break_after_a_separator(text: str, width: int, lines: list[str]) -> None:
-    table = terminal.table("")
-    table.show_header = False
-    table.add_row(terminal.cell(text))
-    console = Console(width=width + 4)  # with the padding and the edges
-    with console.capture() as captured:
-        console.print(table)
-    assert [line.strip() for line in captured.get().splitlines() if line.strip()] == lines
+BROKEN = [
+    ("layers.{0-2}.self_attention.layernorm_qkv", 29, ["layers.{0-2}.self_attention.", "layernorm_qkv"]),
+    ("below examples/demo.yaml", 9, ["below", "examples/", "demo.yaml"]),
+    ("1234.5678", 7, ["1234.56", "78"]),  # a number has no separators
+    ("[bold]a.b", 20, ["[bold]a.b"]),
+]
+
+
+def test_names_break_after_a_separator() -> None:
+    for text, width, lines in BROKEN:
+        table = terminal.table("")
+        table.show_header = False
+        table.add_row(terminal.cell(text))
+        console = Console(width=width + 4)  # with the padding and the edges
+        with console.capture() as captured:
+            console.print(table)
+        assert [line.strip() for line in captured.get().splitlines() if line.strip()] == lines
 
 
 @pytest.mark.parametrize(("columns", "is_table"), [(30, True), (20, False)])

@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords
-from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, metric_name, names_for_mlflow
+from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, metric_name
 from te_precision_callbacks.sinks.worst import worst_of_all
 from te_precision_callbacks.statistics.series import family_of
 from tests.conftest import feature
@@ -34,17 +34,17 @@ def of_layers(metrics: Iterable[str]) -> set[str]:
 # ---------------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize(
-    ("prefix", "row", "name"),
-    [
-        ("te", Row("net.fc1", "weight", None, "max", 0.0), "te.net.fc1/weight/max"),
-        ("te", Row("net.fc1", "weight", "dgrad", "max", 0.0), "te.net.fc1/weight/dgrad/max"),
-        ("debug", Row("", "", None, "my_number", 0.0), "debug/my_number"),
-        ("", Row("net.fc1", "weight", None, "max", 0.0), "net.fc1/weight/max"),
-    ],
-)
-def test_metric_names(prefix: str, row: Row, name: str) -> None:
-    assert metric_name(prefix, row) == name
+METRIC_NAMES = [
+    ("te", Row("net.fc1", "weight", None, "max", 0.0), "te.net.fc1/weight/max"),
+    ("te", Row("net.fc1", "weight", "dgrad", "max", 0.0), "te.net.fc1/weight/dgrad/max"),
+    ("debug", Row("", "", None, "my_number", 0.0), "debug/my_number"),
+    ("", Row("net.fc1", "weight", None, "max", 0.0), "net.fc1/weight/max"),
+]
+
+
+def test_metric_names() -> None:
+    for prefix, row, name in METRIC_NAMES:
+        assert metric_name(prefix, row) == name
 
 
 def test_each_layer_is_a_group_and_the_whole_model_is_one() -> None:
@@ -60,33 +60,27 @@ def test_each_layer_is_a_group_and_the_whole_model_is_one() -> None:
     }
 
 
-def test_names_that_mlflow_takes() -> None:
-    assert names_for_mlflow({"te.net[0]:a/activation/underflows%": 1.0}) == {
-        "te.net_0__a/activation/underflows_pct": 1.0
-    }
-
-
 # ---------------------------------------------------------------------- worst
 
 
-@pytest.mark.parametrize(
-    ("statistic", "values"),
-    [
-        ("underflows%", [0.0, 0.1, 99.0, INF]),
-        ("min", [0.0, -2.0, 3.0, -INF]),
-        ("mean", [0.0, 0.1, -0.2, 3.0, -INF]),
-        ("mxfp8_sqnr_db_columnwise", [INF, 60.0, 20.0, -3.0, -INF]),
-        ("mxfp8_e5m2_sqnr_db", [INF, 60.0, 20.0, -3.0, -INF]),
-        ("nvfp4_scale_inv_max", [0.0, 1.0, 2.0]),
-        ("block_dynamic_range_min", [0.0, 4.0]),
-        ("a_users_own", [0.0, 1.0, -2.0, INF]),
-    ],
-)
-def test_values_from_the_best_to_the_worst(statistic: str, values: list[float]) -> None:
-    badness = family_of("activation", statistic).badness
-    bad = [badness(value) for value in values]
-    assert bad == sorted(set(bad))
-    assert badness(NAN) == INF
+BEST_TO_WORST = [
+    ("underflows%", [0.0, 0.1, 99.0, INF]),
+    ("min", [0.0, -2.0, 3.0, -INF]),
+    ("mean", [0.0, 0.1, -0.2, 3.0, -INF]),
+    ("mxfp8_sqnr_db_columnwise", [INF, 60.0, 20.0, -3.0, -INF]),
+    ("mxfp8_e5m2_sqnr_db", [INF, 60.0, 20.0, -3.0, -INF]),
+    ("nvfp4_scale_inv_max", [0.0, 1.0, 2.0]),
+    ("block_dynamic_range_min", [0.0, 4.0]),
+    ("a_users_own", [0.0, 1.0, -2.0, INF]),
+]
+
+
+def test_values_from_the_best_to_the_worst() -> None:
+    for statistic, values in BEST_TO_WORST:
+        badness = family_of("activation", statistic).badness
+        bad = [badness(value) for value in values]
+        assert bad == sorted(set(bad))
+        assert badness(NAN) == INF
 
 
 def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
@@ -108,11 +102,6 @@ def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
 
 
 # ---------------------------------------------------------------------- which series
-
-
-def test_up_to_the_limit_everything_is_logged() -> None:
-    rows = [(f"layer.{index}", "max", float(index)) for index in range(MOST_SERIES)]
-    assert len(of_layers(MetricSelection()(step(0, rows)))) == MOST_SERIES
 
 
 def test_above_the_limit_the_worst_are_logged(caplog: pytest.LogCaptureFixture) -> None:

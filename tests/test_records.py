@@ -1,7 +1,5 @@
 """Records, the sink protocol, and the statistics log."""
 
-import errno
-import fcntl
 import math
 import os
 import re
@@ -11,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -68,23 +65,17 @@ def test_a_rank_writes_its_local_values_only(tmp_path: Path) -> None:
     assert second == ["a_activation_max", "iteration=000002", "value=1.0", "rank=1"]
 
 
-def test_rows_go_into_columns_and_come_back() -> None:
-    rows = [Row("a", "activation", None, "max", 1.5), Row("b", "weight", "fprop", "min", -2.0)]
-    step = records(*rows)
-    assert (list(step), len(step), step.values.typecode) == (rows, 2, "d")
-
-
-@pytest.mark.parametrize("value", [0.1, 3e-6, 1e-30, -4.25, 1e22, 130799.6953, math.inf, -math.inf, math.nan, 0.0])
-def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path, value: float) -> None:
-    with log_in(tmp_path, rank=2) as log:
-        log.write(records(Row("net.fc1", "activation", None, "max", value), Row("", "", None, "my_number", 2.0)))
-    first, second = log_of(tmp_path, 2).read_text().splitlines()
-    pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (\S+) \t\t\t\t iteration=000003 \t\t\t\t value=(\S+)"
-    name, number = re.fullmatch(pattern, first).groups()
-    assert name == "net.fc1_activation_max"
-    assert "e" not in number.lower().replace("infinity", "")
-    assert float(number) == pytest.approx(value, rel=0, abs=0, nan_ok=True)
-    assert "my_number" in second
+def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path) -> None:
+    for value in [0.1, 3e-6, 1e-30, -4.25, 1e22, 130799.6953, math.inf, -math.inf, math.nan, 0.0]:
+        with log_in(tmp_path / str(value), rank=2) as log:
+            log.write(records(Row("net.fc1", "activation", None, "max", value), Row("", "", None, "my_number", 2.0)))
+        first, second = log_of(tmp_path / str(value), 2).read_text().splitlines()
+        pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - (\S+) \t\t\t\t iteration=000003 \t\t\t\t value=(\S+)"
+        name, number = re.fullmatch(pattern, first).groups()
+        assert name == "net.fc1_activation_max"
+        assert "e" not in number.lower().replace("infinity", "")
+        assert float(number) == pytest.approx(value, rel=0, abs=0, nan_ok=True)
+        assert "my_number" in second
 
 
 def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
@@ -105,12 +96,7 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
     assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    log_once(tmp_path, 1.0)
-    assert log_once(tmp_path, 2.0)[::2] == ["1.0", "2.0"]
-
-
+@pytest.mark.extended
 def test_a_step_that_ctrl_c_broke_off_is_written_once_behind_an_earlier_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +150,7 @@ def test_a_slow_disk_drops_steps_and_reports_their_number(
     assert last.startswith("235 values of 47 steps are missing in the statistics log")
 
 
+@pytest.mark.extended
 def test_the_end_waits_for_a_disk_that_is_slow_but_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.3)
     append = LogFile.append

@@ -33,8 +33,8 @@ BLOCKS = [block for page in PAGES for block in all_blocks(page)]
 HERE = [block for block in BLOCKS if not block.run_by and not block.not_run]
 
 
-def of(language: str) -> list[Any]:
-    return [pytest.param(block, id=f"{block.page}:{block.line}") for block in HERE if block.language == language]
+def of(language: str) -> list[Block]:
+    return [block for block in HERE if block.language == language]
 
 
 def test_each_block_has_a_language_and_a_test() -> None:
@@ -190,7 +190,7 @@ def test_the_python_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch:
 # ---------------------------------------------------------------------- YAML
 
 
-@pytest.mark.parametrize("block", of("yaml"))
+@pytest.mark.parametrize("block", of("yaml"), ids=lambda block: f"{block.page}:{block.line}")
 def test_a_yaml_block_is_a_valid_config(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(block.code)
@@ -251,10 +251,12 @@ def python(arguments: list[str], comment: str) -> None:
 SHELL = {"make": make, "pip": pip, "te-precision": te_precision, "pytest": pytest_, "python": python}
 
 
-@pytest.mark.parametrize("block", of("bash"))
-def test_a_shell_block_names_existing_targets_and_options(block: Block) -> None:
+def test_a_shell_block_names_existing_targets_and_options() -> None:
     """Commands that install, or that run all tests, are read: each target, extra, file and option must be there."""
-    for line in block.code.splitlines():
-        command, _, comment = line.partition("  #")
-        program, *arguments = shlex.split(re.sub(r"[\[\]](?![^\[]*')", "", command) if "make" in command else command)
-        SHELL[program](arguments, comment)
+    for block in of("bash"):
+        for line in block.code.splitlines():
+            command, _, comment = line.partition("  #")
+            program, *arguments = shlex.split(
+                re.sub(r"[\[\]](?![^\[]*')", "", command) if "make" in command else command
+            )
+            SHELL[program](arguments, comment)

@@ -32,14 +32,14 @@ def relative_links(page: str) -> list[str]:
     return [link for link in links if not link.startswith(("http://", "https://"))]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_relative_links_lead_to_files_and_anchors(page: str) -> None:
-    for link in relative_links(page):
-        target, _, anchor = link.partition("#")
-        path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
-        assert path.exists(), link
-        if anchor:
-            assert anchor in anchors(path.relative_to(ROOT).as_posix()), link
+def test_relative_links_lead_to_files_and_anchors() -> None:
+    for page in PAGES:
+        for link in relative_links(page):
+            target, _, anchor = link.partition("#")
+            path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+            assert path.exists(), link
+            if anchor:
+                assert anchor in anchors(path.relative_to(ROOT).as_posix()), link
 
 
 def test_the_site_has_every_page() -> None:
@@ -49,19 +49,18 @@ def test_the_site_has_every_page() -> None:
         assert re.search(rf" {re.escape(page)}$", navigation, re.MULTILINE), f"mkdocs.yml: nav has no {page}"
 
 
-@pytest.mark.parametrize(
-    ("page", "text", "on_the_site"),
-    [
-        ("README.md", "![a map](docs/images/map.png)", "![a map](images/map.png)"),
-        ("docs/report.md", "![a map](images/map.png)", "![a map](images/map.png)"),
-        ("docs/tour/2.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
-        ("README.md", "[a report](docs/report.md#report)", "[a report](report.md#report)"),
-        ("docs/tour/2.md", "[report.md](../report.md)", "[Look at a run](../report.md)"),
-        ("docs/report.md", "[the rules](../CONTRIBUTING.md)", "[the rules](contributing.md)"),
-        ("docs/report.md", "[a test](../tests/conftest.py)", "a test"),
-    ],
-)
-def test_links_and_images_of_the_site(page: str, text: str, on_the_site: str) -> None:
+LINKS = [
+    ("README.md", "![a map](docs/images/map.png)", "![a map](images/map.png)"),
+    ("docs/report.md", "![a map](images/map.png)", "![a map](images/map.png)"),
+    ("docs/tour/2.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
+    ("README.md", "[a report](docs/report.md#report)", "[a report](report.md#report)"),
+    ("docs/tour/2.md", "[report.md](../report.md)", "[Look at a run](../report.md)"),
+    ("docs/report.md", "[the rules](../CONTRIBUTING.md)", "[the rules](contributing.md)"),
+    ("docs/report.md", "[a test](../tests/conftest.py)", "a test"),
+]
+
+
+def test_links_and_images_of_the_site() -> None:
     pages = {
         "README.md": "index.md",
         "CONTRIBUTING.md": "contributing.md",
@@ -69,7 +68,8 @@ def test_links_and_images_of_the_site(page: str, text: str, on_the_site: str) ->
         "docs/tour/2.md": "tour/2.md",
     }
     between_pages = runpy.run_path(str(ROOT / "docs" / "site" / "links.py"))["between_pages"]
-    assert between_pages(text, page, pages) == on_the_site
+    for page, text, on_the_site in LINKS:
+        assert between_pages(text, page, pages) == on_the_site
 
 
 # ------------------------------------------------------------------------- public names, by the rule of docs/options.md
@@ -102,15 +102,15 @@ def test_the_page_names_every_public_module(public: dict[str, tuple[str, ...]]) 
     assert {PACKAGE + name if name.startswith(".") else name for name in named} == set(public)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page == "README.md" or page.startswith("docs/")])
-def test_imports_of_pages_are_public(page: str, public: dict[str, tuple[str, ...]]) -> None:
-    text = PAGES[page].read_text()
-    for module, names in re.findall(rf"^ *from ({PACKAGE}[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
-        for name in re.split(", *", names):
-            assert module in public, f"{module} is not public"
-            assert name in public[module] or f"{module}.{name}" in public, f"{module}.{name} is not public"
-    for module in re.findall(rf"^ *import ({PACKAGE}[\w.]*)$", text, re.MULTILINE):
-        assert module in {*public, f"{PACKAGE}.features"}, f"{module} is not public"
+def test_imports_of_pages_are_public(public: dict[str, tuple[str, ...]]) -> None:
+    for page in [page for page in PAGES if page == "README.md" or page.startswith("docs/")]:
+        text = PAGES[page].read_text()
+        for module, names in re.findall(rf"^ *from ({PACKAGE}[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
+            for name in re.split(", *", names):
+                assert module in public, f"{module} is not public"
+                assert name in public[module] or f"{module}.{name}" in public, f"{module}.{name} is not public"
+        for module in re.findall(rf"^ *import ({PACKAGE}[\w.]*)$", text, re.MULTILINE):
+            assert module in {*public, f"{PACKAGE}.features"}, f"{module} is not public"
 
 
 # ------------------------------------------------------------------------------------------------- docs/architecture.md
@@ -133,12 +133,12 @@ def functions(file: str) -> set[str]:
     return results
 
 
-@pytest.mark.parametrize("path", paths(), ids=lambda path: path[0].split()[0])
-def test_each_function_of_a_call_path_exists(path: list[str]) -> None:
-    assert len(path) <= 15
-    named = [match.groups() for line in path if (match := re.match(r" *(\S+\.py) +(\S+)", line))]
-    assert len(named) >= len(path) - 2, "all lines but those of Transformer Engine"
-    assert [(file, name) for file, name in named if name not in functions(file)] == []
+def test_each_function_of_a_call_path_exists() -> None:
+    for path in paths():
+        assert len(path) <= 15
+        named = [match.groups() for line in path if (match := re.match(r" *(\S+\.py) +(\S+)", line))]
+        assert len(named) >= len(path) - 2, "all lines but those of Transformer Engine"
+        assert [(file, name) for file, name in named if name not in functions(file)] == []
 
 
 def test_there_are_call_paths() -> None:
@@ -174,43 +174,43 @@ def test_the_quoted_messages_are_in_the_sources() -> None:
 # --------------------------------------------------------------------------------------- docs/start.md and docs/tour.md
 
 
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Page -> its outputs: all pages are run once, in their order, since later ones go on with runs of earlier ones."""
+def outputs(page: str, folder: Path) -> list[Any]:
+    """The outputs of a page; the pages before it run too, since later ones go on with their runs."""
     threads = torch.get_num_threads()
-    with tour.surroundings(tmp_path_factory.mktemp("tour")):
-        results = {page.relative_to(ROOT).as_posix(): tour.run(page) for page in tour.PAGES}
+    before = [path.relative_to(ROOT).as_posix() for path in tour.PAGES].index(page)
+    with tour.surroundings(folder):
+        results = [tour.run(path) for path in tour.PAGES[: before + 1]]
     torch.set_num_threads(threads)
     sys.modules.pop("small_model", None)
-    return results
+    return results[-1]
 
 
 @pytest.mark.slow  # eight small trainings
-@pytest.mark.parametrize("page", ["docs/start.md", "docs/tour.md"])
-def test_the_outputs_of_a_page_are_current(page: str, outputs: dict[str, list[Any]]) -> None:
-    result = outputs[page]
+@pytest.mark.parametrize("page", ["docs/start.md", pytest.param("docs/tour.md", marks=pytest.mark.extended)])
+def test_the_outputs_of_a_page_are_current(page: str, tmp_path: Path) -> None:
+    result = outputs(page, tmp_path)
     assert len(result) == len(blocks(page, "text")) > 0
     for output in result:
         remedy = "if the page should show this now: .venv/bin/python tools/tour.py"
         assert output.is_true, f"{page} shows\n{output.shown}\nand there came\n{output.renewed}\n{remedy}"
 
 
-@pytest.mark.parametrize(
-    ("shown", "came", "is_alike"),
-    [
-        ("loss 2.61", "loss  2.58", True),
-        ("loss 2.61", "loss 5.3", False),
-        ("loss 2.61", "lost 2.61", False),
-        ("first at step 10", "first at step 11", False),
-        ("layers.0.fc1 12.5", "layers.1.fc1 12.5", False),
-        ("std 1.44e-03", "std 1.41e-03", True),
-        ("std 1.44e-03", "std 1.44e-04", False),
-        ("[5.6, nan]", "[5.6, 5.6]", False),
-        ("one", "one\ntwo", False),
-    ],
-)
-def test_similar_outputs(shown: str, came: str, is_alike: bool) -> None:
-    assert tour.alike(shown, came) is is_alike
+ALIKE = [
+    ("loss 2.61", "loss  2.58", True),
+    ("loss 2.61", "loss 5.3", False),
+    ("loss 2.61", "lost 2.61", False),
+    ("first at step 10", "first at step 11", False),
+    ("layers.0.fc1 12.5", "layers.1.fc1 12.5", False),
+    ("std 1.44e-03", "std 1.41e-03", True),
+    ("std 1.44e-03", "std 1.44e-04", False),
+    ("[5.6, nan]", "[5.6, 5.6]", False),
+    ("one", "one\ntwo", False),
+]
+
+
+def test_similar_outputs() -> None:
+    for shown, came, is_alike in ALIKE:
+        assert tour.alike(shown, came) is is_alike
 
 
 def test_lines_that_are_left_out() -> None:

@@ -56,6 +56,7 @@ def is_shown(page: str, printed: str, start: int = 0) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_loss_that_diverges(capsys: pytest.CaptureFixture[str]) -> None:
     page = "docs/diverging.md"
     script, again = blocks(page, "python")

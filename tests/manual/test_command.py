@@ -41,17 +41,17 @@ def ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return one_line(capsys.readouterr().err.replace("│", " "))
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_a_feature_is_explained_with_an_example_that_loads(name: str) -> None:
-    output = run("features", name.lower())
-    shown, _, example = output.partition("\nExample\n\n")
-    (section,) = load_config(yaml.safe_load(example)).sections
-    assert list(section.features["transformer_engine"]) == [name]
-    words = one_line(shown)
-    assert words.startswith(f"{name}, in transformer_engine: {one_line(FEATURES[name].__doc__ or '')}")
-    for key, field in FEATURES[name].model_fields.items():
-        assert f" {key}: " in words
-        assert one_line(str(field.description)) in words
+def test_a_feature_is_explained_with_an_example_that_loads() -> None:
+    for name in FEATURES:
+        output = run("features", name.lower())
+        shown, _, example = output.partition("\nExample\n\n")
+        (section,) = load_config(yaml.safe_load(example)).sections
+        assert list(section.features["transformer_engine"]) == [name]
+        words = one_line(shown)
+        assert words.startswith(f"{name}, in transformer_engine: {one_line(FEATURES[name].__doc__ or '')}")
+        for key, field in FEATURES[name].model_fields.items():
+            assert f" {key}: " in words
+            assert one_line(str(field.description)) in words
 
 
 def test_features_as_json() -> None:
@@ -99,22 +99,22 @@ def test_the_list_filtered_by_a_name(name: str, listed: dict[str, Any]) -> None:
     assert len(printed.splitlines()) < len(run("statistics").splitlines())
 
 
-@pytest.mark.parametrize("name", [*STATISTICS, "mxfp8_mse_columnwise"])
-def test_the_example_of_a_statistic_loads_in_what_collects_it(name: str) -> None:
-    (statistic,) = json.loads(run("statistics", name, "--json"))["statistics"]
-    assert (statistic["collected_by"] == ["LogGemmError"]) == (name in GEMM_STATISTICS)
-    options = yaml.safe_load(statistic["example"])
-    if name in GEMM_STATISTICS:
-        load_config({"s": feature("LogGemmError", ["fc1"], **options)})
-        return
-    for collects, model in FEATURES.items():
-        if "stats" in model.model_fields:
-            section = feature(collects, ["fc1"], tensors=["activation"], **options)
-            if collects in statistic["collected_by"]:
-                load_config({"s": section})
-            else:
-                with pytest.raises(ConfigError):
+def test_the_example_of_a_statistic_loads_in_what_collects_it() -> None:
+    for name in [*STATISTICS, "mxfp8_mse_columnwise"]:
+        (statistic,) = json.loads(run("statistics", name, "--json"))["statistics"]
+        assert (statistic["collected_by"] == ["LogGemmError"]) == (name in GEMM_STATISTICS)
+        options = yaml.safe_load(statistic["example"])
+        if name in GEMM_STATISTICS:
+            load_config({"s": feature("LogGemmError", ["fc1"], **options)})
+            continue
+        for collects, model in FEATURES.items():
+            if "stats" in model.model_fields:
+                section = feature(collects, ["fc1"], tensors=["activation"], **options)
+                if collects in statistic["collected_by"]:
                     load_config({"s": section})
+                else:
+                    with pytest.raises(ConfigError):
+                        load_config({"s": section})
 
 
 def test_docs_statistics_has_the_recipes_and_symbols() -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import speed_model
-from te_precision_callbacks.base.vocabulary import OperandName
 from te_precision_callbacks.coverage.coverage import Product, Reason
 from te_precision_callbacks.coverage.planned_products import gemm_sizes
 from te_precision_callbacks.speed import (
@@ -78,22 +76,21 @@ def test_the_input_the_weight_and_the_gradient_are_cast_once() -> None:
         assert item.high_ms == pytest.approx(4 * 2 * 8192 * 4096 * 1024 / (989e9 * H200.constants.kernel["bf16"]))
 
 
-@pytest.mark.parametrize(
-    ("low", "bytes_of"),
-    [
+def test_only_directions_that_are_read_are_written() -> None:
+    """1024 tokens, 1024 in, 2048 out: 2^20 elements of the input, twice as many of the weight and the gradient."""
+    for low, bytes_of in [
         (("fprop",), {"fprop": 5 * 2**20 * (1 + 2)}),
         (("dgrad",), {"dgrad": (5 * 2 + 6 * 2) * 2**20}),  # the weight with rows, too
         (("wgrad",), {"wgrad": 6 * 2**20 * (1 + 2)}),  # both with rows that no GEMM reads
         (("fprop", "wgrad"), {"fprop": (6 * 1 + 5 * 2) * 2**20, "wgrad": 6 * 2 * 2**20}),
-    ],
-)
-def test_only_directions_that_are_read_are_written(low: tuple[str, ...], bytes_of: Mapping[str, int]) -> None:
-    """1024 tokens, 1024 in, 2048 out: 2^20 elements of the input, twice as many of the weight and the gradient."""
-    device = replace(H200, constants=replace(H200.constants, launch_ms=0.0))
-    times = {item.product.gemm: item for item in expected(layer("fc", 1024, (1024, 2048), low=low), CURRENT, device)}
-    rate = H200.bandwidth_tbs * 1e9 * H200.constants.cast[CURRENT]
-    moved = {gemm: time.cast_ms * rate for gemm, time in times.items() if time.cast_ms}
-    assert moved == pytest.approx(bytes_of)
+    ]:
+        device = replace(H200, constants=replace(H200.constants, launch_ms=0.0))
+        times = {
+            item.product.gemm: item for item in expected(layer("fc", 1024, (1024, 2048), low=low), CURRENT, device)
+        }
+        rate = H200.bandwidth_tbs * 1e9 * H200.constants.cast[CURRENT]
+        moved = {gemm: time.cast_ms * rate for gemm, time in times.items() if time.cast_ms}
+        assert moved == pytest.approx(bytes_of)
 
 
 def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,20 +102,17 @@ def test_each_row_names_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -
     assert of_two == pytest.approx(2 * of_one, abs=0.001)
 
 
-@pytest.mark.parametrize(
-    ("formats", "given", "recipe"),
-    [
+def test_the_recipe_of_a_product() -> None:
+    for formats, own, recipe in [
         (("FP8 E4M3", "FP8 E4M3"), "", "unknown"),
         (("FP8 E4M3", "FP8 E4M3"), "fp8_delayed_scaling", "fp8_delayed_scaling"),
         (("MXFP8 E4M3", "MXFP8 E4M3"), "", "mxfp8"),
         (("FP8 block E4M3", "FP8 block E4M3"), "", "fp8_block_scaling"),
         (("NVFP4 E2M1", "NVFP4 E2M1"), "Mine", "nvfp4"),
         (("FP8 E4M3", "BF16"), CURRENT, ""),
-    ],
-)
-def test_the_recipe_of_a_product(formats: tuple[str, str], given: str, recipe: str) -> None:
-    product = replace(layer("fc", 16, (16, 16))[0], operands=dict(zip("ab", formats, strict=True)))
-    assert with_recipes([product], given) == [(product, recipe)]
+    ]:
+        product = replace(layer("fc", 16, (16, 16))[0], operands=dict(zip("ab", formats, strict=True)))
+        assert with_recipes([product], own) == [(product, recipe)]
 
 
 def test_a_gemm_of_unknown_cost_is_in_no_figure() -> None:
@@ -137,24 +131,21 @@ def test_products_without_a_weight_are_left_out() -> None:
         estimated([attention])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sizes", "recipe", "why"),
-    [
+def test_why_a_layer_gains_nothing() -> None:
+    """By hand, on an H200 SXM: 12 launches of 7.4 microseconds cast the three operands."""
+    for tokens, sizes, recipe, why in [
         (8192, (8192, 8192), CURRENT, ""),
         (4096, (4096, 256), CURRENT, "launch-bound: the launches of the casts take longer than the GEMMs save"),
         (65536, (4096, 256), CURRENT, "too small: the casts take longer than the GEMMs save"),
         (64, (64, 64), CURRENT, "too small: the GEMMs take as long as in BF16"),
-    ],
-)
-def test_why_a_layer_gains_nothing(tokens: int, sizes: tuple[int, int], recipe: str, why: str) -> None:
-    """By hand, on an H200 SXM: 12 launches of 7.4 microseconds cast the three operands."""
-    step = estimated(layer("fc", tokens, sizes), recipe, H200)
-    assert step.without_gain == ({"fc": why} if why else {})
-    saved = step.total.high_ms - sum(time.gemm_ms for time in step.times)
-    launches = 12 * 0.0074
-    assert step.total.launch_ms == pytest.approx(launches)
-    assert why.startswith("launch-bound") == (0 < saved <= launches)
-    assert (why == "") == (saved > step.total.cast_ms)
+    ]:
+        step = estimated(layer("fc", tokens, sizes), recipe, H200)
+        assert step.without_gain == ({"fc": why} if why else {})
+        saved = step.total.high_ms - sum(time.gemm_ms for time in step.times)
+        launches = 12 * 0.0074
+        assert step.total.launch_ms == pytest.approx(launches)
+        assert why.startswith("launch-bound") == (0 < saved <= launches)
+        assert (why == "") == (saved > step.total.cast_ms)
 
 
 def test_a_layer_in_high_precision_neither_gains_nor_loses() -> None:
@@ -216,29 +207,27 @@ def round_device() -> Device:
     return Device("a round one", HOPPER, 100, 200, math.nan, 1, constants)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "operand", "capability", "both", "rows_alone"),
-    [
-        # bytes an element: amax and cast read 2 + 2, and write the codes of each direction
-        ("fp8_delayed_scaling", "activation", HOPPER, 2 + 1 + 1, 2 + 1),
-        ("fp8_delayed_scaling", "weight", BLACKWELL, 2 + 1, 2 + 1),
-        ("fp8_current_scaling", "activation", HOPPER, 2 + 2 + 1 + 1, 2 + 2 + 1),
-        ("fp8_current_scaling", "gradient", BLACKWELL, 2 + 2 + 1, 2 + 2 + 1),
-        ("fp8_block_scaling", "activation", HOPPER, 2 + 2 * (1 + 4 / 128), 2 + 1 + 4 / 128),
-        ("fp8_block_scaling", "weight", HOPPER, 2 + 2 * (1 + 4 / 16384), 2 + 1 + 4 / 16384),
-        # scales of E8M0 for 32 elements are written, and read and written again by the swizzle
-        ("mxfp8", "activation", BLACKWELL, 2 + 2 * (1 + 3 / 32), 2 + 1 + 3 / 32),
-        # scales of E4M3 for 16 elements; the Hadamard transform of the columns is a separate pass
-        ("nvfp4", "gradient", BLACKWELL, 6 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
-        ("nvfp4", "weight", BLACKWELL, 4 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
-    ],
-)
-def test_the_bytes_of_a_cast(
-    recipe: str, operand: OperandName, capability: tuple[int, int], both: float, rows_alone: float
-) -> None:
-    assert cast_bytes(recipe, operand, ELEMENTS, capability)[0] == pytest.approx(both * ELEMENTS)
-    rows, _ = cast_bytes(recipe, operand, ELEMENTS, capability, columnwise=False)
-    assert rows == pytest.approx(rows_alone * ELEMENTS)
+CASTS = [
+    # bytes an element: amax and cast read 2 + 2, and write the codes of each direction
+    ("fp8_delayed_scaling", "activation", HOPPER, 2 + 1 + 1, 2 + 1),
+    ("fp8_delayed_scaling", "weight", BLACKWELL, 2 + 1, 2 + 1),
+    ("fp8_current_scaling", "activation", HOPPER, 2 + 2 + 1 + 1, 2 + 2 + 1),
+    ("fp8_current_scaling", "gradient", BLACKWELL, 2 + 2 + 1, 2 + 2 + 1),
+    ("fp8_block_scaling", "activation", HOPPER, 2 + 2 * (1 + 4 / 128), 2 + 1 + 4 / 128),
+    ("fp8_block_scaling", "weight", HOPPER, 2 + 2 * (1 + 4 / 16384), 2 + 1 + 4 / 16384),
+    # scales of E8M0 for 32 elements are written, and read and written again by the swizzle
+    ("mxfp8", "activation", BLACKWELL, 2 + 2 * (1 + 3 / 32), 2 + 1 + 3 / 32),
+    # scales of E4M3 for 16 elements; the Hadamard transform of the columns is a separate pass
+    ("nvfp4", "gradient", BLACKWELL, 6 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
+    ("nvfp4", "weight", BLACKWELL, 4 + 2 * (0.5 + 3 / 16), 4 + 0.5 + 3 / 16),
+]
+
+
+def test_the_bytes_of_a_cast() -> None:
+    for recipe, operand, capability, both, rows_alone in CASTS:
+        assert cast_bytes(recipe, operand, ELEMENTS, capability)[0] == pytest.approx(both * ELEMENTS)
+        rows, _ = cast_bytes(recipe, operand, ELEMENTS, capability, columnwise=False)
+        assert rows == pytest.approx(rows_alone * ELEMENTS)
 
 
 def test_the_times_of_a_gemm_and_its_casts(round_device: Device) -> None:
@@ -276,18 +265,15 @@ def test_a_device_that_is_not_known() -> None:
         device_named("b20")
 
 
-@pytest.mark.parametrize(
-    ("device", "recipe", "said"),
-    [
+def test_a_recipe_that_a_device_does_not_run() -> None:
+    for device, recipe, said in [
         ("h100", "nvfp4", "does not run nvfp4: it needs compute capability 10.0"),
         ("h200", "mxfp8", "does not run mxfp8"),
         ("rtx_pro_6000", "mxfp8", "12.0"),
         ("b300", "mxfp", "Did you mean 'mxfp8'"),
-    ],
-)
-def test_a_recipe_that_a_device_does_not_run(device: str, recipe: str, said: str) -> None:
-    with pytest.raises(SpeedError, match=re.escape(said)):
-        device_named(device).check_recipe(recipe)
+    ]:
+        with pytest.raises(SpeedError, match=re.escape(said)):
+            device_named(device).check_recipe(recipe)
 
 
 # ------------------------------------------------------------------- benchmarks/speed_model.py, and its constants
