@@ -19,10 +19,8 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import dump_files
-from te_precision_callbacks.dumps import writer as module
 from te_precision_callbacks.dumps.contents import Dump, create_dump
 from te_precision_callbacks.dumps.header import SCHEMA, Header
-from te_precision_callbacks.dumps.writer import Writer
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.full_disk import files_up_to
 
@@ -91,13 +89,13 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3, 5, 2)], ids=str)
-def test_every_dtype_and_shape(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).abs().to(dtype)
-    dumps.save(tensor, tmp_path / "a")
-    assert_same(dumps.load(tmp_path / "a").tensors, {"high_precision": tensor})
-    assert_same(load_file(tmp_path / "a"), {"high_precision": tensor})
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
+    for dtype in DTYPES:
+        for shape in [(), (3, 5, 2)]:
+            tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).abs().to(dtype)
+            dumps.save(tensor, tmp_path / "a")
+            assert_same(dumps.load(tmp_path / "a").tensors, {"high_precision": tensor})
+            assert_same(load_file(tmp_path / "a"), {"high_precision": tensor})
 
 
 @pytest.mark.parametrize(
@@ -174,25 +172,25 @@ class Malicious:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "where", "message"),
-    [
-        (X.to_sparse(), {}, "plain, dense tensor"),
-        (X.to("meta"), {}, "plain, dense tensor"),
-        ([1.0], {}, "plain, dense tensor"),
-        (None, {}, "nothing to dump"),
-        (X, {"high_precision": X[:, :64]}, r"high_precision has the shape \(40, 64\), and the tensor \(40, 96\)"),
-        (X, {"layer": torch.nn.Identity()}, r"layer= must be a name, as text, not Identity"),
-        (X, {"tensor_name": None}, "tensor_name= must be a name, as text, not None"),
-        (X, {"iteration": 1.5}, "iteration= must be a whole number, not 1.5"),
-        (X, {"rank": torch.ones(2)}, "rank= must be a whole number, not tensor"),
-        (X, {"micro_batch": "0"}, "micro_batch= must be a whole number, not '0'"),
-    ],
-)
-def test_what_cannot_be_dumped(tmp_path: Path, tensor: Any, where: dict[str, Any], message: str) -> None:
-    with pytest.raises(dumps.DumpError, match=message):
-        dumps.save(tensor, tmp_path / "a", **where)
-    assert os.listdir(tmp_path) == []
+NOT_DUMPED = [
+    (X.to_sparse(), {}, "plain, dense tensor"),
+    (X.to("meta"), {}, "plain, dense tensor"),
+    ([1.0], {}, "plain, dense tensor"),
+    (None, {}, "nothing to dump"),
+    (X, {"high_precision": X[:, :64]}, r"high_precision has the shape \(40, 64\), and the tensor \(40, 96\)"),
+    (X, {"layer": torch.nn.Identity()}, r"layer= must be a name, as text, not Identity"),
+    (X, {"tensor_name": None}, "tensor_name= must be a name, as text, not None"),
+    (X, {"iteration": 1.5}, "iteration= must be a whole number, not 1.5"),
+    (X, {"rank": torch.ones(2)}, "rank= must be a whole number, not tensor"),
+    (X, {"micro_batch": "0"}, "micro_batch= must be a whole number, not '0'"),
+]
+
+
+def test_what_cannot_be_dumped(tmp_path: Path) -> None:
+    for tensor, where, message in NOT_DUMPED:
+        with pytest.raises(dumps.DumpError, match=message):
+            dumps.save(tensor, tmp_path / "a", **where)
+        assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch, old format", "pickle"])
@@ -223,12 +221,12 @@ FOREIGN: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
-def test_a_foreign_or_damaged_file(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
-    dumps.save(some_mxfp8(), tmp_path / "a", high_precision=X)
-    (tmp_path / "a").write_bytes(change((tmp_path / "a").read_bytes()))
-    with pytest.raises(dumps.NotADumpError, match=r"/a: "):
-        dumps.load(tmp_path / "a")
+def test_a_foreign_or_damaged_file(tmp_path: Path) -> None:
+    for change in FOREIGN.values():
+        dumps.save(some_mxfp8(), tmp_path / "a", high_precision=X)
+        (tmp_path / "a").write_bytes(change((tmp_path / "a").read_bytes()))
+        with pytest.raises(dumps.NotADumpError, match=r"/a: "):
+            dumps.load(tmp_path / "a")
 
 
 def rewritten(path: Path, change: Any) -> None:
@@ -247,29 +245,28 @@ def change_of(*place: str, **values: Any) -> Any:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            change_of(schema=SCHEMA + 1, layer={"another": "form"}),
-            f"version {SCHEMA + 1}.* reads version {SCHEMA}: update",
-        ),
-        (lambda header: header.pop("schema"), "schema"),
-        (change_of(iteration="soon"), "iteration"),
-        (change_of("quantized", dtype="load"), "'load' is not one of float64"),
-        (change_of("quantized", "rowwise", shape=[40, -96]), "quantized.rowwise.shape.1"),
-        (change_of("quantized", "rowwise", data="rowwise"), "'rowwise'"),
-        (change_of("quantized", "rowwise", format="E3M4"), "quantized.rowwise.format"),
-        (change_of("quantized", "rowwise", block=[1, 48]), "shape"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_header_that_cannot_be_read(tmp_path: Path, change: Any, message: str) -> None:
-    path = tmp_path / "a"
-    dumps.save(some_mxfp8(), path, high_precision=X)
-    rewritten(path, change)
-    with pytest.raises(dumps.NotADumpError, match=rf"(?s)/a: .*{message}"):
-        dumps.load(path)
+UNREADABLE = [
+    (
+        change_of(schema=SCHEMA + 1, layer={"another": "form"}),
+        f"version {SCHEMA + 1}.* reads version {SCHEMA}: update",
+    ),
+    (lambda header: header.pop("schema"), "schema"),
+    (change_of(iteration="soon"), "iteration"),
+    (change_of("quantized", dtype="load"), "'load' is not one of float64"),
+    (change_of("quantized", "rowwise", shape=[40, -96]), "quantized.rowwise.shape.1"),
+    (change_of("quantized", "rowwise", data="rowwise"), "'rowwise'"),
+    (change_of("quantized", "rowwise", format="E3M4"), "quantized.rowwise.format"),
+    (change_of("quantized", "rowwise", block=[1, 48]), "shape"),
+]
+
+
+def test_a_header_that_cannot_be_read(tmp_path: Path) -> None:
+    for change, message in UNREADABLE:
+        path = tmp_path / "a"
+        dumps.save(some_mxfp8(), path, high_precision=X)
+        rewritten(path, change)
+        with pytest.raises(dumps.NotADumpError, match=rf"(?s)/a: .*{message}"):
+            dumps.load(path)
 
 
 def test_names_in_other_alphabets(tmp_path: Path) -> None:
@@ -361,38 +358,3 @@ def ends(doing: Callable[[], object]) -> bool:
     thread.start()
     thread.join(20)
     return not thread.is_alive()
-
-
-@pytest.mark.parametrize("error", [SystemExit("no more"), KeyboardInterrupt(), MemoryError()], ids=repr)
-def test_nobody_waits_for_a_thread_that_has_ended(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go = threading.Event(), threading.Event()
-    written: list[int | None] = []
-
-    def write(dump: Dump, folder: Path) -> int:
-        written.append(dump.header.iteration)
-        begun.set()
-        go.wait(20)
-        raise error
-
-    monkeypatch.setattr(module, "write_new", write)
-    monkeypatch.setattr(module, "MOST_QUEUED", 1000)
-    writer = Writer(tmp_path)
-    writer.put(empty(0, 100))
-    assert begun.wait(20)
-    writer.put(empty(1, 100))
-    waiting = threading.Thread(target=lambda: writer.put(empty(2, 950)), daemon=True)
-    waiting.start()
-    go.set()
-    waiting.join(20)
-    assert not waiting.is_alive(), "it has waited for room"
-    assert ends(writer.drain)
-    if not isinstance(error, Exception):
-        assert ends(lambda: writer.put(empty(3, 2000)))
-        assert ends(writer.drain)
-        assert written == [0], "what waited is dropped, and nothing more is taken"
-    assert writer.pending == 0
-    failure = writer.take_failure()
-    assert error in (failure, failure.__cause__)
-    assert writer.take_failure() is None

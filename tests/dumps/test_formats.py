@@ -123,29 +123,29 @@ def check(name: str, facts: dict[str, Any], found: dict[str, Any]) -> None:
             assert stored in (None, header[side]["stored_scale_shape"])
 
 
-@pytest.mark.parametrize(("capability", "name"), DIRECT, ids=[f"{name}-{capability}" for capability, name in DIRECT])
-def test_quantized_for_a_gemm(seen: dict[str, tuple[Facts, Facts]], capability: str, name: str) -> None:
-    facts, results = seen[capability][0][name], seen[capability][1][name]
-    check(name, facts, results)
-    # Blackwell's Float8 data are never stored transposed.
-    only_rowwise = name.startswith("float8") and capability == BLACKWELL
-    assert set(results["equal"]) == ({"rowwise"} if only_rowwise else {"rowwise", "columnwise"})
-    if name.startswith("float8"):
-        return
-    for side, stored in zip(("rowwise", "columnwise"), facts["stored_scales"], strict=True):
-        compact = results["shapes"][f"{side}_block_scale_inv"]
-        assert stored[0] * stored[1] > compact[0] * compact[1], "these scales have no padding"
+def test_quantized_for_a_gemm(seen: dict[str, tuple[Facts, Facts]]) -> None:
+    for capability, name in DIRECT:
+        facts, results = seen[capability][0][name], seen[capability][1][name]
+        check(name, facts, results)
+        # Blackwell's Float8 data are never stored transposed.
+        only_rowwise = name.startswith("float8") and capability == BLACKWELL
+        assert set(results["equal"]) == ({"rowwise"} if only_rowwise else {"rowwise", "columnwise"})
+        if name.startswith("float8"):
+            continue
+        for side, stored in zip(("rowwise", "columnwise"), facts["stored_scales"], strict=True):
+            compact = results["shapes"][f"{side}_block_scale_inv"]
+            assert stored[0] * stored[1] > compact[0] * compact[1], "these scales have no padding"
 
 
-@pytest.mark.parametrize(("capability", "name"), TRAINED, ids=[f"{name}-{capability}" for capability, name in TRAINED])
-def test_an_operand_of_training(seen: dict[str, tuple[Facts, Facts]], capability: str, name: str) -> None:
-    facts, results = seen[capability][0][name], seen[capability][1][name]
-    check(name, facts, results)
-    # The direction that the GEMM reads; of Blackwell's Float8 data there is only one.
-    side = "columnwise" if facts["columnwise"] else "rowwise"
-    if name.startswith("Float8CurrentScaling") and capability == BLACKWELL:
-        side = "rowwise"
-    assert side in results["equal"]
+def test_an_operand_of_training(seen: dict[str, tuple[Facts, Facts]]) -> None:
+    for capability, name in TRAINED:
+        facts, results = seen[capability][0][name], seen[capability][1][name]
+        check(name, facts, results)
+        # The direction that the GEMM reads; of Blackwell's Float8 data there is only one.
+        side = "columnwise" if facts["columnwise"] else "rowwise"
+        if name.startswith("Float8CurrentScaling") and capability == BLACKWELL:
+            side = "rowwise"
+        assert side in results["equal"]
 
 
 def test_the_internals_have_their_names_and_dtypes(seen: dict[str, tuple[Facts, Facts]]) -> None:

@@ -61,28 +61,28 @@ def assert_same(found: Any, value: Any, name: str) -> None:
 
 @on_the_cpu
 @pytest.mark.processes
-@pytest.mark.parametrize("tensor", ["activation", "weight"])
-@pytest.mark.parametrize("recipe", layers.BLOCK_RECIPES)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_every_format_at_once(found: dict[str | None, Found], layer: str | None, recipe: str, tensor: str) -> None:
-    for name, value in expected(recipe, tensor).items():
-        assert_same(found[layer][f"{tensor} {recipe}_{name}"], value, name)
-    columnwise = expected(recipe, tensor, columnwise=True)
-    for name in ("mse", "underflow_blocks%", "zero_blocks%"):
-        assert_same(found[layer][f"{tensor} {recipe}_{name}_columnwise"], columnwise[name], name)
-    assert f"{tensor} fp8_current_scaling_mse" in found[layer]
+def test_every_format_at_once(found: dict[str | None, Found], layer: str | None) -> None:
+    for recipe in layers.BLOCK_RECIPES:
+        for tensor in ["activation", "weight"]:
+            for name, value in expected(recipe, tensor).items():
+                assert_same(found[layer][f"{tensor} {recipe}_{name}"], value, name)
+            columnwise = expected(recipe, tensor, columnwise=True)
+            for name in ("mse", "underflow_blocks%", "zero_blocks%"):
+                assert_same(found[layer][f"{tensor} {recipe}_{name}_columnwise"], columnwise[name], name)
+            assert f"{tensor} fp8_current_scaling_mse" in found[layer]
 
 
 @on_the_cpu
 @pytest.mark.processes
-@pytest.mark.parametrize("tensor", ["activation", "weight"])
 @pytest.mark.parametrize("layer", OWN)
-def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str, tensor: str) -> None:
-    for name, value in expected(OWN[layer], tensor).items():
-        assert_same(found[layer][f"{tensor} {name}"], value, name)
-    columnwise = expected(OWN[layer], tensor, columnwise=True)
-    for name in ("zero_blocks%", "block_dynamic_range_max"):
-        assert_same(found[layer][f"{tensor} {name}_columnwise"], columnwise[name], name)
+def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str) -> None:
+    for tensor in ["activation", "weight"]:
+        for name, value in expected(OWN[layer], tensor).items():
+            assert_same(found[layer][f"{tensor} {name}"], value, name)
+        columnwise = expected(OWN[layer], tensor, columnwise=True)
+        for name in ("zero_blocks%", "block_dynamic_range_max"):
+            assert_same(found[layer][f"{tensor} {name}_columnwise"], columnwise[name], name)
 
 
 @on_the_cpu

@@ -41,14 +41,10 @@ def acted(features: dict[str, Any], steps: int, log_dir: Path, **keywords: Any) 
 @pytest.mark.parametrize(
     ("options", "iterations"),
     [
-        ({}, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
         ({"freq": 3}, [0, 3, 6, 9]),
         ({"freq": 3, "start_step": 1}, [3, 6, 9]),  # not 1, 4, 7
-        ({"freq": 3, "start_step": 3, "end_step": 6}, [3, 6]),
         ({"start_step": 8, "end_step": -1}, [8, 9]),
         ({"start_step": None, "end_step": None, "freq": 5}, [0, 5]),
-        ({"end_step": 0}, [0]),
-        ({"start_end_list": [[1, 2], [5, 6]]}, [1, 2, 5, 6]),
         ({"start_end_list": [[1, 2], [8, -1]], "start_step": 4, "end_step": 5}, [1, 2, 8, 9]),
         ({"start_end_list": [[0, 4], [7, 9]], "freq": 4}, [0, 4, 8]),
     ],
@@ -87,33 +83,33 @@ TENSORS = ["activation", "weight", "gradient"]
 GEMMS = ["fprop", "dgrad", "wgrad"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tensors": ["activation", "weight"], "gemms": ["fprop"], "margin": 1},
-        {"tensors_struct": [{"tensor": "weight", "margin": 2}], "gemms": ["fprop", "dgrad"], "margin": 1},
-        {"gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 3}, {"gemm": "dgrad", "tensors": []}]},
-        {
-            "quant_format": "MXFP8E4M3",
-            "gemms_struct": [
-                {"gemm": "fprop", "tensors": ["activation", "weight"]},
-                {
-                    "gemm": "dgrad",
-                    "tensors_struct": [{"tensor": "gradient", "quant_format": "FP8E5M2"}, {"tensor": "weight"}],
-                },
-            ],
-        },
-    ],
-)
-def test_as_upstream_where_upstream_takes_it(options: dict[str, Any]) -> None:
-    config = {"enabled": True, **options}
-    for tensor in TENSORS:
-        for gemm in GEMMS:
-            matches, theirs = TEConfigAPIMapper().parse_config_and_api(
-                config, gemm_parsing=True, tensor_parsing=True, tensor_name=tensor, gemm=gemm
-            )
-            assert matching_options(config, tensor=tensor, gemm=gemm) == ([theirs] if matches else [])
-    assert config == {"enabled": True, **options}
+AS_UPSTREAM = [
+    {"tensors": ["activation", "weight"], "gemms": ["fprop"], "margin": 1},
+    {"tensors_struct": [{"tensor": "weight", "margin": 2}], "gemms": ["fprop", "dgrad"], "margin": 1},
+    {"gemms_struct": [{"gemm": "fprop", "tensors": ["weight"], "margin": 3}, {"gemm": "dgrad", "tensors": []}]},
+    {
+        "quant_format": "MXFP8E4M3",
+        "gemms_struct": [
+            {"gemm": "fprop", "tensors": ["activation", "weight"]},
+            {
+                "gemm": "dgrad",
+                "tensors_struct": [{"tensor": "gradient", "quant_format": "FP8E5M2"}, {"tensor": "weight"}],
+            },
+        ],
+    },
+]
+
+
+def test_as_upstream_where_upstream_takes_it() -> None:
+    for options in AS_UPSTREAM:
+        config = {"enabled": True, **options}
+        for tensor in TENSORS:
+            for gemm in GEMMS:
+                matches, theirs = TEConfigAPIMapper().parse_config_and_api(
+                    config, gemm_parsing=True, tensor_parsing=True, tensor_name=tensor, gemm=gemm
+                )
+                assert matching_options(config, tensor=tensor, gemm=gemm) == ([theirs] if matches else [])
+        assert config == {"enabled": True, **options}
 
 
 READ = {

@@ -16,39 +16,37 @@ E4M3 = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
 PACKED = torch.zeros(64, 64, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "expected"),
-    [
-        ({"weight": torch.zeros(64, 128, dtype=torch.bfloat16)}, "BF16"),
-        ({"weight": E4M3, "weight_scale": torch.ones(())}, "FP8 E4M3"),
-        ({"weight": E4M3, "weight_scale": torch.ones(64, 1)}, "FP8 E4M3"),
-        ({"weight": E4M3.to(torch.float8_e5m2), "weight_scale": torch.ones(1)}, "FP8 E5M2"),
-        ({"weight": E4M3, "weight_scale_inv": torch.ones(1, 1)}, "FP8 block E4M3"),
-        (
-            {"weight": torch.zeros(256, 256, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.ones(2, 2)},
-            "FP8 block E4M3",
-        ),
-        ({"weight": E4M3, "weight_scale": torch.ones(64, 4, dtype=torch.uint8)}, "MXFP8 E4M3"),
-        (
-            {
-                "weight": PACKED,
-                "weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn),
-                "weight_scale_2": torch.ones(()),
-            },
-            "NVFP4",
-        ),
-        ({"weight_packed": PACKED, "weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn)}, "NVFP4"),
-        ({"weight_packed": PACKED, "weight_scale": torch.ones(64, 4, dtype=torch.uint8)}, "MXFP4"),
-        ({"weight": PACKED}, "unknown (U8)"),
-    ],
-)
-def test_the_format_of_a_weight_is_read_from_its_tensors(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], expected: str
-) -> None:
-    save_file({f"layers.0.fc.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    ((name, formats),) = open_map(tmp_path).modules.items()
-    assert (name, formats.weight) == ("layers.0.fc", expected)
-    assert formats.said.startswith("model.safetensors: ")
+FORMATS_OF_WEIGHTS = [
+    ({"weight": torch.zeros(64, 128, dtype=torch.bfloat16)}, "BF16"),
+    ({"weight": E4M3, "weight_scale": torch.ones(())}, "FP8 E4M3"),
+    ({"weight": E4M3, "weight_scale": torch.ones(64, 1)}, "FP8 E4M3"),
+    ({"weight": E4M3.to(torch.float8_e5m2), "weight_scale": torch.ones(1)}, "FP8 E5M2"),
+    ({"weight": E4M3, "weight_scale_inv": torch.ones(1, 1)}, "FP8 block E4M3"),
+    (
+        {"weight": torch.zeros(256, 256, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.ones(2, 2)},
+        "FP8 block E4M3",
+    ),
+    ({"weight": E4M3, "weight_scale": torch.ones(64, 4, dtype=torch.uint8)}, "MXFP8 E4M3"),
+    (
+        {
+            "weight": PACKED,
+            "weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn),
+            "weight_scale_2": torch.ones(()),
+        },
+        "NVFP4",
+    ),
+    ({"weight_packed": PACKED, "weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn)}, "NVFP4"),
+    ({"weight_packed": PACKED, "weight_scale": torch.ones(64, 4, dtype=torch.uint8)}, "MXFP4"),
+    ({"weight": PACKED}, "unknown (U8)"),
+]
+
+
+def test_the_format_of_a_weight_is_read_from_its_tensors(tmp_path: Path) -> None:
+    for tensors, expected in FORMATS_OF_WEIGHTS:
+        save_file({f"layers.0.fc.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        ((name, formats),) = open_map(tmp_path).modules.items()
+        assert (name, formats.weight) == ("layers.0.fc", expected)
+        assert formats.said.startswith("model.safetensors: ")
 
 
 def test_modules_of_transformer_engine(tmp_path: Path) -> None:

@@ -17,35 +17,39 @@ def of(**weights: str) -> PrecisionMap:
     return PrecisionMap("map", {name: ModuleFormats(weight) for name, weight in weights.items()})
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ("model.layers.3.self_attn.qkv_proj", ["model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.k_proj"]),
-        ("decoder.layers.3.self_attention.linear_qkv", ["model.layers.3.self_attn.v_proj"]),
-        ("layers.3.self_attention.layernorm_qkv", ["model.layers.3.self_attn.k_proj"]),
-        ("decoder.layers.3.self_attention.linear_proj", ["model.layers.3.self_attn.o_proj"]),
-        ("decoder.layers.3.mlp.linear_fc1", ["model.layers.3.mlp.gate_proj", "model.layers.3.mlp.up_proj"]),
-        ("layers.3.layernorm_mlp.fc1", ["model.layers.3.mlp.gate_up_proj"]),
-        ("layers.3.layernorm_mlp.fc2", ["model.layers.3.mlp.down_proj"]),
-        ("decoder.layers.3.mlp.experts.linear_fc1", [f"model.layers.3.mlp.experts.{n}.gate_proj" for n in range(4)]),
-        ("decoder.layers.3.mlp.experts.linear_fc2.gemm_2", ["model.layers.3.mlp.experts.2.down_proj"]),
-        ("decoder.layers.3.mlp.experts.local_experts.1.linear_fc2", ["model.layers.3.block_sparse_moe.experts.1.w2"]),
-        ("decoder.layers.3.mlp.experts.local_experts.1.linear_fc1", ["model.layers.3.mlp.experts.gate_up_proj"]),
-        ("decoder.layers.3.mlp.shared_experts.linear_fc2", ["model.layers.3.mlp.shared_expert.down_proj"]),
-        ("decoder.layers.3.mlp.router", ["model.layers.3.mlp.gate"]),
-        ("transformer.h.3.attn.c_attn", ["model.layers.3.self_attn.q_proj"]),
-        ("transformer.h.3.mlp.c_proj", ["model.layers.3.mlp.down_proj"]),
-        ("output_layer", ["lm_head"]),
-        ("embedding.word_embeddings", ["model.embed_tokens"]),
-        ("model.visual.blocks.3.attn.qkv", ["visual.blocks.3.attn.qkv"]),
-        ("mtp.layers.3.mixer.in_proj", ["model.mtp.layers.3.mixer.in_proj"]),
-    ],
-)
-def test_names_that_mean_the_same(ours: str, theirs: list[str]) -> None:
-    others = ["model.layers.2.self_attn.q_proj", "vision.layers.3.mlp.down_proj", "encoder.layers.3.self_attn.q_proj"]
-    assert align([ours], [*theirs, *others], NONE) == {ours: theirs}
-    for name in theirs:
-        assert align([name], [ours], NONE) == {name: [ours]}
+SAME_NAMES = [
+    ("model.layers.3.self_attn.qkv_proj", ["model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.k_proj"]),
+    ("decoder.layers.3.self_attention.linear_qkv", ["model.layers.3.self_attn.v_proj"]),
+    ("layers.3.self_attention.layernorm_qkv", ["model.layers.3.self_attn.k_proj"]),
+    ("decoder.layers.3.self_attention.linear_proj", ["model.layers.3.self_attn.o_proj"]),
+    ("decoder.layers.3.mlp.linear_fc1", ["model.layers.3.mlp.gate_proj", "model.layers.3.mlp.up_proj"]),
+    ("layers.3.layernorm_mlp.fc1", ["model.layers.3.mlp.gate_up_proj"]),
+    ("layers.3.layernorm_mlp.fc2", ["model.layers.3.mlp.down_proj"]),
+    ("decoder.layers.3.mlp.experts.linear_fc1", [f"model.layers.3.mlp.experts.{n}.gate_proj" for n in range(4)]),
+    ("decoder.layers.3.mlp.experts.linear_fc2.gemm_2", ["model.layers.3.mlp.experts.2.down_proj"]),
+    ("decoder.layers.3.mlp.experts.local_experts.1.linear_fc2", ["model.layers.3.block_sparse_moe.experts.1.w2"]),
+    ("decoder.layers.3.mlp.experts.local_experts.1.linear_fc1", ["model.layers.3.mlp.experts.gate_up_proj"]),
+    ("decoder.layers.3.mlp.shared_experts.linear_fc2", ["model.layers.3.mlp.shared_expert.down_proj"]),
+    ("decoder.layers.3.mlp.router", ["model.layers.3.mlp.gate"]),
+    ("transformer.h.3.attn.c_attn", ["model.layers.3.self_attn.q_proj"]),
+    ("transformer.h.3.mlp.c_proj", ["model.layers.3.mlp.down_proj"]),
+    ("output_layer", ["lm_head"]),
+    ("embedding.word_embeddings", ["model.embed_tokens"]),
+    ("model.visual.blocks.3.attn.qkv", ["visual.blocks.3.attn.qkv"]),
+    ("mtp.layers.3.mixer.in_proj", ["model.mtp.layers.3.mixer.in_proj"]),
+]
+
+
+def test_names_that_mean_the_same() -> None:
+    for ours, theirs in SAME_NAMES:
+        others = [
+            "model.layers.2.self_attn.q_proj",
+            "vision.layers.3.mlp.down_proj",
+            "encoder.layers.3.self_attn.q_proj",
+        ]
+        assert align([ours], [*theirs, *others], NONE) == {ours: theirs}
+        for name in theirs:
+            assert align([name], [ours], NONE) == {name: [ours]}
 
 
 def test_experts_are_not_those_of_another_number() -> None:

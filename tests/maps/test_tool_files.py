@@ -94,20 +94,15 @@ def high(source: PrecisionMap) -> set[str]:
     return {name.removeprefix(LAYER) for name, formats in source.modules.items() if formats.weight == "BF16"}
 
 
-def cases() -> Iterator[Any]:
-    for name, engine, make, table in (
-        ("vllm", "vllm", fp8, VLLM),
-        ("sglang", "sglang", fp8, SGLANG),
-        (
-            "modelopt",
-            "vllm",
-            lambda *ignored: {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [*ignored]},
-            MODELOPT,
-        ),
-    ):
+def modelopt(*ignored: str) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [*ignored]}
+
+
+def cases() -> Iterator[tuple[Any, dict[str, Any], set[str]]]:
+    for engine, make, table in (("vllm", fp8, VLLM), ("sglang", fp8, SGLANG), ("vllm", modelopt, MODELOPT)):
         for entries, kept in table:
             listed = [entry.replace("@", LAYER) for entry in entries]
-            yield pytest.param(engine, make(*listed), kept, id=f"{name}-{'-'.join(entries)}")
+            yield engine, make(*listed), kept
 
 
 def test_a_fused_layer_with_some_parts_kept_is_no_layer_of_an_engine(tmp_path: Path) -> None:
@@ -127,11 +122,11 @@ def test_a_head_that_is_the_embedding_may_be_listed(tmp_path: Path) -> None:
         assert [entry.kind for entry in findings] == kinds
 
 
-@pytest.mark.parametrize(("engine", "config", "kept"), cases())
-def test_the_ignore_lists_of_engines(tmp_path: Path, engine: Engine, config: Any, kept: set[str]) -> None:
-    result = mapped(tmp_path, config, [LAYER + part for part in PARTS], engine)
-    assert high(result) == kept
-    assert any("may keep layers" in note for note in result.notes)
+def test_the_ignore_lists_of_engines(tmp_path: Path) -> None:
+    for engine, config, kept in cases():
+        result = mapped(tmp_path, config, [LAYER + part for part in PARTS], engine)
+        assert high(result) == kept
+        assert any("may keep layers" in note for note in result.notes)
 
 
 @pytest.fixture(params=["called", "read"])
@@ -146,22 +141,28 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize(
-    "skipped", [["lm_head"], ["lm_head", "model.layers.1"], ["mlp.gate"], ["q_proj"], [r"model.layers.*.mlp.down_proj"]]
-)
-def test_fp8_of_transformers(tmp_path: Path, skipped: list[str]) -> None:
+def test_fp8_of_transformers(tmp_path: Path) -> None:
     """The modules that transformers itself replaces in a model."""
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    for skipped in [
+        ["lm_head"],
+        ["lm_head", "model.layers.1"],
+        ["mlp.gate"],
+        ["q_proj"],
+        [r"model.layers.*.mlp.down_proj"],
+    ]:
+        from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    model = llama()
-    file = written(tmp_path / "config.json", {"quantization_config": fp8(*skipped)})
-    result = open_map(file, modules=model)
-    replace_with_fp8_linear(
-        model, modules_to_not_convert=skipped, quantization_config=FineGrainedFP8Config(modules_to_not_convert=skipped)
-    )
-    replaced = {name for name, module in model.named_modules() if "FP8Linear" in type(module).__name__}
-    assert {name for name, formats in result.modules.items() if formats.weight == "FP8 block E4M3"} == replaced
-    assert result.modules["model.embed_tokens"].weight == "BF16"
+        model = llama()
+        file = written(tmp_path / "config.json", {"quantization_config": fp8(*skipped)})
+        result = open_map(file, modules=model)
+        replace_with_fp8_linear(
+            model,
+            modules_to_not_convert=skipped,
+            quantization_config=FineGrainedFP8Config(modules_to_not_convert=skipped),
+        )
+        replaced = {name for name, module in model.named_modules() if "FP8Linear" in type(module).__name__}
+        assert {name for name, formats in result.modules.items() if formats.weight == "FP8 block E4M3"} == replaced
+        assert result.modules["model.embed_tokens"].weight == "BF16"
 
 
 CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -191,31 +192,29 @@ def compressed(ignored: list[str], groups: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize(("ignored", "groups", "in_fp8", "in_fp4"), COMPRESSED)
-def test_compressed_tensors(
-    tmp_path: Path, ignored: list[str], groups: Any, in_fp8: set[str], in_fp4: set[str]
-) -> None:
-    result = mapped(tmp_path, compressed(ignored, groups), dense(2))
-    by_format: dict[str, set[str]] = {}
-    for name, formats in result.modules.items():
-        by_format.setdefault(formats.weight.split()[0], set()).add(name.removeprefix("model.layers."))
-    assert (by_format.get("FP8", set()), by_format.get("NVFP4", set())) == (in_fp8, in_fp4)
+def test_compressed_tensors(tmp_path: Path) -> None:
+    for ignored, groups, in_fp8, in_fp4 in COMPRESSED:
+        result = mapped(tmp_path, compressed(ignored, groups), dense(2))
+        by_format: dict[str, set[str]] = {}
+        for name, formats in result.modules.items():
+            by_format.setdefault(formats.weight.split()[0], set()).add(name.removeprefix("model.layers."))
+        assert (by_format.get("FP8", set()), by_format.get("NVFP4", set())) == (in_fp8, in_fp4)
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize(("ignored", "groups"), [case[:2] for case in COMPRESSED])
-def test_what_compressed_tensors_itself_does(tmp_path: Path, ignored: list[str], groups: Any) -> None:
-    from compressed_tensors import quantization
+def test_what_compressed_tensors_itself_does(tmp_path: Path) -> None:
+    for ignored, groups in [case[:2] for case in COMPRESSED]:
+        from compressed_tensors import quantization
 
-    config = compressed([*ignored, "LlamaMLP", "re:.*[01].self_attn.[kv]_proj$"], groups)
-    model = llama()
-    result = open_map(written(tmp_path / "config.json", config), modules=model)
-    quantization.apply_quantization_config(model, quantization.QuantizationConfig.model_validate(config))
-    for name, module in model.named_modules():
-        if name in result.modules:
-            scheme = getattr(module, "quantization_scheme", None)
-            bits = {"FP8": 8, "NVFP4": 4}.get(result.modules[name].weight.split()[0])
-            assert bits == (scheme and scheme.weights.num_bits), name
+        config = compressed([*ignored, "LlamaMLP", "re:.*[01].self_attn.[kv]_proj$"], groups)
+        model = llama()
+        result = open_map(written(tmp_path / "config.json", config), modules=model)
+        quantization.apply_quantization_config(model, quantization.QuantizationConfig.model_validate(config))
+        for name, module in model.named_modules():
+            if name in result.modules:
+                scheme = getattr(module, "quantization_scheme", None)
+                bits = {"FP8": 8, "NVFP4": 4}.get(result.modules[name].weight.split()[0])
+                assert bits == (scheme and scheme.weights.num_bits), name
 
 
 def test_modelopt_of_several_precisions(tmp_path: Path) -> None:
@@ -318,59 +317,59 @@ def config_with(**recipe: Any) -> dict[str, Any]:
     return {"configs": {"mxfp8": config}, "matchers": {}}
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({}, "file.json: this is no precision file: its keys are"),
-        (
-            {"matchers": {}, "quant_method": "fp8"},
-            "this is Megatron's precision file and a quantization_config: ",
-        ),
-        ({"quant_method": "fp9"}, "quant_method: 'fp9' is not known. Did you mean 'fp8'"),
-        ({"quantization_config": 8}, "the quantization: .* valid dictionary, not 8"),
-        (fp8(3), r"modules_to_not_convert: 0: .* valid string, not 3"),
-        ({**fp8("a"), "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not read"),
-        ({**fp8("a"), "ignored_layers": ["b"]}, "modules_to_not_convert and ignored_layers differ"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "quant_algo: 'NVFP5' is not known. Did you mean 'NVFP4'"),
-        ({"quant_method": "modelopt"}, "quant_algo: None is not known"),
-        (fp8("*mlp"), r"modules_to_not_convert\[0\] '\*mlp' cannot be matched .* transformers .*: nothing to repeat"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"g": {"targets": [], "weights": {"type": "float", "num_bits": 6}}},
-            },
-            "config_groups.g.weights: .* is not a known format",
-        ),
-        (
-            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float9"}}},
-            "quant_type.default._type: 'Float9'",
-        ),
-        (megatron_with(config="mxfp9"), "matchers.all.config: 'mxfp9' is not known. Did you mean 'mxfp8'"),
-        (megatron_with(type="regex"), "matchers.all.type: .*'glob', not 'regex'"),
-        (megatron_with(pattern=None), "matchers.all.pattern: .* valid string, not None"),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Conv1D"], "weights": CHANNEL}}},
-            "targets 'Conv1D' cannot be matched by the rules of .*: it is a class",
-        ),
-        (
-            config_with(fp8_quantization_recipe="mxfp9"),
-            "mxfp8.training_recipe.fp8_quantization_recipe: Input should be 'tensorwise', .* not 'mxfp9'",
-        ),
-        (config_with(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4"), "exclude each other"),
-        (config_with(fp8_quantization_recipe="custom", custom_recipe_factory="a.b"), "is code"),
-        (config_with(fp8_recipe="mxfp8"), "training_recipe.fp8_recipe: Extra inputs are not permitted"),
-        (config_with(fp8_quantization_recipe="nvfp4"), "fp8_quantization_recipe: .* not 'nvfp4'"),
-        (config_with(fp8_quantization_recipe="mxfp8", fp8_format="e5m2"), "fp8_format: .* 'hybrid', not 'e5m2'"),
-        (
-            {"configs": {"a": {"kitchen_config_type": "QLinearParams"}}},
-            "configs.a.transformer_engine_config_type: Field required",
-        ),
-    ],
-)
-def test_wrong_files(tmp_path: Path, data: Any, message: str) -> None:
-    file = written(tmp_path / "file.json", data)
-    with pytest.raises(MapError, match=message):
-        open_map(file, modules=modules(dense()), around=Surroundings(recipe="mxfp8"))
+WRONG = [
+    ({}, "file.json: this is no precision file: its keys are"),
+    (
+        {"matchers": {}, "quant_method": "fp8"},
+        "this is Megatron's precision file and a quantization_config: ",
+    ),
+    ({"quant_method": "fp9"}, "quant_method: 'fp9' is not known. Did you mean 'fp8'"),
+    ({"quantization_config": 8}, "the quantization: .* valid dictionary, not 8"),
+    (fp8(3), r"modules_to_not_convert: 0: .* valid string, not 3"),
+    ({**fp8("a"), "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not read"),
+    ({**fp8("a"), "ignored_layers": ["b"]}, "modules_to_not_convert and ignored_layers differ"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP5"}, "quant_algo: 'NVFP5' is not known. Did you mean 'NVFP4'"),
+    ({"quant_method": "modelopt"}, "quant_algo: None is not known"),
+    (fp8("*mlp"), r"modules_to_not_convert\[0\] '\*mlp' cannot be matched .* transformers .*: nothing to repeat"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"targets": [], "weights": {"type": "float", "num_bits": 6}}},
+        },
+        "config_groups.g.weights: .* is not a known format",
+    ),
+    (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float9"}}},
+        "quant_type.default._type: 'Float9'",
+    ),
+    (megatron_with(config="mxfp9"), "matchers.all.config: 'mxfp9' is not known. Did you mean 'mxfp8'"),
+    (megatron_with(type="regex"), "matchers.all.type: .*'glob', not 'regex'"),
+    (megatron_with(pattern=None), "matchers.all.pattern: .* valid string, not None"),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Conv1D"], "weights": CHANNEL}}},
+        "targets 'Conv1D' cannot be matched by the rules of .*: it is a class",
+    ),
+    (
+        config_with(fp8_quantization_recipe="mxfp9"),
+        "mxfp8.training_recipe.fp8_quantization_recipe: Input should be 'tensorwise', .* not 'mxfp9'",
+    ),
+    (config_with(fp8_quantization_recipe="mxfp8", fp4_quantization_recipe="nvfp4"), "exclude each other"),
+    (config_with(fp8_quantization_recipe="custom", custom_recipe_factory="a.b"), "is code"),
+    (config_with(fp8_recipe="mxfp8"), "training_recipe.fp8_recipe: Extra inputs are not permitted"),
+    (config_with(fp8_quantization_recipe="nvfp4"), "fp8_quantization_recipe: .* not 'nvfp4'"),
+    (config_with(fp8_quantization_recipe="mxfp8", fp8_format="e5m2"), "fp8_format: .* 'hybrid', not 'e5m2'"),
+    (
+        {"configs": {"a": {"kitchen_config_type": "QLinearParams"}}},
+        "configs.a.transformer_engine_config_type: Field required",
+    ),
+]
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    for data, message in WRONG:
+        file = written(tmp_path / "file.json", data)
+        with pytest.raises(MapError, match=message):
+            open_map(file, modules=modules(dense()), around=Surroundings(recipe="mxfp8"))
 
 
 def test_what_a_file_needs(tmp_path: Path) -> None:
