@@ -1,7 +1,7 @@
 # make demo   train a small FP8 language model under the callback, and show what came out
 # make test   lint, types and all tests but those marked `extended`
-# make test-all   those too: signals, injected faults, ends of processes, instructions of other processors
-# make test-quick   the first case of each test that is not marked slow or processes: tests/quick.py
+# make test-all   those too: signals, injected faults, ends of processes, other processors, further slow cases
+# make test-quick   the first case of each test that is not marked slow, processes or extended: tests/quick.py
 # make test-processors   all tests with the instructions of other processors, as far as this one has them, and with two threads
 # make test-newest   all tests with the newest versions of all packages, in .venv-newest; WITH="transformers<5" takes an older one
 # make mutants   changes one line of code at a time, and lists the changes that no test near the code notices; minutes.

@@ -1,5 +1,5 @@
-"""``make test-quick``: the first case of each test that is not marked ``slow`` or ``processes``. And how many tests a
-run leaves out, also where workers do."""
+"""``make test-quick``: the first case of each test that is not marked ``slow``, ``processes`` or ``extended``. And how
+many tests a run leaves out, also where workers do."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: over half a second; not in make test-quick")
     config.addinivalue_line("markers", "processes: starts Python processes; not in make test-quick")
-    config.addinivalue_line("markers", "extended: signals, injected faults, other processors; only in make test-all")
+    config.addinivalue_line(
+        "markers", "extended: signals, injected faults, other processors, further slow cases; only in make test-all"
+    )
     if config.getoption("quick"):
         sys.addaudithook(_watch)
 
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seen, chosen, left_out = set(), [], []
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if name in seen or item.get_closest_marker("slow") or item.get_closest_marker("processes"):
+        if name in seen or any(map(item.get_closest_marker, ("slow", "processes", "extended"))):
             left_out.append(item)
         else:
             seen.add(name)
