@@ -1,19 +1,13 @@
 """The benchmarks run, and their JSON has the expected keys. Times are not asserted: machines differ."""
 
-import contextlib
-import importlib
 import json
 import os
-import random
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.forked import executable
 
@@ -38,6 +32,7 @@ def called(command: list[str]) -> str:
 SHORTEST = ("--seconds=0", "--least=1")
 
 
+@pytest.mark.extended
 def test_stats_benchmark_measures_every_case() -> None:
     cases = cases_of("stats.py", "--size", "160", *SHORTEST)
     assert len(cases) == 8
@@ -64,7 +59,9 @@ STEP_CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", STEP_CASES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode == "default" else pytest.mark.extended) for mode in STEP_CASES]
+)
 def test_step_benchmark_measures_every_case(mode: str) -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("step.py", mode, *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)
@@ -81,6 +78,7 @@ def test_step_benchmark_measures_every_case(mode: str) -> None:
     assert [name for name, case in cases.items() if case["upstream_added_percent"]] == compared
 
 
+@pytest.mark.extended
 def test_the_parts_of_a_watched_step() -> None:
     cases = cases_of("step.py", "watch", "--hidden=64", "--sequence=32", "--batch=2", *SHORTEST)
     *parts, whole = (case["ours_processor_percent"] for case in cases.values())
@@ -148,6 +146,7 @@ POSITIVE = (
 )
 
 
+@pytest.mark.extended
 def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     separately = ("blackwell", "parity")  # another capability than the processes' here
     parts = [part for part in NAMES if part not in separately]
@@ -184,6 +183,7 @@ def test_gpu_check_runs_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert len(table) == len(result["rows"])
 
 
+@pytest.mark.extended
 def test_proof_names_a_planted_defect() -> None:
     options = ("--kinds", "not-fp8", "--draws", "1", "--blocks", "4", "--models", "bytes")
     case = cases_of("proof/contest.py", *options, names="kind")["not-fp8"]
@@ -192,6 +192,7 @@ def test_proof_names_a_planted_defect() -> None:
     assert 0 <= case["delay"] <= 10
 
 
+@pytest.mark.extended
 def test_proof_names_a_published_bug_and_goes_on(tmp_path: Path) -> None:
     name = "lost-tie-current-session"
     left = tmp_path / f"{name}-broken" / "left.txt"
@@ -207,6 +208,7 @@ def test_proof_names_a_published_bug_and_goes_on(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == recorded
 
 
+@pytest.mark.extended
 def test_proof_applies_a_remedy() -> None:
     rows = cases_of("proof/remedies.py", "--names", "no-zero-grad", "--models", "vit", names="remedy")
     row = rows["optimizer.zero_grad()"]
@@ -214,55 +216,3 @@ def test_proof_applies_a_remedy() -> None:
     assert row["gone"]
     assert row["remedied"] == row["healthy"]
     assert row["hurts"] == (row["broken"] - row["healthy"] > 0.1 * (row["first"] - row["healthy"]))
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """benchmarks/measuring.py."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    yield importlib.import_module("measuring")
-    sys.modules.pop("measuring", None)
-
-
-class Machine:
-    """Its time passes only in calls. It changes its speed now and then by a half, and each call by some percent."""
-
-    def __init__(self, clock: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-        self.now = 0.0
-        self._random, self._speed = random.Random(seed), 1.0
-        for name in ("perf_counter", "process_time", "monotonic"):
-            monkeypatch.setattr(clock.time, name, lambda: self.now)
-        monkeypatch.setattr(clock, "progress", lambda message: None)
-
-    def taking(self, seconds: float) -> Callable[[], Any]:
-        def call() -> None:
-            if self._random.random() < 0.05:
-                self._speed = self._random.choice([1.0, 1.5])
-            self.now += seconds * self._speed * self._random.lognormvariate(0.0, 0.03)
-
-        return lambda: contextlib.nullcontext(call)
-
-
-def test_an_interval_covers_the_true_value_at_its_stated_rate(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """95 % is stated; fewer than 87 of 100 intervals hold it with a probability of 6e-4."""
-    held = 0
-    for seed in range(100):
-        machine = Machine(clock, monkeypatch, seed)
-        ways = {"slower": machine.taking(0.0103)}
-        pairs = clock.in_turn(ways, machine.taking(0.01), CPU, share=1.0, seconds=0, least=24, seed=seed)
-        ratio = pairs["slower"].ratio()
-        held += ratio.low <= 1.03 <= ratio.high
-    assert held >= 87
-
-
-def test_it_stops_when_the_interval_is_narrow(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(clock, monkeypatch, 1)
-    ways = {"cheap": machine.taking(0.0101), "dear": machine.taking(0.012)}
-    pairs = clock.in_turn(ways, machine.taking(0.01), CPU, share=0.01, seconds=1e6)
-    cheap, dear = pairs["cheap"].ratio(), pairs["dear"].ratio()
-    assert cheap.high <= 1.03 < dear.low
-    assert all(ratio.high - ratio.low <= 0.02 * ratio.value for ratio in (cheap, dear))
-    assert clock.in_turn(ways, machine.taking(0.01), CPU, share=0.0, seconds=0)["dear"].ways[8:] == []

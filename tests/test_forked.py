@@ -9,7 +9,7 @@ import pytest
 
 from tests.forked import executable
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 FOUND = """
 import os, subprocess, sys

@@ -23,7 +23,7 @@ from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.te import package as te_package
 from tests.check.running import BF16, RECIPES, gpu_with
-from tests.combinations import half
+from tests.combinations import half, pairs
 from tests.conftest import feature
 
 WATCHED = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
@@ -431,10 +431,13 @@ def test_without_a_model_the_config_alone_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()]
+    ("recipe", "trains", "grouped"),
+    pairs(
+        [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()],
+        [True, False],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("grouped", [False, True])
 def test_save_original_input_is_refused_where_the_run_raises(
     tmp_path: Path, recipe: Any, trains: bool, grouped: bool
 ) -> None:

@@ -24,7 +24,7 @@ from te_precision_callbacks.views.compare.wording import (
     difference,
     first_lines,
 )
-from tests.compare.recorded import Subject, Values, append, layers, record
+from tests.compare.recorded import Subject, Values, layers, record
 from tests.runs.making import RunWriter
 
 Floats = npt.NDArray[np.float64]
@@ -221,17 +221,6 @@ def test_steps_pair_by_their_number(tmp_path: Path) -> None:
     result = compare(a, record(tmp_path / "b", tenth, freq=10), lasting=2)
     assert (result.pairing.series, result.pairing.steps) == (len(tenth), 6)
     assert (result.first.name, result.first.iteration) == (f"{LAYERS[3]} weight", 30)
-
-
-def test_a_step_that_was_recorded_twice_has_its_last_value(tmp_path: Path) -> None:
-    values = numbers(0)
-    a = record(tmp_path / "a", values, order=LAYERS)
-    with RunWriter.begin(tmp_path / "b") as run:
-        append(run, {subject: 16 * curve for subject, curve in values.items()}, first=2)
-        append(run, values)
-    result = compare(a, open_run(tmp_path / "b"))
-    assert result.first is None or result.first.iteration >= STEPS
-    assert result.pairing.steps == STEPS
 
 
 def seldom(values: Values) -> dict[Subject, Floats]:

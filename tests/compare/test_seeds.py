@@ -41,8 +41,7 @@ def test_intervals_cover_the_true_difference(pairs: int) -> None:
         assert abs(share - nominal) < 3 * math.sqrt(nominal * (1 - nominal) / SIMULATIONS), shares
 
 
-@pytest.mark.parametrize("pairs", [2, 3, 6])
-@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(("pairs", "sign"), [(2, -1), (3, 1), (6, -1)])
 def test_a_difference_beyond_the_tolerance_rarely_passes(pairs: int, sign: int) -> None:
     """At the tolerance itself, the worst case, two one-sided tests pass in 5 %, up to the binomial's error."""
     random = np.random.default_rng(10 + pairs)

@@ -63,15 +63,12 @@ AGAIN = INSTALL.format("") * 2
         (AGAIN, "capability=(10, 0)", ["InstallError: install(pretend_cuda=False, capability=(10, 0))", "(9, 0)"]),
         (AGAIN, "pretend_cuda=True", ["InstallError: install(pretend_cuda=True"]),
         (WITHOUT, "", [NO_ENGINE, "pip install -e '.[reference]'"]),
-        *(
-            (ANOTHER.format(version), "", [OTHER_ENGINE.format(version), '"transformer-engine>=2.20,<2.21"'])
-            for version in ("2.19.0", "2.21.0")
-        ),
+        (ANOTHER.format("2.21.0"), "", [OTHER_ENGINE.format("2.21.0"), '"transformer-engine>=2.20,<2.21"']),
         (COMPILED, "", ["InstallError: Transformer Engine's compiled extension"]),
         (IMPORTED, "", ["InstallError: transformer_engine is already imported", "before the first import"]),
         (GPU, "pretend_cuda=True", ["InstallError: install(pretend_cuda=True), but there is a real GPU (H200)"]),
     ],
-    ids=["another capability", "another scope", "no TE", "older TE", "newer TE", "compiled", "imported", "a GPU"],
+    ids=["another capability", "another scope", "no TE", "newer TE", "compiled", "imported", "a GPU"],
 )
 def test_what_is_refused(before: str, options: str, stated: list[str]) -> None:
     message = refusal(before + INSTALL.format(options))
@@ -79,10 +76,9 @@ def test_what_is_refused(before: str, options: str, stated: list[str]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("value", ["8.9", "ten"])
-def test_an_unknown_capability_in_the_environment(value: str) -> None:
-    message = refusal(INSTALL.format(""), TE_PRECISION_REFERENCE_CAPABILITY=value)
-    assert re.search(rf"TE_PRECISION_REFERENCE_CAPABILITY={value!r}.*9\.0 or 10\.0", message)
+def test_an_unknown_capability_in_the_environment() -> None:
+    message = refusal(INSTALL.format(""), TE_PRECISION_REFERENCE_CAPABILITY="8.9")
+    assert re.search(r"TE_PRECISION_REFERENCE_CAPABILITY='8\.9'.*9\.0 or 10\.0", message)
 
 
 # --- effects of the two scopes ----------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_script_finds_what_it_finds_without_us(tmp_path: Path, script: Path) -> None:
     argv = ["scripts/train.py", "--help", "--backend", "x", "-c"]
     done = te_precision("run", *argv, cwd=tmp_path, fresh=True)
@@ -127,6 +128,7 @@ def test_a_script_under_torchrun_trains_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_torch_compile(tmp_path: Path) -> None:
     """Of the script's own functions, and of the pass over a tensor; Triton, which is installed, finds no GPU."""
     script = tmp_path / "train.py"

@@ -104,6 +104,7 @@ def test_what_is_set_up_is_left_and_what_has_changed_is_done_again(
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_an_interrupted_set_up_goes_on(
     calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

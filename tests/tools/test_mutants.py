@@ -99,6 +99,7 @@ def change_of(project: Path, after: str) -> mutants.Mutant:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.extended
 def test_what_no_test_notices_is_listed(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     survives = change_of(project, "n * 2")
     assert mutants.near(survives.path, project) == ["tests/test_halving.py"]
@@ -114,6 +115,7 @@ def test_what_no_test_notices_is_listed(project: Path, capfd: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_loop_without_an_end_is_noticed(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_loop_without_an_end_is_noticed(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_test_that_fails_without_a_change_kills_none(project: Path) -> None:
     (project / "tests" / "test_halving.py").write_text("def test_it():\n    assert False\n")
     survives = change_of(project, "n * 2")
