@@ -192,16 +192,10 @@ def test_a_script_that_logs_its_loss(tmp_path: Path, logs: str) -> None:
     assert losses(tmp_path, logs)[-3:] == [7.0] * 3
 
 
-def test_a_loss_that_is_nan_is_found(tmp_path: Path) -> None:
-    debugger, _ = train_with_loss(tmp_path, nan_at=3)
-    (finding,) = (finding for finding in debugger.session.findings.wrong if finding.rule == "nonfinite-loss")
-    assert finding.since == 1
-
-
 # ---------------------------------------------------------------------- debug="activation_overflow"
 
 
-@pytest.mark.parametrize(("batch", "steps_before"), [(0, 0), (2, 1), (3, 1), (5, 2)])
+@pytest.mark.parametrize(("batch", "steps_before"), [(0, 0), (3, 1)])
 def test_the_weights_are_those_of_the_step_before(
     tmp_path: Path, keeper: Keeper, batch: int, steps_before: int
 ) -> None:
@@ -274,8 +268,7 @@ def resumed(
 
 
 @pytest.mark.usefixtures("trusted_checkpoints")
-@pytest.mark.parametrize("before_start", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(("inside", "before_start"), [(True, True), (False, False)])
 def test_a_good_resume(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, inside: bool, before_start: bool
 ) -> None:

@@ -21,7 +21,7 @@ def run(strategy: str, folder: Path, *arguments: str) -> Ended:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("ddp_spawn", marks=pytest.mark.extended)])
 def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None:
     result = run(strategy, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -43,7 +43,9 @@ def test_two_ranks_log_one_set_of_numbers(tmp_path: Path, strategy: str) -> None
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("strategy", "failing_rank"), [("ddp", "0"), ("ddp_fork", "1")])
+@pytest.mark.parametrize(
+    ("strategy", "failing_rank"), [pytest.param("ddp", "0", marks=pytest.mark.extended), ("ddp_fork", "1")]
+)
 def test_a_rank_that_raises_ends_both(tmp_path: Path, strategy: str, failing_rank: str) -> None:
     """The process group's timeout is 30 s: the other rank does not wait for good."""
     result = run(strategy, tmp_path, failing_rank)

@@ -108,6 +108,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_the_example_trains_in_fp8_under_accelerate_launch(tmp_path: Path) -> None:
     """The setting of the launcher reaches the Trainer: FP8 on layers that Accelerate has converted."""
     command = [
