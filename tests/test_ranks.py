@@ -77,8 +77,7 @@ def merged(sent: Messages, kind: str = "b", count: int = 3) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("maxima", [4, 2000])
+@pytest.mark.parametrize(("size", "maxima"), [(2, 4), (5, 2000)])
 def test_all_ranks_have_the_same_bits_of_sums_maxima_and_texts(tmp_path: Path, size: int, maxima: int) -> None:
     numbers = np.random.default_rng(0).normal(size=(size, 3000 + maxima))
     numbers[0, 3000:3004] = np.nan, -np.nan, np.inf, -np.inf
@@ -140,6 +139,7 @@ def test_all_ranks_learn_at_once_why_one_has_left(tmp_path: Path, waits: bool) -
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_ranks_learn_at_once_that_one_was_killed_although_its_worker_lives(tmp_path: Path) -> None:
     def run(sent: Messages) -> Any:
         if sent.rank == 1:
@@ -158,6 +158,7 @@ def test_ranks_learn_at_once_that_one_was_killed_although_its_worker_lives(tmp_p
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(tmp_path: Path) -> None:
     def run(sent: Messages) -> Any:
         merged(sent)
@@ -201,6 +202,7 @@ def test_a_rank_that_does_not_come_costs_a_timeout_and_is_named(tmp_path: Path) 
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_signals_are_handled_while_a_rank_waits(tmp_path: Path) -> None:
     def run(sent: Messages) -> Any:
         if sent.rank:
@@ -246,6 +248,7 @@ def listeners() -> Any:
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_stranger_holds_nobody_up(tmp_path: Path) -> None:
     """It connects before the ranks do, and sends a few bytes."""
     strangers = []
@@ -319,18 +322,18 @@ def test_a_rank_with_another_version_does_not_connect(monkeypatch: pytest.Monkey
         assert "different versions of te-precision-callbacks (rank " in str(error)
 
 
-@pytest.mark.parametrize("parted_at", range(9))
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_ranks_come_together_in_the_same_step_without_waiting(parted_at: int, order: tuple[int, ...]) -> None:
+def test_ranks_come_together_in_the_same_step_without_waiting(order: tuple[int, ...]) -> None:
     """By optimizer steps, which are alike, though iterations are not; each looks at the store in some steps only."""
-    met: dict[int, int] = {}
-    ranks = parted([RankPlace(rank, 3, name) for rank in order])
-    for step in range(parted_at, parted_at + 100):
-        for at, item in ranks:
-            if item.is_time(at, step - 5 * at.rank, step):
-                met.setdefault(at.rank, step)
-    assert met == dict.fromkeys(range(3), met[0])
-    assert 26 <= met[0] - parted_at <= 34, "as docs/session.md says"
+    for parted_at in range(9):
+        met: dict[int, int] = {}
+        ranks = parted([RankPlace(rank, 3, name) for rank in order])
+        for step in range(parted_at, parted_at + 100):
+            for at, item in ranks:
+                if item.is_time(at, step - 5 * at.rank, step):
+                    met.setdefault(at.rank, step)
+        assert met == dict.fromkeys(range(3), met[0])
+        assert 26 <= met[0] - parted_at <= 34, "as docs/session.md says"
 
 
 def parted(places: list[RankPlace]) -> list[tuple[RankPlace, _Reconnection]]:

@@ -8,14 +8,17 @@ from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.views.show.last_steps import LastStepsView
 from te_precision_callbacks.views.show.view import NothingToShowError
 from tests.endings.results import TABLE, row
-from tests.endings.ways import WAYS, Way
+from tests.endings.ways import USUAL, WAYS, Way
 
 ROWS = {line.split(" | ")[0].removeprefix("| "): line for line in TABLE.read_text().splitlines()}
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, id=way.name, marks=() if way.name in USUAL else pytest.mark.extended) for way in WAYS],
+)
 def test_the_row_of_an_ending(tmp_path: Path, way: Way) -> None:
     assert row(way, tmp_path) == ROWS[way.name]
     if way.name == "SIGKILL":

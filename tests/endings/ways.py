@@ -37,6 +37,21 @@ with InspectSession(model=model, log_dir=folder):
     raise ValueError('bad batch')
 """
 
+USUAL = (
+    "a block ends",
+    "stop() is not called",
+    "a watched script ends",
+    "exception in a block",
+    "exception in a watched script",
+    "Ctrl-C in a block",
+    "SIGTERM in a block",
+    "SIGKILL",
+    "exception in the first step",
+    "SIGTERM, then resumed",
+    "exception on rank 1",
+)
+"""Those that ``make test`` runs; ``make test-all`` runs all."""
+
 WAYS = (
     Way("a block ends", "with", ""),
     Way("stop() is not called", "session", ""),

@@ -28,8 +28,6 @@ from tests.preparing import prepare
 prepare()  # before anything imports Transformer Engine
 
 import transformer_engine.pytorch as te
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -332,18 +330,6 @@ def no_reduction(folder: Path) -> dict[str, Any]:
     with Counted() as counted:
         values = run_program(Layers("a"), folder, [[[("a", dist.get_rank())]]], reduce=False)
     return {"steps": values, "collectives": counted.kinds}
-
-
-@case(2)
-def sharded_by_fsdp2(folder: Path) -> list[Values]:
-    """Parameters are sharded between the forwards and gathered in them; each rank has a different batch."""
-    model = Layers("ab")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    seeds = [10 * dist.get_rank() + step for step in range(2)]
-    return run_program(model, folder, [[[("a", seed), ("b", seed + 5)]] for seed in seeds])
 
 
 def joined_engine(on_failure: Any = None) -> StatisticsEngine:

@@ -137,14 +137,6 @@ def test_data_parallel_replicas_of_split_layers(four: Ranks, alone: Any, paralle
 
 
 @pytest.mark.processes
-def test_parameters_sharded_by_fsdp2(two: Ranks, alone: Any) -> None:
-    expected = alone(Layers("ab"), [[[("a", s), ("b", s + 5)], [("a", 10 + s), ("b", s + 15)]] for s in range(2)])
-    for rank in two:
-        for item, values in zip(rank["sharded_by_fsdp2"], expected, strict=True):
-            assert_equal(item, values)
-
-
-@pytest.mark.processes
 def test_without_reduction_each_rank_has_its_own(two: Ranks, alone: Any) -> None:
     for number, rank in enumerate(two):
         expected = alone(Layers("a"), [[[("a", number)]]])

@@ -134,20 +134,20 @@ def test_a_resumed_run_replaces_what_was_recorded_from_its_first_step_on(tmp_pat
 # ---------------------------------------------------------------------- folders without a run, or with a part of one
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda path: None, "there is no such file or folder"),
-        (Path.mkdir, "no recorded run in this folder"),
-        (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run in this folder"),
-        (lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True), "no recorded run in this"),
-        (lambda path: path.write_text("x"), "this file is not a recorded run"),
-    ],
-)
-def test_a_path_that_is_no_run(tmp_path: Path, make: Callable[[Path], object], said: str) -> None:
-    make(tmp_path / "x")
-    with pytest.raises(NotARunError, match=said):
-        open_run(tmp_path / "x")
+NO_RUNS = [
+    (lambda path: None, "there is no such file or folder"),
+    (Path.mkdir, "no recorded run in this folder"),
+    (lambda path: (path / "precision_records").mkdir(parents=True), "no recorded run in this folder"),
+    (lambda path: (path / "nvdlfw_inspect_statistics_logs").mkdir(parents=True), "no recorded run in this"),
+    (lambda path: path.write_text("x"), "this file is not a recorded run"),
+]
+
+
+def test_a_path_that_is_no_run(tmp_path: Path) -> None:
+    for number, (make, said) in enumerate(NO_RUNS):
+        make(tmp_path / str(number))
+        with pytest.raises(NotARunError, match=said):
+            open_run(tmp_path / str(number))
 
 
 def test_a_run_in_which_nothing_has_happened_yet(tmp_path: Path) -> None:
@@ -195,13 +195,6 @@ def test_a_missing_file_of_an_ended_run_is_noted(tmp_path: Path, number: int, mo
         open_run(tmp_path).require_undamaged()
 
 
-def test_missing_facts_of_an_ended_run_are_noted(tmp_path: Path) -> None:
-    write_run(tmp_path, range(2))
-    path = rank_folder(tmp_path).parent / "layers.parquet"
-    path.unlink()
-    assert open_run(tmp_path).notes == (f"{path} is missing.",)
-
-
 def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:
     run_id = write_run(tmp_path, range(2), world=3, writing_ranks=[0, 1, 2])
     run_file = tmp_path / "precision_records" / run_id / "seg-000" / "run.json"
@@ -237,6 +230,7 @@ def test_events_are_read_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_killed_process_leaves_a_run_that_has_lost_little(tmp_path: Path) -> None:
     chance, lost = random.Random(0), []
     for number in range(5):
@@ -356,20 +350,6 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     assert run.segments[0].status == facts["status"] == "running", "training goes on"
 
 
-def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
-    """A folder where a new file would be: no room for one."""
-    writer = RunWriter.begin(tmp_path)
-    writer.add_step(0)
-    (writer.folder / f".run.json.{os.getpid()}.incomplete").mkdir()
-    with pytest.raises(IsADirectoryError):
-        writer.close("ended")
-    run = open_run(tmp_path)
-    (segment,) = run.segments
-    assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
-    (note,) = run.notes
-    assert "The end of segment 0 is not recorded: [Errno 21] Is a directory" in note
-
-
 def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:
     with sink_in(tmp_path) as write:
         for iteration, value in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0), (2, 30.0)):
@@ -432,26 +412,37 @@ def test_other_ranks_write_only_what_is_theirs(tmp_path: Path) -> None:
     assert run.grid("amax", "weight", rank=1).values.tolist() == [[6.0, 6.0]]
 
 
-@pytest.mark.parametrize(("given", "limit"), [("on", DEFAULT_LIMIT), (True, DEFAULT_LIMIT), ("off", 0), (False, 0),
-                                               ("64GiB", 64 << 30), ("1MiB", 1 << 20),
-                                               ("2097152", 2 << 20), (2097152, 2 << 20)])  # fmt: skip
-def test_the_option(given: object, limit: int) -> None:
-    assert record_limit(given) == limit
+LIMITS = [
+    ("on", DEFAULT_LIMIT),
+    (True, DEFAULT_LIMIT),
+    ("off", 0),
+    (False, 0),
+    ("64GiB", 64 << 30),
+    ("1MiB", 1 << 20),
+    ("2097152", 2 << 20),
+    (2097152, 2 << 20),
+]
 
 
-@pytest.mark.parametrize("given", ["maybe", 3.5, None, "0GB", 0])
-def test_another_option(given: object) -> None:
-    with pytest.raises(OptionError, match="records= must be 'on' or True, 'off' or False, or a size"):
-        record_limit(given)
+def test_the_option() -> None:
+    for given, limit in LIMITS:
+        assert record_limit(given) == limit
 
 
-@pytest.mark.parametrize("given", ["10", 10, "64kB", "1023KiB"])
-def test_a_limit_in_which_nothing_has_room(given: object) -> None:
-    with pytest.raises(OptionError, match=rf"records={given!r} is too small .* at least 1MiB"):
-        record_limit(given)
+def test_another_option() -> None:
+    for given in ["maybe", 3.5, None, "0GB", 0]:
+        with pytest.raises(OptionError, match="records= must be 'on' or True, 'off' or False, or a size"):
+            record_limit(given)
+
+
+def test_a_limit_in_which_nothing_has_room() -> None:
+    for given in ["10", 10, "64kB", "1023KiB"]:
+        with pytest.raises(OptionError, match=rf"records={given!r} is too small .* at least 1MiB"):
+            record_limit(given)
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_run_in_another_pid_namespace_is_running(tmp_path: Path) -> None:
     """It has the host's name, and a process id that belongs to another process here."""
     code = """
@@ -531,30 +522,6 @@ def test_a_run_without_readable_facts_is_read_with_a_note(tmp_path: Path, change
     run = read_all(tmp_path)
     assert any(f"{path} is damaged" in note for note in run.unread)
     assert len(run.values()) == 2 * STEPS
-
-
-def test_what_turns_out_to_be_damaged_when_it_is_read_is_left_out_with_a_note(tmp_path: Path) -> None:
-    """As a page of the one column that opening a run does not read."""
-    write_run(tmp_path, range(STEPS))
-    path = file_of(tmp_path, "values")
-    with pq.ParquetFile(path) as file:
-        column = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("segment"))
-    with path.open("r+b") as opened:
-        opened.seek(column.data_page_offset)
-        opened.write(b"\xff" * 8)
-    run = open_run(tmp_path)
-    assert run.notes == run.unread == ()
-    assert len(run.values()) == 0
-    (note,) = run.notes
-    assert note.startswith(f"{path} cannot be read, and its rows are missing: ")
-    assert run.unread == run.notes
-
-
-def test_values_are_there_without_the_files_of_steps(tmp_path: Path) -> None:
-    write_run(tmp_path, range(STEPS))
-    for name in ("steps", "scalars"):
-        file_of(tmp_path, name).unlink()
-    assert open_run(tmp_path).grid("amax", "activation").iterations.tolist() == list(range(STEPS))
 
 
 def test_an_open_file_that_was_cut_while_it_was_written_is_not_closed(tmp_path: Path) -> None:

@@ -344,6 +344,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return results
 
 
+@pytest.mark.extended
 def test_no_failure_reaches_the_training(outcomes: Outcomes) -> None:
     for results in zip(*(rank["places"] for rank in outcomes), strict=True):
         place = {name: results[0][name] for name in ("where", "victim", "place")}
@@ -358,6 +359,7 @@ def test_no_failure_reaches_the_training(outcomes: Outcomes) -> None:
     assert any(result["raised"] for rank in outcomes for result in rank["places"])
 
 
+@pytest.mark.extended
 def test_ranks_that_are_apart_meet_again(outcomes: Outcomes) -> None:
     local = [rank["meet again"]["local"] for rank in outcomes]
     for again in (rank["meet again"] for rank in outcomes):
@@ -370,6 +372,7 @@ def test_ranks_that_are_apart_meet_again(outcomes: Outcomes) -> None:
     assert all(of_rank[3:] == local[0][3:] for of_rank in local), "all in the same step"
 
 
+@pytest.mark.extended
 def test_a_strict_session_raises_on_all_ranks_in_the_same_step(outcomes: Outcomes) -> None:
     for number, rank in enumerate(outcomes):
         attached, first, second = rank["strict"]["errors"]
@@ -379,5 +382,6 @@ def test_a_strict_session_raises_on_all_ranks_in_the_same_step(outcomes: Outcome
         assert rank["strict"]["right"]
 
 
+@pytest.mark.extended
 def test_a_rank_that_compiles_in_its_first_step_is_waited_for(outcomes: Outcomes) -> None:
     assert {tuple(rank["slow"]) for rank in outcomes} == {(True, False)}

@@ -167,9 +167,9 @@ def trained(
     ("name", "feature"),
     [
         ("delayed", "DisableFP8Layer"),
-        ("delayed", "PerTensorScaling"),
         ("current", "FakeQuant"),
-        ("nvfp4", "DisableQuantizationGEMM"),
+        pytest.param("delayed", "PerTensorScaling", marks=pytest.mark.extended),
+        pytest.param("nvfp4", "DisableQuantizationGEMM", marks=pytest.mark.extended),
     ],
 )
 def test_each_step_is_that_of_a_run_that_begins_there(tmp_path: Path, name: str, feature: str) -> None:

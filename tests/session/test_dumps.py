@@ -13,14 +13,13 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.dumps import Dump, Header, writer
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
-from tests.capability import stand_for
 from tests.conftest import feature
 from tests.features.plain import linear, plain
 from tests.full_disk import files_up_to
@@ -90,21 +89,6 @@ def test_what_is_in_the_files(tmp_path: Path) -> None:
     assert set(header.versions) == {"torch", "transformer_engine", "te_precision_callbacks"}
 
 
-@pytest.mark.usefixtures("any_gpu")
-@pytest.mark.parametrize("internals", [True, False])
-def test_decoded_internals_are_in_the_files_unless_they_are_left_out(tmp_path: Path, internals: bool) -> None:
-    stand_for((10, 0))
-    net = te.Linear(32, 32, bias=False)
-    options = {"quantized_tensor": True, "dump_quantized_internals": internals}
-    with InspectSession(config(**options), model=net, log_dir=tmp_path) as session:
-        step(session, net, random(0, 32, 32), recipe=MXFP8BlockScaling())
-    tensors = only(tmp_path).tensors
-    assert ("rowwise_block_scale_inv_values" in tensors) == internals
-    if internals:  # E8M0: the exponent, biased by 127
-        codes = tensors["rowwise_block_scale_inv"].view(torch.uint8)
-        assert torch.equal(tensors["rowwise_block_scale_inv_values"], 2.0 ** (codes.float() - 127))
-
-
 def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
     net = te.Linear(32, 32)
     batches = [random(seed).requires_grad_() for seed in range(3)]
@@ -165,22 +149,22 @@ def test_training_is_bit_equal(tmp_path: Path) -> None:
     assert all(dumps.load(path).tensors for path in files(tmp_path / "dumped").values())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"when": "nonfinite"},
-            "has no key 'when'.* no longer exists. Choose the steps of DumpTensors with start_step",
-        ),
-        ({"max_bytes": "2GiB"}, "has no key 'max_bytes'.* no longer exists. .* It stops before less than 1 GiB"),
-        ({"max_files": 1}, "has no key 'max_files'.* no longer exists"),
-        ({"max_memory": "1GiB"}, "has no key 'max_memory'.* is a key of LogGemmError"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_run(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as raised:
-        InspectSession(config(**options))
-    assert "section 'dumped'" in str(raised.value)
+REFUSED = [
+    (
+        {"when": "nonfinite"},
+        "has no key 'when'.* no longer exists. Choose the steps of DumpTensors with start_step",
+    ),
+    ({"max_bytes": "2GiB"}, "has no key 'max_bytes'.* no longer exists. .* It stops before less than 1 GiB"),
+    ({"max_files": 1}, "has no key 'max_files'.* no longer exists"),
+    ({"max_memory": "1GiB"}, "has no key 'max_memory'.* is a key of LogGemmError"),
+]
+
+
+def test_what_cannot_work_is_refused_before_the_run() -> None:
+    for options, message in REFUSED:
+        with pytest.raises(ConfigError, match=message) as raised:
+            InspectSession(config(**options))
+        assert "section 'dumped'" in str(raised.value)
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
@@ -243,6 +227,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pyt
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -263,6 +248,7 @@ def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
     ended = forked.Running(SCRIPT, ["killed", str(tmp_path)]).end()
     assert ended.returncode == -9, ended.stderr

@@ -29,9 +29,9 @@ from te_precision_callbacks.base.errors import (
 from te_precision_callbacks.base.ranks.messages import Departure, RanksLostError
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
-from te_precision_callbacks.runs import open_run, sink
+from te_precision_callbacks.runs import sink
 from te_precision_callbacks.runs.recorded import SeveralRunsError
-from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, facts
+from te_precision_callbacks.session import InspectSession, ObservationError, SessionError
 from te_precision_callbacks.session.endings import ClosingReport
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.run import Run
@@ -127,7 +127,9 @@ def test_a_log_folder_that_fails_later_is_reported_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hangs", ["write", "fsync", "mkdir", "open"])
+@pytest.mark.parametrize(
+    "hangs", ["write", *(pytest.param(name, marks=pytest.mark.extended) for name in ("fsync", "mkdir", "open"))]
+)
 def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
@@ -159,28 +161,28 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
     wait_until(lambda: not any(one.name.startswith("te-precision") for one in {*threading.enumerate()} - before))
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
-        ({"strict": "yes"}, "strict= must be a valid boolean, not 'yes'"),
-        ({"start_step": -1}, "start_step="),
-        ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', .*, not 'rank1'"),
-        ({"statistics_log": "off, 4GiB"}, "statistics_log= must be one of .*, not 'off, 4GiB'"),
-        ({"statistics_log": True}, "statistics_log= must be one of .*, not True"),
-        ({"sinks": [print]}, "start, write and close"),
-        ({"feature_dirs": "not/there"}, "not a folder"),
-        ({"feature_dirs": 5}, "feature_dirs= must be a list"),
-        ({"features": [5]}, "features= takes feature classes"),
-        ({"log_dir": 5}, "log_dir= must be a path"),
-        ({"prefix": 7}, "prefix= must be a valid string, not 7"),
-        ({"process_group": "world"}, "process_group="),
-        ({"log_filter": 5}, "log_filter= takes"),
-    ],
-)
-def test_bad_options_are_refused(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        InspectSession(**keywords)
+BAD_OPTIONS = [
+    ({"log_dirs": "x"}, "Did you mean 'log_dir'"),
+    ({"strict": "yes"}, "strict= must be a valid boolean, not 'yes'"),
+    ({"start_step": -1}, "start_step="),
+    ({"statistics_log": "rank1"}, "statistics_log= must be one of 'rank0', 'all', 'off', .*, not 'rank1'"),
+    ({"statistics_log": "off, 4GiB"}, "statistics_log= must be one of .*, not 'off, 4GiB'"),
+    ({"statistics_log": True}, "statistics_log= must be one of .*, not True"),
+    ({"sinks": [print]}, "start, write and close"),
+    ({"feature_dirs": "not/there"}, "not a folder"),
+    ({"feature_dirs": 5}, "feature_dirs= must be a list"),
+    ({"features": [5]}, "features= takes feature classes"),
+    ({"log_dir": 5}, "log_dir= must be a path"),
+    ({"prefix": 7}, "prefix= must be a valid string, not 7"),
+    ({"process_group": "world"}, "process_group="),
+    ({"log_filter": 5}, "log_filter= takes"),
+]
+
+
+def test_bad_options_are_refused() -> None:
+    for keywords, message in BAD_OPTIONS:
+        with pytest.raises(OptionError, match=message):
+            InspectSession(**keywords)
 
 
 def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,25 +230,6 @@ def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "ended"
     assert done.stderr.count("nvidia-dlfw-inspect's log") == 1, done.stderr
     assert "--- Logging error ---" not in done.stderr
-
-
-def test_facts_that_could_not_be_gathered_once_are_gathered_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the run would have no layers, no GEMMs and no end."""
-    gathered, attempts = facts.torch_facts, iter(range(100))
-
-    def fails_once() -> object:
-        if next(attempts) == 0:
-            raise RuntimeError("no answer")
-        return gathered()
-
-    monkeypatch.setattr(facts, "torch_facts", fails_once)
-    session = observed(tmp_path, statistics())
-    (text,) = reports(caplog)
-    assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
-    assert [row["gemm"] for row in open_run(tmp_path).gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
-    assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")
 
 
 IN_TRAINING = {
@@ -378,7 +361,7 @@ def test_exceptions_survive_copies_and_pickle(kinds: dict[str, type[PrecisionDeb
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(ObservedModel, "note_order"), (Ranks, "reconnect")],
+    [(ObservedModel, "note_order"), pytest.param(Ranks, "reconnect", marks=pytest.mark.extended)],
     ids=["in the step", "after it"],
 )
 def test_a_step_raises_what_was_asked_for_and_nothing_else(
@@ -415,23 +398,13 @@ def test_a_strict_session_raises_its_own_exception(tmp_path: Path, kinds: dict[s
                 observed(tmp_path, statistics(), steps=1, records="off", strict=True)
 
 
-def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Exception):
-        def __str__(self) -> str:
-            raise AttributeError("a slip")
-
-    with mock.patch.object(ObservedModel, "note_order", side_effect=Broken()):
-        observed(tmp_path, statistics(), steps=1, records="off")
-    assert "Precision debugging failed on rank 0: ending iteration 0: Broken (without a message)." in caplog.text
-
-
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("owner", "part"),
+    ("owner", "part", "strict"),
     [
-        *((Run, part) for part in ("_deliver_remainder", "_send_end", "_warn_never_due", "_close_sinks", "_put_back")),
-        (Run, "_close_dumps"),
-        *((ClosingReport, part) for part in ("log_coverage", "print_verdict")),
+        (Run, "_deliver_remainder", True),
+        *((Run, part, False) for part in ("_send_end", "_warn_never_due", "_close_sinks", "_put_back", "_close_dumps")),
+        (ClosingReport, "log_coverage", True),
+        (ClosingReport, "print_verdict", False),
     ],
 )
 def test_stop_raises_no_failure_of_its_own(

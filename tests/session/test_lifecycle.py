@@ -159,14 +159,14 @@ def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> N
 FEATURE_OF_BASE = {"enabled": True, "layers": {"layer_types": ["x"]}, "LogTensorStats": {"enabled": True}}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [lambda session: session.step(), lambda session: session.attach(model()), lambda s: setattr(s, "iteration", 3)],
-    ids=["step", "attach", "iteration"],
-)
-def test_calls_out_of_order_say_so(call: Callable[[InspectSession], None]) -> None:
-    with pytest.raises(SessionError, match="not running"):
-        call(InspectSession(statistics()))
+def test_calls_out_of_order_say_so() -> None:
+    for call in [
+        lambda session: session.step(),
+        lambda session: session.attach(model()),
+        lambda s: setattr(s, "iteration", 3),
+    ]:
+        with pytest.raises(SessionError, match="not running"):
+            call(InspectSession(statistics()))
 
 
 def test_scalars_that_cannot_be_recorded_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -286,6 +286,7 @@ print([name for name in ("pandas", "setuptools", "torch._inductor.codecache") if
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_the_first_steps_import_nothing_large_that_they_do_not_need(tmp_path: Path) -> None:
     """pyarrow's conversions import pandas, and torch's cache of C++ most of its compiler: a second together."""
     command = [sys.executable, "-W", "ignore", "-c", FIRST_STEPS, str(tmp_path)]
@@ -335,7 +336,7 @@ def test_a_compiled_model(tmp_path: Path, keeper: Keeper) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("wraps", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_a_compiled_model_with_graph_breaks_keeps_its_graphs(tmp_path: Path, wraps: bool) -> None:
     """Other graphs would round differently."""
 
@@ -450,6 +451,7 @@ def growth(
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_memory_stays_flat(tmp_path: Path) -> None:
     net = torch.nn.Sequential(*(te.Linear(SIZE, SIZE) for _ in range(5)))
     with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:

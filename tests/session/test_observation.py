@@ -155,13 +155,13 @@ def test_a_layer_that_recomputes_by_itself_is_observed_once(tmp_path: Path) -> N
     assert seen[0] == seen[1] != [{}, {}]
 
 
-@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "fp8"),
     [
-        statistics(tensors=["activation", "gradient", "output"]),
-        {"s": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E4M3")},
-        {"s": feature("DisableFP8GEMM", ["all"], gemms=["fprop"])},
+        (statistics(tensors=["activation", "gradient", "output"]), False),
+        (statistics(tensors=["activation", "gradient", "output"]), True),
+        ({"s": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E4M3")}, True),
+        ({"s": feature("DisableFP8GEMM", ["all"], gemms=["fprop"])}, True),
     ],
 )
 def test_an_input_of_another_type_than_autocasts_is_taken(tmp_path: Path, config: Any, fp8: bool) -> None:
