@@ -149,6 +149,7 @@ def test_a_run_that_failed_names_the_command(tmp_path: Path, caplog: pytest.LogC
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.extended
 def test_the_page_of_a_real_run(look: Look, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.LayerNormLinear(32, 64), te.Linear(64, 64), torch.nn.Linear(64, 64))

@@ -83,28 +83,6 @@ def test_a_finding_leads_to_both_curves(
     assert (np.array(drawn["B"]) > counts).tolist() == [step >= 30 for step in range(STEPS)]
 
 
-@pytest.mark.slow
-def test_losses_have_their_yardsticks(look: Look, page: Path) -> None:
-    look.open(page)
-    traces = look.page.evaluate("[...document.querySelectorAll('.plot')][1].data.map((t) => [t.name, Array.from(t.y)])")
-    apart = dict(traces)
-    assert apart["B against A"] == pytest.approx([2.0] * STEPS)
-    assert apart["FP8 against BF16"][0] == 0.25
-    assert apart["the noise"][0] == pytest.approx(0.1)
-
-
-@pytest.mark.slow
-def test_a_lost_loss_is_the_first_thing_on_the_page(look: Look, tmp_path: Path) -> None:
-    lost = np.where(np.arange(STEPS) < 30, np.linspace(4, 1, STEPS), np.nan)
-    runs = [record(tmp_path / name, values(0), scalars={"loss": item})
-            for name, item in (("a", lost), ("b", loss(0)["loss"]))]  # fmt: skip
-    numbers = ComparedNumbers()
-    look.open(write_comparison(compare(*runs, numbers=numbers), numbers, tmp_path / "lost.html"))
-    look.everything_drawn()
-    assert look.page.locator("h2").first.inner_text() == "The loss of A is nan from step 30 on; in B it is finite."
-    assert "inf %" not in look.page.locator("main").inner_text()
-
-
 def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     first = {("fc1", "weight", "cur_amax"): np.ones(20), ("fc1", "weight", "sqnr_db"): np.full(20, 30.0)}
     other = {("fc1", "weight", "cur_amax"): np.full(20, 8.0), ("fc1", "weight", "sqnr_db"): np.full(20, 25.0)}

@@ -23,6 +23,7 @@ def words(text: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

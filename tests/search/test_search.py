@@ -48,7 +48,7 @@ def find(model: Net, data: Any, **options: Any) -> SearchResult:
 # ---------------------------------------------------------------------- planted layers
 
 
-@pytest.mark.parametrize(("recipe", "place"), [("current", 2), ("nvfp4", 0)])
+@pytest.mark.parametrize(("recipe", "place"), [("current", 2), pytest.param("nvfp4", 0, marks=pytest.mark.extended)])
 def test_a_planted_layer_and_its_gemm_come_first(recipe: str, place: int) -> None:
     with on_gpu_of(recipe):
         model, _, data = trained(recipe, steps=0)
@@ -68,7 +68,7 @@ def test_a_planted_layer_and_its_gemm_come_first(recipe: str, place: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "name"), [(0, "self_attention.layernorm_qkv"), (2, "layernorm_mlp.fc1")])
+@pytest.mark.parametrize(("place", "name"), [(2, "layernorm_mlp.fc1")])
 def test_a_layer_planted_in_a_transformer_comes_first(place: int, name: str) -> None:
     torch.manual_seed(0)
     options: Any = {"hidden_dropout": 0, "attention_dropout": 0, "params_dtype": torch.bfloat16}
@@ -130,7 +130,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.extended)])
 def test_a_search_in_a_training_changes_no_bit(recipe: str, tmp_path: Path) -> None:
     with on_gpu_of(recipe):
         losses = []
@@ -268,20 +268,6 @@ def test_the_number_of_passes_keeps_its_bound() -> None:
     assert result.passes <= 2 * (4 + blocks + layers + 30 + points.bit_length() + 1)
 
 
-def test_a_folder_of_an_earlier_search_changes_no_result(tmp_path: Path) -> None:
-    """Of another learning rate, whose final losses are others."""
-    confirmed = []
-    for rate in (1e-3, 1.0):
-        for folder in (tmp_path / "one", None):
-            model, optimizer, data = trained(blocks=1)
-            optimizer.param_groups[0]["lr"] = rate
-            result = find(model, data, optimizer=optimizer, seeds=1, steps=2, folder=folder)
-            confirmed.append(result.confirmation)
-            if folder is not None:
-                assert json.loads((folder / "search.json").read_text())["passes"] == result.passes
-    assert confirmed[0] == confirmed[1] != confirmed[2] == confirmed[3]
-
-
 def test_without_time_nothing_is_chosen() -> None:
     model, _, data = trained(blocks=2)
     with pytest.raises(SearchError, match=r"max_time= was over before the blocks were measured"):
@@ -291,13 +277,7 @@ def test_without_time_nothing_is_chosen() -> None:
 # ---------------------------------------------------------------------- confirmation
 
 
-def test_one_seed_cannot_decide(tmp_path: Path) -> None:
-    model, optimizer, data = trained(blocks=2)
-    result = find(model, data, optimizer=optimizer, seeds=1, steps=4, folder=tmp_path)
-    assert result.confirmation is not None
-    assert result.confirmation.choice.decision == "undecided"
-
-
+@pytest.mark.extended
 def test_the_choice_closes_the_gap_of_the_loss() -> None:
     """Planted layers cost loss in all-low, which the choice gets back."""
     with on_gpu_of("nvfp4"):
@@ -322,8 +302,6 @@ def broken(kind: str, model: Net, optimizer: torch.optim.Optimizer) -> Callable[
         loss = closure(batch)
         if kind == "not deterministic":
             return loss * (1 + 0.3 * (next(calls) % 2))
-        if kind == "drifts":
-            return loss * (1 + 0.01 * next(calls))
         if kind == "drifts slowly":
             return loss * (1 + 5e-4 * next(calls))
         if kind == "steps":
@@ -350,7 +328,6 @@ def broken(kind: str, model: Net, optimizer: torch.optim.Optimizer) -> Callable[
             r"not deterministic: two runs .* differ by 0\.\d+ in the loss and by 0\.0(9|899) in the",
         ),
         ("drifts slowly", r"not deterministic: two runs .* differ by 0\.\d+ in the loss"),
-        ("drifts", r"not deterministic: two runs .* differ by 0\.\d+ in the loss"),
         ("steps", r"failed: RuntimeError: .*Return the loss of the batch.* the search .* steps optimizer="),
         ("memory", r"out of memory in the search; the state of the training was put back"),
         ("no loss", r"'float' object has no attribute 'backward'.* Return the loss of the batch, a tensor with one"),
