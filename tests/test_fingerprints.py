@@ -11,8 +11,11 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.runs.fingerprints import (
     Fingerprint,
+    FingerprintError,
     LayerFingerprint,
+    RecipeFingerprint,
     ResumeFinding,
+    ScalingState,
     Weights,
     compare,
     content_hash,
@@ -83,6 +86,13 @@ def test_a_function_in_a_recipe_has_no_address() -> None:
     assert text == "function test_a_function_in_a_recipe_has_no_address.<locals>.largest"
 
 
+def test_each_rank_reads_its_own_file_or_that_of_rank_0(tmp_path: Path) -> None:
+    ranks = [fingerprint(layer("a"), rank=0), fingerprint(layer("b"), rank=1)]
+    for rank in ranks:
+        write(rank, tmp_path)
+    assert [read(tmp_path, 1), read(tmp_path, 5), read(tmp_path / "nowhere", 0)] == [ranks[1], ranks[0], None]
+
+
 # ---------------------------------------------------------------------- files and ranks
 
 
@@ -97,6 +107,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
             write(before, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [file_name(0)]
     assert read(tmp_path, 0) == after
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / file_name(0)).write_bytes(b"\xff")
+    with pytest.raises(FingerprintError, match=file_name(0)):
+        read(tmp_path, 0)
 
 
 def test_shards_are_compared_at_their_own_place_alone() -> None:
@@ -128,3 +144,23 @@ def test_layers_that_one_side_lacks_are_not_compared() -> None:
     before, now = fingerprint(layer("a"), layer("b")), fingerprint(layer("b", rowwise="b"), layer("c"))
     (result,) = compare(before, now).findings
     assert result.layers == ("b",)
+
+
+def test_scales_are_compared_where_ranks_have_the_same() -> None:
+    """Without a reduction of amax another rank has its own; but scales of 1 are not restored ones."""
+
+    def state(scale: float) -> ScalingState:
+        return ScalingState(str(scale), "a", has_unit_scales=scale == 1, is_new=False, steps=16)
+
+    before = fingerprint(replace(layer("a"), forward=state(8.0)))
+    for rank, scale, item in ((0, 8.0, 0), (0, 4.0, 1), (1, 4.0, 0), (1, 1.0, 1)):
+        now = fingerprint(replace(layer("a"), forward=state(scale)), rank=rank)
+        assert len(compare(before, now).findings) == item, (rank, scale)
+    reduced = {"recipes": (RecipeFingerprint("DelayedScaling", {"reduce_amax": True, "amax_history_len": 16}),)}
+    before, now = (
+        replace(fingerprint(replace(layer("a"), recipe=0, forward=state(scale)), rank=rank), **reduced)
+        for rank, scale in ((0, 8.0), (1, 4.0))
+    )
+    assert [finding.what for finding in compare(before, now).findings] == [
+        "The scales differ from the checkpoint (forward)"
+    ]

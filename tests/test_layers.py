@@ -212,6 +212,11 @@ def test_folded_names() -> None:
         assert fold_names(names) == texts
 
 
+def test_at_most_so_many_texts() -> None:
+    assert fold_names(["a", "b", "c"], most=2) == ["a", "b", "1 more"]
+    assert fold_names(["a", "b"], most=2) == ["a", "b"]
+
+
 def test_a_name_without_letters_is_quoted_in_a_sentence() -> None:
     assert fold_for_sentence("0", "1", "4.0", "net.0") == "'{0-1}' and '4.0' and net.0"
 
@@ -265,6 +270,12 @@ def test_a_short_name_keeps_the_differing_parts() -> None:
         assert results[: len(texts)] == texts
         assert len(set(results)) == len(names)
         assert max(map(len, results)) <= most
+
+
+def test_a_name_that_nobody_has_told_loses_its_middle() -> None:
+    short = ShortNames([])
+    assert short.of("layers.0.attention.query", 12) == "lay…on.query"
+    assert short.of("layers", 3) == "ers"
 
 
 @given(

@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords
-from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, metric_name
+from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, metric_name, names_for_mlflow
 from te_precision_callbacks.sinks.worst import worst_of_all
 from te_precision_callbacks.statistics.series import family_of
 from tests.conftest import feature
@@ -60,6 +60,12 @@ def test_each_layer_is_a_group_and_the_whole_model_is_one() -> None:
     }
 
 
+def test_names_that_mlflow_takes() -> None:
+    assert names_for_mlflow({"te.net[0]:a/activation/underflows%": 1.0}) == {
+        "te.net_0__a/activation/underflows_pct": 1.0
+    }
+
+
 # ---------------------------------------------------------------------- worst
 
 
@@ -99,6 +105,11 @@ def test_the_worst_is_of_the_statistic_that_it_is_named_for() -> None:
         "worst_overflows%": ("e", 3.0),
     }
     assert "te/worst_sqnr_db" not in MetricSelection()(step(0, rows)), "an exact tensor is nobody's worst"
+
+
+def test_up_to_the_limit_everything_is_logged() -> None:
+    rows = [(f"layer.{index}", "max", float(index)) for index in range(MOST_SERIES)]
+    assert len(of_layers(MetricSelection()(step(0, rows)))) == MOST_SERIES
 
 
 # ---------------------------------------------------------------------- which series

@@ -1,5 +1,7 @@
 """Records, the sink protocol, and the statistics log."""
 
+import errno
+import fcntl
 import math
 import os
 import re
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -94,6 +97,12 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
         second.write(b"second")
     assert [path.read_text(), path.with_name("rank-0.log.1").read_text()] == ["first", "second"]
     assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    log_once(tmp_path, 1.0)
+    assert log_once(tmp_path, 2.0)[::2] == ["1.0", "2.0"]
 
 
 @pytest.mark.extended

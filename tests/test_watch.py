@@ -393,6 +393,13 @@ def test_a_warning_without_a_training(
     assert len(optimizers) == has_optimizer, "it is kept"
 
 
+def test_a_warning_without_a_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
+        torch.ones(4, requires_grad=True).sum().backward()
+    (text,) = caplog.messages
+    assert text.startswith("After 1 backward pass no model with parameters")
+
+
 @pytest.mark.parametrize("kind", ["accumulation", "LBFGS"])
 def test_many_backwards_in_the_first_step_are_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str

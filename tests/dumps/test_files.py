@@ -19,8 +19,10 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import dump_files
+from te_precision_callbacks.dumps import writer as module
 from te_precision_callbacks.dumps.contents import Dump, create_dump
 from te_precision_callbacks.dumps.header import SCHEMA, Header
+from te_precision_callbacks.dumps.writer import Writer
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.full_disk import files_up_to
 
@@ -358,3 +360,39 @@ def ends(doing: Callable[[], object]) -> bool:
     thread.start()
     thread.join(20)
     return not thread.is_alive()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("error", [SystemExit("no more"), KeyboardInterrupt(), MemoryError()], ids=repr)
+def test_nobody_waits_for_a_thread_that_has_ended(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    written: list[int | None] = []
+
+    def write(dump: Dump, folder: Path) -> int:
+        written.append(dump.header.iteration)
+        begun.set()
+        go.wait(20)
+        raise error
+
+    monkeypatch.setattr(module, "write_new", write)
+    monkeypatch.setattr(module, "MOST_QUEUED", 1000)
+    writer = Writer(tmp_path)
+    writer.put(empty(0, 100))
+    assert begun.wait(20)
+    writer.put(empty(1, 100))
+    waiting = threading.Thread(target=lambda: writer.put(empty(2, 950)), daemon=True)
+    waiting.start()
+    go.set()
+    waiting.join(20)
+    assert not waiting.is_alive(), "it has waited for room"
+    assert ends(writer.drain)
+    if not isinstance(error, Exception):
+        assert ends(lambda: writer.put(empty(3, 2000)))
+        assert ends(writer.drain)
+        assert written == [0], "what waited is dropped, and nothing more is taken"
+    assert writer.pending == 0
+    failure = writer.take_failure()
+    assert error in (failure, failure.__cause__)
+    assert writer.take_failure() is None

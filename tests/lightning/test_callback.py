@@ -23,6 +23,7 @@ from te_precision_callbacks import PrecisionDebugCallback
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import open_run
+from te_precision_callbacks.session import ResumeAuditError
 from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, feature, global_state, module_state, statistics
 from tests.lightning.models import (
@@ -37,7 +38,7 @@ from tests.lightning.models import (
     logged_lines,
     trainer,
 )
-from tests.session.test_resume_audit import RECIPES, findings, warned
+from tests.session.test_resume_audit import DELAYED, MISSING, RECIPES, findings, warned, without_extra_state
 
 
 def fit(root: Path, batches: int = 6, model: Any = None, **keywords: Any) -> dict[int, float]:
@@ -341,6 +342,18 @@ def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert findings(callback.session.resume_report) == []
     assert callback.session.iteration == 4
     assert warned(caplog) == []
+
+
+@pytest.mark.usefixtures("trusted_checkpoints")
+def test_strict_ends_the_fit_before_the_parameters_change(tmp_path: Path) -> None:
+    checkpoint, model = save(tmp_path, InFp8(DELAYED)), InFp8(DELAYED)
+    content = torch.load(checkpoint)
+    content["state_dict"] = without_extra_state(content["state_dict"])
+    torch.save(content, checkpoint)
+    with pytest.raises(ResumeAuditError, match=MISSING):
+        resume(tmp_path, model, checkpoint)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, content["state_dict"][name]), name
 
 
 # ---------------------------------------------------------------------- findings of the rules

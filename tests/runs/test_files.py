@@ -195,6 +195,13 @@ def test_a_missing_file_of_an_ended_run_is_noted(tmp_path: Path, number: int, mo
         open_run(tmp_path).require_undamaged()
 
 
+def test_missing_facts_of_an_ended_run_are_noted(tmp_path: Path) -> None:
+    write_run(tmp_path, range(2))
+    path = rank_folder(tmp_path).parent / "layers.parquet"
+    path.unlink()
+    assert open_run(tmp_path).notes == (f"{path} is missing.",)
+
+
 def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:
     run_id = write_run(tmp_path, range(2), world=3, writing_ranks=[0, 1, 2])
     run_file = tmp_path / "precision_records" / run_id / "seg-000" / "run.json"
@@ -348,6 +355,20 @@ def test_a_full_disk_ends_the_recording_and_leaves_what_was_written(
     assert len(run.values()) >= 100
     facts = json.loads((rank_folder(tmp_path).parent / "run.json").read_text())
     assert run.segments[0].status == facts["status"] == "running", "training goes on"
+
+
+def test_how_a_run_has_ended_is_said_on_a_full_disk_too(tmp_path: Path) -> None:
+    """A folder where a new file would be: no room for one."""
+    writer = RunWriter.begin(tmp_path)
+    writer.add_step(0)
+    (writer.folder / f".run.json.{os.getpid()}.incomplete").mkdir()
+    with pytest.raises(IsADirectoryError):
+        writer.close("ended")
+    run = open_run(tmp_path)
+    (segment,) = run.segments
+    assert (segment.status, bool(segment.ended_at), len(run.steps)) == ("ended", True, 1)
+    (note,) = run.notes
+    assert "The end of segment 0 is not recorded: [Errno 21] Is a directory" in note
 
 
 def test_a_loop_that_goes_back_begins_a_segment(tmp_path: Path) -> None:
@@ -522,6 +543,30 @@ def test_a_run_without_readable_facts_is_read_with_a_note(tmp_path: Path, change
     run = read_all(tmp_path)
     assert any(f"{path} is damaged" in note for note in run.unread)
     assert len(run.values()) == 2 * STEPS
+
+
+def test_what_turns_out_to_be_damaged_when_it_is_read_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """As a page of the one column that opening a run does not read."""
+    write_run(tmp_path, range(STEPS))
+    path = file_of(tmp_path, "values")
+    with pq.ParquetFile(path) as file:
+        column = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("segment"))
+    with path.open("r+b") as opened:
+        opened.seek(column.data_page_offset)
+        opened.write(b"\xff" * 8)
+    run = open_run(tmp_path)
+    assert run.notes == run.unread == ()
+    assert len(run.values()) == 0
+    (note,) = run.notes
+    assert note.startswith(f"{path} cannot be read, and its rows are missing: ")
+    assert run.unread == run.notes
+
+
+def test_values_are_there_without_the_files_of_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, range(STEPS))
+    for name in ("steps", "scalars"):
+        file_of(tmp_path, name).unlink()
+    assert open_run(tmp_path).grid("amax", "activation").iterations.tolist() == list(range(STEPS))
 
 
 def test_an_open_file_that_was_cut_while_it_was_written_is_not_closed(tmp_path: Path) -> None:

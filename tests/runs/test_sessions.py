@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -20,7 +21,7 @@ from te_precision_callbacks import (
     PrecisionDebugTrainerCallback,
 )
 from te_precision_callbacks.overflow import ActivationOverflowError
-from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
 from te_precision_callbacks.session import PrecisionContractError
 from te_precision_callbacks.sinks import writer_thread
 from tests.accelerate import loops
@@ -179,6 +180,18 @@ def test_a_resumed_session_goes_on_in_its_run(tmp_path: Path) -> None:
     assert run.events["kind"].to_pylist().count("resume_audited") == 2
 
 
+def test_a_trainer_without_a_step_left_makes_no_run(tmp_path: Path) -> None:
+    """The Trainer logs the time and the mean loss of a training of no step, too."""
+    ended = transformers.arguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=32, save_strategy="steps", save_steps=2
+    )
+    transformers.trainer(ended).train()
+    callback = PrecisionDebugTrainerCallback(statistics(), log_dir=tmp_path)
+    transformers.trainer(ended, callback).train(resume_from_checkpoint=True)
+    assert callback.session.iteration == 2
+    assert not list_runs(tmp_path)
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 
@@ -286,6 +299,26 @@ def test_an_accelerate_loop_records_its_scalars(tmp_path: Path, after: bool) -> 
     assert scalars(run, "loss") == pytest.approx(dict(enumerate(losses)))
     assert set(run.scalars["name"].to_pylist()) == {"loss"}, "not the session's own metrics"
     assert run.segments[0].facts["integration"] == "accelerate"
+
+
+def test_a_resumed_fit_goes_on_in_its_run(tmp_path: Path) -> None:
+    def fit(batches: int, checkpoint: Path | None = None) -> L.Trainer:
+        made = lightning.trainer(
+            tmp_path,
+            callbacks=[PrecisionDebugCallback(statistics(), log_dir=tmp_path)],
+            max_steps=batches,
+            max_epochs=-1,
+        )
+        made.fit(lightning.Plain(), lightning.loader(8), ckpt_path=checkpoint)
+        return made
+
+    fit(2).save_checkpoint(tmp_path / "last.ckpt")
+    fit(2, tmp_path / "last.ckpt")
+    assert len(open_run(tmp_path).segments) == 1, "a job that has nothing left to train records nothing"
+    fit(4, tmp_path / "last.ckpt")
+    run = open_run(tmp_path)
+    assert run.steps["segment"].to_pylist() == [0, 0, 1, 1]
+    assert run.steps["iteration"].to_pylist() == [0, 1, 2, 3]
 
 
 def test_histograms_of_exponents_are_recorded(tmp_path: Path, keeper: Keeper) -> None:

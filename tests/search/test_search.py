@@ -268,10 +268,33 @@ def test_the_number_of_passes_keeps_its_bound() -> None:
     assert result.passes <= 2 * (4 + blocks + layers + 30 + points.bit_length() + 1)
 
 
+@pytest.mark.extended
+def test_a_folder_of_an_earlier_search_changes_no_result(tmp_path: Path) -> None:
+    """Of another learning rate, whose final losses are others."""
+    confirmed = []
+    for rate in (1e-3, 1.0):
+        for folder in (tmp_path / "one", None):
+            model, optimizer, data = trained(blocks=1)
+            optimizer.param_groups[0]["lr"] = rate
+            result = find(model, data, optimizer=optimizer, seeds=1, steps=2, folder=folder)
+            confirmed.append(result.confirmation)
+            if folder is not None:
+                assert json.loads((folder / "search.json").read_text())["passes"] == result.passes
+    assert confirmed[0] == confirmed[1] != confirmed[2] == confirmed[3]
+
+
 def test_without_time_nothing_is_chosen() -> None:
     model, _, data = trained(blocks=2)
     with pytest.raises(SearchError, match=r"max_time= was over before the blocks were measured"):
         find(model, data, max_time=0)
+
+
+@pytest.mark.extended
+def test_one_seed_cannot_decide(tmp_path: Path) -> None:
+    model, optimizer, data = trained(blocks=2)
+    result = find(model, data, optimizer=optimizer, seeds=1, steps=4, folder=tmp_path)
+    assert result.confirmation is not None
+    assert result.confirmation.choice.decision == "undecided"
 
 
 # ---------------------------------------------------------------------- confirmation

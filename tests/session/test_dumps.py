@@ -13,13 +13,14 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.dumps import Dump, Header, writer
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
+from tests.capability import stand_for
 from tests.conftest import feature
 from tests.features.plain import linear, plain
 from tests.full_disk import files_up_to
@@ -87,6 +88,21 @@ def test_what_is_in_the_files(tmp_path: Path) -> None:
     assert (header.layer, header.tensor, header.iteration, header.rank) == ("linear", "activation", 0, 0)
     assert header.recipe == "fp8_current_scaling"
     assert set(header.versions) == {"torch", "transformer_engine", "te_precision_callbacks"}
+
+
+@pytest.mark.usefixtures("any_gpu")
+@pytest.mark.parametrize("internals", [True, False])
+def test_decoded_internals_are_in_the_files_unless_they_are_left_out(tmp_path: Path, internals: bool) -> None:
+    stand_for((10, 0))
+    net = te.Linear(32, 32, bias=False)
+    options = {"quantized_tensor": True, "dump_quantized_internals": internals}
+    with InspectSession(config(**options), model=net, log_dir=tmp_path) as session:
+        step(session, net, random(0, 32, 32), recipe=MXFP8BlockScaling())
+    tensors = only(tmp_path).tensors
+    assert ("rowwise_block_scale_inv_values" in tensors) == internals
+    if internals:  # E8M0: the exponent, biased by 127
+        codes = tensors["rowwise_block_scale_inv"].view(torch.uint8)
+        assert torch.equal(tensors["rowwise_block_scale_inv_values"], 2.0 ** (codes.float() - 127))
 
 
 def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:

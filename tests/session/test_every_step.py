@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.diagnosis.rules import RULES
+from te_precision_callbacks.flight.changes import Change
 from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession, running_session
+from te_precision_callbacks.sinks.step_records import Event
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import feature
@@ -538,6 +542,13 @@ def test_delayed_scaling_is_read_before_the_cast(number: float, tmp_path: Path) 
     assert ("is 4,100" if math.isfinite(number) else "micro-batch 1") in finding.seen
 
 
+def test_a_spike_names_the_layers_with_its_first_tensor() -> None:
+    change = Change("spike", (TensorSlot("b", "activation"), TensorSlot("a", "gradient")), 5, None, 1.0, 100.0)
+    rule = next(rule for rule in RULES if rule.id == "spike")
+    (sighting,) = rule.check().event(Event("changed", str(change), 5, data=change.as_json()))
+    assert (sighting.layers, sighting.tensor) == (("b",), "activation")
+
+
 def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
     def at(step: int, batch: int, model: Blocks) -> Hook | None:
         if step == 22:
@@ -598,6 +609,12 @@ def test_precision_that_changes_often_or_for_good_is_no_gap(
 ) -> None:
     session = train(Blocks("current"), steps, tmp_path, calls=lambda step: {"enabled": enabled(step)}, records="off")
     assert not [finding for finding in session.findings if finding.rule == "precision-gap"]
+
+
+def test_a_layer_that_does_not_run_any_more(tmp_path: Path) -> None:
+    session = train(Blocks("current"), 32, tmp_path, calls=lambda step: {"skips": step >= 20})
+    finding = only(session, "uncalled-layer")
+    assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
 
 
 @pytest.mark.parametrize("how", ["frozen", pytest.param("detached", marks=pytest.mark.extended), "zero"])
@@ -664,6 +681,17 @@ def test_layers_that_run_in_phases(steps: int, severity: str, tmp_path: Path) ->
     }[steps]
     assert (finding.layers, finding.severity, finding.since, finding.seen) == (layers, severity, 18, seen)
     assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.extended
+def test_a_gradient_that_is_0_only_at_the_optimizers_step(tmp_path: Path) -> None:
+    model = Blocks("current")
+    steps = iter(range(100))
+    model.linear.weight.register_hook(lambda gradient: gradient * (next(steps) < 20))
+    finding = only(train(model, 32, tmp_path), "frozen-layer")
+    assert (finding.layers, finding.last_good, finding.since) == (("linear",), 19, 20)
+    assert "got a gradient in each step, and none or only 0 since step 20" in finding.seen
+    assert [found.seen for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == [finding.seen]
 
 
 def test_layers_that_are_trained_in_turn_are_not_frozen(tmp_path: Path) -> None:
@@ -999,3 +1027,16 @@ def test_a_layer_that_a_config_runs_in_high_precision_for_some_steps(tmp_path: P
     rows = [row for row in open_run(tmp_path).gemms.to_pylist() if row["layer"] == "linear"]
     assert {row["precision"] for row in rows} == {"fp8", "fp32"}
     assert "linear" not in str(session.coverage()), "it ends in low precision"
+
+
+@pytest.mark.extended
+def test_signals_leave_room_for_the_end(tmp_path: Path) -> None:
+    model = Blocks("current")
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for _ in range(12):
+            model(torch.randn(32, 64)).sum().backward()
+            session.step()
+            signal.raise_signal(signal.SIGUSR1)
+    records = [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "last_steps"]
+    assert len(records) < 8
+    assert records[-1] == "The last 12 steps before: the end of the run."

@@ -29,9 +29,9 @@ from te_precision_callbacks.base.errors import (
 from te_precision_callbacks.base.ranks.messages import Departure, RanksLostError
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
-from te_precision_callbacks.runs import sink
+from te_precision_callbacks.runs import open_run, sink
 from te_precision_callbacks.runs.recorded import SeveralRunsError
-from te_precision_callbacks.session import InspectSession, ObservationError, SessionError
+from te_precision_callbacks.session import InspectSession, ObservationError, SessionError, facts
 from te_precision_callbacks.session.endings import ClosingReport
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.run import Run
@@ -232,6 +232,25 @@ def test_a_disk_that_takes_nothing_from_the_start(tmp_path: Path) -> None:
     assert "--- Logging error ---" not in done.stderr
 
 
+def test_facts_that_could_not_be_gathered_once_are_gathered_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the run would have no layers, no GEMMs and no end."""
+    gathered, attempts = facts.torch_facts, iter(range(100))
+
+    def fails_once() -> object:
+        if next(attempts) == 0:
+            raise RuntimeError("no answer")
+        return gathered()
+
+    monkeypatch.setattr(facts, "torch_facts", fails_once)
+    session = observed(tmp_path, statistics())
+    (text,) = reports(caplog)
+    assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
+    assert [row["gemm"] for row in open_run(tmp_path).gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
+    assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")
+
+
 IN_TRAINING = {
     "ObservationError": "strict=True",
     "ResumeAuditError": "strict=True",
@@ -396,6 +415,16 @@ def test_a_strict_session_raises_its_own_exception(tmp_path: Path, kinds: dict[s
         with mock.patch.object(ObservedModel, "note_order", side_effect=made(kinds[name])):
             with pytest.raises(ObservationError, match=name):
                 observed(tmp_path, statistics(), steps=1, records="off", strict=True)
+
+
+def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("a slip")
+
+    with mock.patch.object(ObservedModel, "note_order", side_effect=Broken()):
+        observed(tmp_path, statistics(), steps=1, records="off")
+    assert "Precision debugging failed on rank 0: ending iteration 0: Broken (without a message)." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The last steps are recorded on SIGUSR1, on a full disk too, and within their size."""
 
 import logging
+import os
 import signal
 import threading
 from pathlib import Path
@@ -8,15 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformer_engine.pytorch as te
 
+from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.flight.rows import StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import KEPT_STEPS, LastSteps
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.summary import last_steps
+from te_precision_callbacks.runs.summary import last_steps, outcome_notes
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.session.checks import LEFT_FOR_PROBLEMS, MOST_RECORDS
+from te_precision_callbacks.sinks import writer_thread
 from tests.conftest import statistics
+from tests.full_disk import files_up_to
 from tests.runs.making import RunWriter
 from tests.training import train
 
@@ -50,6 +55,18 @@ def test_sigusr1_between_steps_and_in_a_step(tmp_path: Path, monkeypatch: pytest
         (4, "The last 5 steps before: SIGUSR1 was received."),
         (5, "The last 6 steps before: the end of the run."),
     ]
+
+
+@pytest.mark.extended
+def test_a_process_group_that_hangs_is_seen_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values on the host are in the files without another step."""
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    model = te.Linear(32, 32)
+    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+        train(session, model, 3)
+        signal.raise_signal(signal.SIGUSR1)
+        assert session.flush(30)
+        assert [row["iteration"] for row in recorded(tmp_path)] == [3]
 
 
 def test_a_handler_of_the_script_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -108,6 +125,35 @@ def test_many_requests_leave_room_for_the_error(tmp_path: Path) -> None:
     data = last_steps(open_run(tmp_path))
     assert data is not None
     assert data["text"].endswith("RuntimeError."), "the problem, not the first request"
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(os.geteuid() != 0, reason="limits the size of files for the whole process")
+def test_a_full_disk_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
+    model = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(40)))
+    with InspectSession({}, model=model, log_dir=tmp_path, statistics_log="off") as session:
+        train(session, model, 2)
+        assert session.flush(30)
+        with files_up_to(1 << 13):
+            signal.raise_signal(signal.SIGUSR1)
+            assert not session.flush(1)
+            train(session, model, 2)
+        train(session, model, 2)
+        assert session.iteration == 6
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (said,) = [text for text in told if "precision_records" in text]
+    assert "is no longer recorded; what was recorded remains readable" in said
+    assert "Training continues" in said
+    assert not [record for record in caplog.records if record.exc_info], "a traceback explains nothing here"
+    run = open_run(tmp_path)
+    (note,) = outcome_notes(run)
+    assert "File too large" in note
+    assert "free space" in note
+    assert "File too large" in diagnose(run).summary
+    assert "default_statistics" not in diagnose(run).summary
 
 
 @pytest.mark.extended
