@@ -15,7 +15,7 @@ from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.layers.gemm_events import Watched
-from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, frames
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.statistics.names import tensor_request
 
@@ -86,7 +86,7 @@ def test_overflow_detection_leaves_a_lost_gpu_to_training(
     with DebugActivationOverflow(model), caplog.at_level(logging.WARNING):
         model(torch.ones(2, 4)).sum().backward()
         cuda(lost())
-        monkeypatch.setattr(extreme_slots, "to_host", mock.Mock(side_effect=lost()))
+        monkeypatch.setattr(frames, "to_host", mock.Mock(side_effect=lost()))
         optimizer.step()
     assert "Activation overflow detection ends" in caplog.text
     assert caplog.text.count("device-side assert") == 1
@@ -117,8 +117,8 @@ def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkey
     """A warm-up has left something to look at, and the optimizer's step is captured."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    reads = mock.Mock(side_effect=extreme_slots.to_host)
-    monkeypatch.setattr(extreme_slots, "to_host", reads)
+    reads = mock.Mock(side_effect=frames.to_host)
+    monkeypatch.setattr(frames, "to_host", reads)
     with DebugActivationOverflow(model):
         model(torch.full((2, 4), torch.inf)).sum().backward()
         cuda(capturing=True)

@@ -15,7 +15,7 @@ import torch
 
 from gpu_parts.rows import Rows, Settings
 from gpu_parts.waits import host_waits
-from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, extreme_slots
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow, frames
 
 CULPRIT = "1.2"
 
@@ -60,8 +60,8 @@ def _finds(settings: Settings, rows: Rows) -> None:
 
 def _waits(training: Training, detection: AbstractContextManager[object], settings: Settings) -> int:
     """Count the waits for the device in a step; on a CPU also the copies of the extremes, which do not wait there."""
-    copies = mock.Mock(side_effect=extreme_slots.to_host)
-    with detection, mock.patch.object(extreme_slots, "to_host", copies):
+    copies = mock.Mock(side_effect=frames.to_host)
+    with detection, mock.patch.object(frames, "to_host", copies):
         training.step()
         copies.reset_mock()
         with host_waits(settings.device) as waits:

@@ -14,7 +14,7 @@ import torch
 from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.layers.gemm_events import Watched
-from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
+from te_precision_callbacks.overflow.frames import measure, read
 from te_precision_callbacks.statistics.names import Request, tensor_request
 
 ROUNDS = 5
@@ -61,20 +61,17 @@ def _wrong_statistics(
 
 
 def _wrong_extremes(settings: Settings, second: torch.cuda.Stream | None) -> int:
-    """As :func:`_wrong_statistics`, of the slots of overflow detection."""
-    slots, wrong = Slots(abs_min=False), 0
+    """As :func:`_wrong_statistics`, of overflow detection."""
+    wrong = 0
     for number in range(1, ROUNDS + 1):
         measured = []
         for place in range(1000 if settings.on_gpu else 100):
             with entered(second, asleep=place == 0) if place % 2 == 0 else contextlib.nullcontext():
                 values = torch.full((16,), float(place), device=settings.device)
                 values[0] = -number
-                measured.append((slots.measure(values), -float(number), float(place)))
-        results = slots.read()
-        wrong += sum(
-            not isinstance(slot, Slot) or results.extremes(slot) != (low, high) for slot, low, high in measured
-        )
-        slots.reset()
+                measured.append(measure(values, abs_min=False))
+        read(measured)
+        wrong += sum((one.low, one.high) != (-number, place) for place, one in enumerate(measured))
     return wrong
 
 

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
+import functools
 import logging
-import math
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.base.ranks.messages import Messages
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.grad_scalers import ScaledStepHook
+from te_precision_callbacks.base.optimizers import after_closure
+from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
+from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Model, named_roots
-from te_precision_callbacks.overflow.calls import ForwardCalls
-from te_precision_callbacks.overflow.checker import OverflowChecker
 from te_precision_callbacks.overflow.errors import (
+    AbortAfterBatch,
+    ActivationOverflowError,
     DetectionFailedError,
     OverflowDetectorError,
     OverflowOptionError,
-    text_of,
 )
-from te_precision_callbacks.overflow.extreme_slots import Slot, Slots
-from te_precision_callbacks.overflow.grad_scaler import Steps, journals
-from te_precision_callbacks.overflow.journal import DetectorOptions, Journal
+from te_precision_callbacks.overflow.frames import Frame, measure, read
+from te_precision_callbacks.overflow.hooks import FrameRecorder
+from te_precision_callbacks.overflow.options import DetectorOptions
+from te_precision_callbacks.overflow.report import Finding, FrameReader, advice_on_parameters
 
 logger = logging.getLogger(__name__)
+
+MOST_FRAMES = 65_536
+"""The number of frames after which a rank checks them alone, before the next forward.
+
+If ranks stop together, an overflow found there waits for the next common check.
+"""
+
+_FOREIGN_STEPS = 10
+"""Steps of other optimizers after which to warn, if no optimizer of the model has stepped."""
+
+_DETECTORS: weakref.WeakSet[DebugActivationOverflow] = weakref.WeakSet()
 
 
 class DebugActivationOverflow:
@@ -69,6 +88,9 @@ class DebugActivationOverflow:
         trace_batch_nums: ``trace_batches`` under its name in ``transformers.debug_utils.DebugUnderflowOverflow``.
         abort_after_batch_num: ``abort_after_batch`` under its name there.
 
+    Attributes:
+        reports: the number of reported overflows.
+
     After an :class:`ActivationOverflowError` the detector stays active, for a loop that catches the error. A second
     detector on a model replaces the first.
 
@@ -109,41 +131,54 @@ class DebugActivationOverflow:
             distributed=distributed,
             process_group=process_group,
         )
-        self._journal = Journal(options)
-        self._checker = OverflowChecker(roots, options, self._journal)
-        hooks = ForwardCalls(roots, options, self._journal, self._checker).hooks
+        self.reports = 0
+        self._options = options
+        self._roots = roots
+        self._messages: Messages | None = None
+        self._pending: Finding | None = None
+        self._frames_checked_alone = 0  # since the last common check
+        self._has_checked = False
+        self._foreign_steps = 0
+        self._is_closed = False
+        self._reader = FrameReader(options)
+        self._recorder = FrameRecorder(roots, options, self._before_forward, self._after_evaluation)
+        for former in list(_DETECTORS):
+            if not self._recorder.modules.keys().isdisjoint(former._recorder.modules):
+                logger.warning("Activation overflow: this detector replaces another one on the same model.")
+                former.close(OverflowDetectorError("Another detector replaced this one."))
         for pattern in options.allow_neg_inf:
-            if not hooks.matches(pattern):
+            if not any(fnmatch.fnmatchcase(watched.path, pattern) for watched in self._recorder.modules.values()):
                 logger.warning("allow_neg_inf=%r matches no module path of the model.", pattern)
-        self._steps = Steps(hooks, self._journal, self._checker)
-        self._checker.handles.callback(self._steps.remove)
-        self._checker.handles.callback(hooks.remove)
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self._recorder.remove)
+        # The hook of a collected detector stays and does nothing, since torch may be iterating over its hooks.
+        before_step = functools.partial(_before_step, weakref.ref(self))
+        self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+        self._undo.callback(ScaledStepHook(self._before_scaled_step).remove)
+        _DETECTORS.add(self)
+        self._undo.callback(_DETECTORS.discard, self)
 
     @property
     def batch_number(self) -> int:
         """The number of the current or last training batch, from 0; before training, of the evaluation batch."""
-        return self._journal.batches.number
-
-    @property
-    def reports(self) -> int:
-        """The number of reported overflows."""
-        return self._checker.reports
+        recorder = self._recorder
+        return recorder.batch if recorder.batch >= 0 else max(recorder.evaluation, 0)
 
     @property
     def loss_scaled(self) -> bool:
         """Set to True if something other than torch's GradScaler scales the loss. Inf or nan in gradients then does not
         stop the run.
         """
-        return self._checker.reader.loss_scaled
+        return self._reader.loss_scaled
 
     @loss_scaled.setter
     def loss_scaled(self, value: bool) -> None:
-        self._checker.reader.loss_scaled = value
+        self._reader.loss_scaled = value
 
     def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
         """Use a session's messages to other ranks, and its current training step, as text, in reports."""
-        self._checker.messages = messages
-        self._checker.reader.step = step
+        self._messages = messages
+        self._reader.step = step
 
     def begin_batch(self) -> None:
         """Mark the start of a batch, in a loop that calls submodules instead of the model. Only these marks then count
@@ -152,9 +187,9 @@ class DebugActivationOverflow:
         Raises:
             AbortAfterBatch: the previous batch was ``abort_after_batch``.
         """
-        self._journal.batches.mark_begin()
-        if not self._journal.closed:
-            self._checker.next_batch()
+        self._recorder.has_marks = True
+        if not self._is_closed:
+            self._next_batch()
 
     def check(self) -> None:
         """Check the tensors since the last check; if ranks stop together, call this on all of them.
@@ -164,7 +199,7 @@ class DebugActivationOverflow:
         Raises:
             ActivationOverflowError, DetectionFailedError, AbortAfterBatch: as described for the class.
         """
-        self._checker.check()
+        self._check(may_be_skipped=True)
 
     def close(self, error: BaseException | None = None) -> None:
         """Check the tensors since the last check, on this rank only, and remove all hooks. Can be called twice.
@@ -175,7 +210,21 @@ class DebugActivationOverflow:
         Raises:
             ActivationOverflowError, DetectionFailedError: without ``error``.
         """
-        self._checker.close(error)
+        if self._is_closed:
+            return
+        finding = self._look_at_training()
+        self._is_closed = True
+        self._recorder.is_over = True
+        self._undo.close()
+        if error is None:
+            self._stop_if(finding)
+        if finding is not None and finding.failure:
+            failure = self._recorder.failure
+            logger.error("Activation overflow detection has failed (%s).", finding.failure, exc_info=failure)
+        elif finding is not None:
+            self.reports += 1
+            logger.error(finding.report)
+        self._reset()
 
     def __enter__(self) -> DebugActivationOverflow:
         return self
@@ -184,6 +233,201 @@ class DebugActivationOverflow:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(error)
+
+    # ------------------------------------------------------------------ before an optimizer's step
+
+    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Check before an optimizer of the model steps; return new arguments for ``step`` with a wrapped closure."""
+        check = functools.partial(self._check, may_be_skipped=False)
+        if self._is_stepped_by(optimizer):
+            check()
+            return after_closure(arguments, keywords, check)
+        if not self._has_checked and self._recorder.due:
+            self._foreign_steps += 1
+            if self._foreign_steps == _FOREIGN_STEPS:
+                logger.warning(
+                    "Activation overflow: optimizers without parameters of the model made %d unchecked steps. If they"
+                    " update copies of the parameters (DeepSpeed ZeRO, Megatron's distributed optimizer), call"
+                    " detector.check() before each of their steps.",
+                    _FOREIGN_STEPS,
+                )
+        return None
+
+    @outside_of_dynamo
+    def _before_scaled_step(self, optimizer: Any) -> None:
+        if self._is_stepped_by(optimizer):
+            self.check()
+
+    def _is_stepped_by(self, optimizer: Any) -> bool:
+        return not self._is_closed and self._recorder.is_stepped_by(optimizer)
+
+    # ------------------------------------------------------------------ at a forward
+
+    def _before_forward(self, starts_batch: bool) -> None:
+        if len(self._recorder.frames) >= MOST_FRAMES:
+            checked_alone = self._frames_checked_alone + len(self._recorder.frames)
+            finding = self._look_at_training()
+            if not self._is_collective:
+                self._stop_if(finding)
+            self._pending = finding
+            self._frames_checked_alone = checked_alone
+        if starts_batch:
+            self._next_batch()
+
+    def _next_batch(self) -> None:
+        if self._recorder.batch >= 0:
+            self._abort_if_over()
+        self._recorder.batch += 1
+        self._recorder.evaluation = -1
+
+    def _after_evaluation(self, frames: list[Frame]) -> None:
+        if self._is_closed:
+            return
+        has_trained = self._recorder.batch >= 0
+        finding = self._look(frames, evaluation=True)
+        # The next common check raises a failure.
+        if not (has_trained and self._is_collective and (finding is None or finding.failure)):
+            self._stop_if(finding)
+        if not has_trained:
+            self._abort_if_over()
+
+    def _abort_if_over(self) -> None:
+        last = self._options.abort_after_batch
+        if last is not None and self.batch_number >= last:
+            self.close()
+            raise AbortAfterBatch(self.batch_number)
+
+    # ------------------------------------------------------------------ a check
+
+    @property
+    def _is_collective(self) -> bool:
+        return self._options.distributed and is_distributed(self._options.process_group)
+
+    def _check(self, *, may_be_skipped: bool) -> None:
+        """Check the training, on all ranks together.
+
+        Args:
+            may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
+        """
+        recorder = self._recorder
+        if self._is_closed or is_capturing():  # earlier frames wait for the first check after the capture
+            return
+        self._has_checked = True
+        is_collective = self._is_collective
+        if not recorder.due and (is_collective or recorder.failure is None):
+            return
+        finding = self._look_at_training(may_be_skipped=may_be_skipped)
+        recorder.clear()
+        recorder.all_checked = True
+        if is_collective:
+            finding = self._agree(finding)
+        self._stop_if(finding)
+        if recorder.batch >= 0:
+            self._abort_if_over()
+
+    def _look_at_training(self, *, may_be_skipped: bool = True) -> Finding | None:
+        """Return an overflow, or else a failure, and forget the frames."""
+        finding = self._pending or self._look(self._recorder.frames, evaluation=False, may_be_skipped=may_be_skipped)
+        self._pending = None
+        self._frames_checked_alone = 0
+        self._recorder.forget_frames()
+        return finding
+
+    def _look(
+        self, frames: Sequence[Frame], *, evaluation: bool = False, may_be_skipped: bool = True
+    ) -> Finding | None:
+        """Return the first overflow, or else a failure of detection."""
+        finding = None
+        with self._recorder.guarded:
+            finding = self._reader.first_overflow(
+                frames,
+                evaluation=evaluation,
+                traces=not (evaluation and self._recorder.batch >= 0),
+                may_be_skipped=may_be_skipped,
+                earlier=self._frames_checked_alone,
+            )
+        failure = self._recorder.failure
+        if finding is None and failure is not None:
+            return Finding(own_rank(), failure=f"{type(failure).__name__}: {failure}")
+        return finding
+
+    def _open_messages(self) -> Messages:
+        """Return the messages to the ranks that stop together, which connect in their first common check."""
+        if self._messages is None:
+            self._messages = Messages(self._options.process_group, "overflow")
+            self._undo.callback(self._messages.close)
+            try:
+                self._messages.open("to check for activation overflow")
+            except RanksLostError as error:
+                _warn_disconnected(error)
+        return self._messages
+
+    def _agree(self, finding: Finding | None) -> Finding | None:
+        """Return the earliest overflow of all ranks, or else a failure of any rank."""
+        messages = self._open_messages()
+        if not messages.is_open:
+            return finding
+        why = "to check for activation overflow. A rank may not have trained in this step"
+        try:
+            findings = messages.pool([] if finding is None else [finding], "overflow", why, Finding)
+        except RanksLostError as error:
+            _warn_disconnected(error)
+            return finding
+        return min(findings, key=lambda earliest: (bool(earliest.failure), earliest.index), default=None)
+
+    def _stop_if(self, finding: Finding | None) -> None:
+        if finding is None:
+            return
+        is_own = finding.rank == own_rank()
+        failure = self._recorder.failure
+        if finding.failure:
+            self._reset()
+            raise DetectionFailedError(finding.failure, rank=finding.rank) from failure if is_own else None
+        self.reports += 1
+        advice = finding.advice
+        try:
+            advice = advice_on_parameters(self._roots, finding.path) or advice
+        except Exception as error:  # the overflow must still be reported
+            logger.warning("Activation overflow: the parameters could not be checked (%s).", error)
+        self._reset()
+        if is_own:
+            logger.error("%s", finding.report)
+        kind = "evaluation " if finding.evaluation else ""
+        step = f" ({finding.step})" if finding.step else ""
+        rank = f" on rank {finding.rank}" if is_initialized() else ""
+        raise ActivationOverflowError(
+            f"{finding.headline}, in {kind}batch {finding.batch}{step}{rank}. The report, in the log and in the"
+            f" exception's 'report', has the frames before it. {advice}",
+            path=finding.path,
+            class_name=finding.class_name,
+            role=finding.role,
+            batch=finding.batch,
+            evaluation=finding.evaluation,
+            rank=finding.rank,
+            report=finding.report,
+        )
+
+    def _reset(self) -> None:
+        self._recorder.clear()
+        self._recorder.failure = None
+        self._reader.history.clear()
+
+
+@outside_of_dynamo
+def _before_step(detector: weakref.ref[DebugActivationOverflow], optimizer: Any, arguments: Any, keywords: Any) -> Any:
+    """The hook of all optimizers of the process, which does not keep the detector and the model alive."""
+    alive = detector()
+    if alive is None:
+        return None
+    return alive._before_step(optimizer, arguments, keywords)
+
+
+def _warn_disconnected(error: RanksLostError) -> None:
+    logger.warning(
+        "Activation overflow: this rank checks alone from now on. %s. If it finds an overflow, only this rank"
+        " stops, and the others wait until the timeout of their process group.",
+        str(error).removesuffix("."),
+    )
 
 
 @outside_of_dynamo
@@ -210,17 +454,13 @@ def detect_overflow(tensor: torch.Tensor, label: str) -> bool:
         raise OverflowOptionError(
             f"detect_overflow(tensor, label) takes a tensor first, not a {type(tensor).__name__}."
         )
-    for journal in journals():
-        journal.label(tensor, label)
-    slots = Slots(abs_min=False)
+    for detector in list(_DETECTORS):
+        detector._recorder.note_label(tensor, label)
     try:
-        measured = slots.measure(tensor)
-        if not isinstance(measured, Slot):
-            return False
-        low, high = slots.read().extremes(measured)
+        extremes = measure(tensor, abs_min=False)
+        read([extremes])
     except Exception as error:
-        raise DetectionFailedError(text_of(error), rank=own_rank()) from error
-    if math.isfinite(low) and math.isfinite(high):
-        return False
-    logger.error("%s has %s", label, "nans" if math.isnan(high) else "infs")
-    return True
+        raise DetectionFailedError(f"{type(error).__name__}: {error}", rank=own_rank()) from error
+    if extremes.kind:
+        logger.error("%s has %s", label, extremes.kind)
+    return bool(extremes.kind)

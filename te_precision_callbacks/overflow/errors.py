@@ -82,7 +82,3 @@ class AbortAfterBatch(RaisedInTraining, ValueError):
 
 
 STOPS = (ActivationOverflowError, DetectionFailedError, AbortAfterBatch)
-
-
-def text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

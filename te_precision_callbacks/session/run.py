@@ -19,6 +19,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, RaisedInTraining, SessionError, is_failure
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.garbage import without_collections
+from te_precision_callbacks.base.grad_scalers import ScaledStepHook
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
 from te_precision_callbacks.base.scalars import ScalarBuffer
@@ -36,7 +37,6 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.overflow.grad_scaler import ScaledOptimizers
 from te_precision_callbacks.parameters.updates import UpdateWatch
 from te_precision_callbacks.runs.summary import ended_by
 from te_precision_callbacks.session.checks import (
@@ -97,10 +97,9 @@ class Run:
         model = ObservedModel(context, self.hooks, engine)
         self.model = model
         self._loop_checks = LoopChecks(context, model)
-        self._optimizer_hooks: list[RemovableHandle] = []
+        self._optimizer_hooks: list[RemovableHandle | ScaledStepHook] = []
         self._updates = UpdateWatch(model, scalars, failures)
         self._checks_updates = options.config.is_default
-        self._scaled = ScaledOptimizers()
         self._collector = StepCollector(
             context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
         )
@@ -150,8 +149,8 @@ class Run:
             self._contract.attach(self.model)
             self._parameters.begin(context.iteration)
             if not self._optimizer_hooks:
-                self._optimizer_hooks = hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
-            self._scaled.begin()
+                self._optimizer_hooks += hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
+                self._optimizer_hooks.append(ScaledStepHook(self._before_scaled_step))
             self._clipping.begin()
             self.overflow.attach(model)
         ranks.settle()
@@ -162,6 +161,11 @@ class Run:
         place = len(self.hooks.every_step.ring.order)
         self._parameters.before_optimizer_step(optimizer, self.context.iteration, place)
         self._scale_restore.before_step(optimizer)
+
+    def _before_scaled_step(self, optimizer: Any) -> None:
+        results = self.context.results
+        with self.context.failures.guard("observing", "a GradScaler"):
+            results.scales_loss = results.scales_loss or self.model.is_trained_by(optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._loop_checks.note(optimizer)
@@ -332,7 +336,6 @@ class Run:
         records = self._files.records
         try:
             results.adds_eps = self._updates.adds_eps
-            results.scales_loss |= any(map(self.model.is_trained_by, self._scaled.take()))
             if at_last and records is not None and results.iterations.last is not None:
                 records.last = results.iterations.last
             if not self._facts.has_changed(at_last=at_last, has_statistics=has_statistics):
@@ -589,7 +592,6 @@ class Run:
                 then.callback(handle.remove)
             then.callback(self._updates.clear)
             then.callback(self._parameters.remove)
-            then.callback(self._scaled.remove)
             then.callback(self._clipping.remove)
             then.callback(self.resume_audit.end)
             self.context.results.iteration = self.context.iteration

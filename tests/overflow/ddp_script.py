@@ -17,9 +17,9 @@ from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
     DetectionFailedError,
-    checker,
+    detector,
 )
-from te_precision_callbacks.overflow.hooks import ModelHooks
+from te_precision_callbacks.overflow.hooks import FrameRecorder
 
 
 def counted(owner: Any, name: str) -> mock.Mock:
@@ -58,7 +58,7 @@ def main(case: str, folder: Path, rank: int) -> None:
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     steps = 0
     if case == "no room":
-        checker.MOST_SLOTS = 1
+        detector.MOST_FRAMES = 1
     try:
         for step in range(5):
             inputs = torch.ones(2, 4)
@@ -72,7 +72,7 @@ def main(case: str, folder: Path, rank: int) -> None:
                     for _ in range(3):
                         model(inputs)
             if case == "failure" and rank == 0 and step == 2:
-                ModelHooks.synchronize = mock.Mock(  # type: ignore[method-assign]
+                FrameRecorder._watch = mock.Mock(  # type: ignore[method-assign]
                     side_effect=LookupError("of the detector's own")
                 )
             before = sum(counter.call_count for counter in counters)

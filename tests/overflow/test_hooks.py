@@ -121,6 +121,19 @@ def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
     ]
 
 
+def test_the_gradient_of_a_tensor_that_a_module_passes_on() -> None:
+    model = torch.nn.Sequential(Scale(2.0), torch.nn.Identity(), Scale(3.0))
+    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), DebugActivationOverflow(model))
+    assert [line for line in roles(lines) if "grad_" in line[2]] == [
+        (">", "", "grad_output", "1.00e+00"),
+        (">", "2", "grad_output", "1.00e+00"),
+        ("<", "2", "grad_input[0]", "3.00e+00"),
+        (">", "1", "grad_output", "3.00e+00"),
+        ("<", "1", "grad_input[0]", "3.00e+00"),
+        (">", "0", "grad_output", "3.00e+00"),
+    ]
+
+
 @pytest.mark.usefixtures("backward_thread")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputed_forward_is_not_reported_twice(reentrant: bool) -> None:
@@ -184,7 +197,7 @@ def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptur
         assert report.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
         model(torch.ones(1)).sum().backward()
         hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-        assert len({id(hook.call.__self__) for hook in hooks}) == 1
+        assert len({id(hook._call.__self__) for hook in hooks}) == 1
         first.close()
         assert second.batch_number == 0
         assert hooks_on(model) > 0

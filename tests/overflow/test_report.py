@@ -23,8 +23,9 @@ from te_precision_callbacks.overflow import (
     DebugActivationOverflow,
     DetectionFailedError,
     detect_overflow,
+    detector,
 )
-from te_precision_callbacks.overflow.extreme_slots import Slots
+from te_precision_callbacks.overflow.frames import measure, read
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 from tests.functions import Function
@@ -308,12 +309,12 @@ def test_extremes_of_every_size(dtype: torch.dtype) -> None:
             values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
             for offset, number in enumerate(bad):
                 values[at - offset] = number
-            slots = Slots(abs_min=False)
-            slot = slots.measure(values)
-            measured = slots.read()
+            extremes = measure(values, abs_min=False)
+            read([extremes])
             expected = (math.nan,) * 2 if values.isnan().any() else (min(values.tolist()), max(values.tolist()))
-            assert measured.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True), (numel, bad, at)
-            assert measured.not_finite() == ({slot} if bad else set()), (numel, bad, at)
+            measured = extremes.low, extremes.high
+            assert measured == pytest.approx(expected, rel=0, abs=0, nan_ok=True), (numel, bad, at)
+            assert extremes.kind == ("" if not bad else "nans" if values.isnan().any() else "infs"), (numel, bad, at)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
@@ -321,14 +322,13 @@ def test_each_number_of_16_bits_has_its_place_among_the_others(dtype: torch.dtyp
     """Of all codes, in pieces: of one sign, of subnormal numbers, of nans of both signs."""
     codes = torch.arange(2**16, dtype=torch.int32)
     numbers = (codes << 16).view(dtype) if dtype is torch.float32 else codes.to(torch.int16).view(dtype)
-    slots = Slots(abs_min=False)
     pieces = [numbers[start : start + 2**12] for start in range(0, 2**16, 2**12 // 2)]
     pieces += [piece[piece.isfinite()].repeat(2) for piece in pieces]
-    taken = [slots.measure(piece) for piece in pieces]
-    result = slots.read()
-    for slot, piece in zip(taken, pieces, strict=True):
-        expected = [extreme.item() for extreme in piece.double().aminmax()]
-        assert result.extremes(slot) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    measured = [measure(piece, abs_min=False) for piece in pieces]
+    read(measured)
+    for extremes, piece in zip(measured, pieces, strict=True):
+        expected = tuple(extreme.item() for extreme in piece.double().aminmax())
+        assert (extremes.low, extremes.high) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks
@@ -434,7 +434,7 @@ def test_detect_overflow_adds_a_frame() -> None:
 
 
 def test_a_failure_of_detect_overflow_is_not_told_as_no(caplog: pytest.LogCaptureFixture) -> None:
-    with mock.patch.object(Slots, "read", side_effect=LookupError("no slot")):
+    with mock.patch.object(detector, "read", side_effect=LookupError("no slot")):
         for _ in range(2):
             with pytest.raises(DetectionFailedError, match="LookupError: no slot") as raised:
                 detect_overflow(torch.tensor([INF]), "here")

@@ -19,10 +19,11 @@ from te_precision_callbacks.overflow import (
     ActivationOverflowError,
     DebugActivationOverflow,
     DetectionFailedError,
-    checker,
-    extreme_slots,
+    detector,
+    frames,
+    hooks,
+    report,
 )
-from te_precision_callbacks.overflow.extreme_slots import Slots
 from tests.functions import Function
 from tests.overflow.models import HostReads, hooks_on, lines_of, mini_t5, step, tokens, weights_stay
 
@@ -72,9 +73,23 @@ def test_memory_does_not_grow(backward: bool) -> None:
         gc.collect()
         return sys.getallocatedblocks()
 
-    with mock.patch.object(checker, "MOST_SLOTS", 500), DebugActivationOverflow(model):
+    with mock.patch.object(detector, "MOST_FRAMES", 500), DebugActivationOverflow(model):
         before = run(150)
         assert run(500) - before < 1000, "an interval; five hundred batches of frames would be several thousand"
+
+
+def test_frames_are_also_checked_where_nothing_steps() -> None:
+    """Before the next forward, if there are too many; and those after it in the next check."""
+    model = mlp()
+    with mock.patch.object(detector, "MOST_FRAMES", 1), DebugActivationOverflow(model) as watching:
+        model(torch.ones(1, 4))
+        model(torch.full((1, 4), INF))
+        with pytest.raises(ActivationOverflowError, match=r"> \[1\] 0: Linear: input\[0\] has infs") as raised:
+            watching.check()
+        assert [line.batch for line in lines_of(raised.value.report)] == [0] * 8 + [1], "the frames before it are known"
+        model(torch.full((1, 4), INF))
+        with pytest.raises(ActivationOverflowError, match=r"> \[2\] 0: Linear"):
+            model(torch.ones(1, 4))
 
 
 def test_one_copy_a_look_and_nothing_else() -> None:
@@ -84,13 +99,13 @@ def test_one_copy_a_look_and_nothing_else() -> None:
 
     def reads(*, watched: bool) -> list[tuple[int, int]]:
         """Reads of elements, and copies, until: forward and backward, the optimizer's step, an evaluation, the end."""
-        counting, copies = HostReads(), mock.Mock(side_effect=extreme_slots.to_host)
+        counting, copies = HostReads(), mock.Mock(side_effect=frames.to_host)
         counts = []
 
         def note() -> None:
             counts.append((counting.count, copies.call_count))
 
-        with mock.patch.object(extreme_slots, "to_host", copies):
+        with mock.patch.object(frames, "to_host", copies):
             with DebugActivationOverflow(model) if watched else nullcontext(), counting:
                 for _ in range(2):
                     model(**batch).loss.backward()
@@ -258,8 +273,9 @@ def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def failing(method: str = "measure") -> Any:
-    return mock.patch.object(Slots, method, side_effect=LookupError("no slot"))
+def failing(function: str = "measure") -> Any:
+    module = report if function == "read" else hooks
+    return mock.patch.object(module, function, side_effect=LookupError("no slot"))
 
 
 def test_a_gradient_of_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -303,11 +319,11 @@ LOOKS: dict[str, Callable[[DebugActivationOverflow, torch.optim.Optimizer], obje
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("method", ["measure", "read"])
-def test_wherever_it_fails_and_whoever_looks(look: str, method: str) -> None:
+@pytest.mark.parametrize("function", ["measure", "read"])
+def test_wherever_it_fails_and_whoever_looks(look: str, function: str) -> None:
     model, optimizer = made()
     watching = DebugActivationOverflow(model)
-    with failing(method), pytest.raises(DetectionFailedError):
+    with failing(function), pytest.raises(DetectionFailedError):
         model(torch.ones(2, 4)).sum().backward()
         LOOKS[look](watching, optimizer)
     watching.close()
@@ -416,7 +432,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture
 def no_wrapper_is_left() -> Iterator[None]:
     gc.collect()  # detectors of earlier tests
-    own = {name: vars(GradScaler)[name] for name in ("scale", "unscale_", "step")}
+    own = {name: vars(GradScaler)[name] for name in ("unscale_", "step")}
     yield
     assert {name: vars(GradScaler)[name] for name in own} == own, "the last detector puts back what it wrapped"
 
