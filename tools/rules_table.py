@@ -11,7 +11,9 @@ from te_precision_callbacks.diagnosis.rules import RULES
 def table() -> str:
     """The table, in Markdown."""
     lines = ["| rule | severity | what is wrong |", "|---|---|---|"]
-    lines += [f"| `{rule.id}` | {rule.severity} | {rule.title} |" for rule in RULES]
+    for rule in RULES:
+        lines.append(f"| `{rule.id}` | {rule.severity} | {rule.title} |")
+        lines += [f"| | {variant.severity} | {variant.title} |" for variant in rule.variants]
     return "\n".join(lines)
 
 

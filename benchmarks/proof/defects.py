@@ -159,7 +159,7 @@ TABLE: Mapping[Kind, Table] = {
     "large-weight": Table("a weight is initialized 1000 times too large", ("sibling",), starts=(0, 0)),
     "unmoved-scales": Table(
         "the first layer is detached, or te.autocast is entered inside of a reentrant te.checkpoint",
-        ("scale-never-updated", "dead-gradient", "missing-gradient"),
+        ("stale-scale", "dead-gradient", "missing-gradient"),
         starts=(0, 0),
         recipes=("delayed",),
         models=("bytes", "gpt", "vit", "mixer", "parallel"),

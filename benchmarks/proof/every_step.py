@@ -36,11 +36,11 @@ NONFINITE: Mapping[str, str] = {
     "loss": "the loss is nan",
 }
 SHORT: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "spike": ("the input of a layer is 2^8 to 2^14 times as large", ("spike", "stale-scale", "overflow")),
-    "result": ("an element of the result of a layer is 2^16 times the largest", ("spike", "stale-scale", "overflow")),
+    "spike": ("the input of a layer is 2^8 to 2^14 times as large", ("growth", "stale-scale", "overflow")),
+    "result": ("an element of the result of a layer is 2^16 times the largest", ("growth", "stale-scale", "overflow")),
     "overwritten": ("a weight gets its values of the start, or a quarter of them", ("weight-jump",)),
-    "high": ("a step runs outside of te.autocast", ("precision-gap",)),
-    "garbage": ("the gradient of the loss is 2^12 times as large", ("spike", "gradient-jump", "stale-scale")),
+    "high": ("a step runs outside of te.autocast", ("hole",)),
+    "garbage": ("the gradient of the loss is 2^12 times as large", ("growth", "gradient-norm", "stale-scale")),
 }
 KINDS = (*NONFINITE, *SHORT)
 STEPS_AFTER = {"high": 12, "overwritten": 30}

@@ -355,19 +355,19 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "sum-of-auxiliary-losses": Mechanism(
         "an auxiliary loss is a sum over tokens, not a mean",
         ("NVIDIA/Megatron-LM#1532",),
-        ("gradient-size",),
+        ("gradient-norm",),
         _sum_of_auxiliary_losses,
     ),
     "sum-of-micro-batches": Mechanism(
         "the loss is not divided by the number of micro-batches",
         ("deepinsight/insightface#2258", "hirofumi0810/neural_sp#168"),
-        ("gradient-size",),
+        ("gradient-norm",),
         _sum_of_micro_batches,
     ),
     "resume-without-scales": Mechanism(
         "a resume restores neither scales nor amax histories",
         ("NVIDIA-NeMo/Megatron-Bridge#1730", "NVIDIA/TransformerEngine#982"),
-        ("lost-scales",),
+        ("stale-scale",),
         _resume_without_scales,
         recipes=("delayed",),
     ),

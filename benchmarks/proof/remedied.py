@@ -268,7 +268,7 @@ CASES: Mapping[str, Case] = {
         {"optimizer.zero_grad()": lambda built: vars(built.optimizer).pop("zero_grad")},
     ),
     "first-detached": Case(
-        "scale-never-updated", "the first block is detached", of("unmoved-scales", 0, variant=1),
+        "stale-scale", "the first block is detached", of("unmoved-scales", 0, variant=1),
         {
             "no detach()": TAKEN_OUT,
             "current scaling": CURRENT,
@@ -278,7 +278,7 @@ CASES: Mapping[str, Case] = {
         "delayed",
     ),
     "checkpoint": Case(
-        "scale-never-updated", "te.autocast is entered inside of a reentrant te.checkpoint", of("unmoved-scales", 0),
+        "stale-scale", "te.autocast is entered inside of a reentrant te.checkpoint", of("unmoved-scales", 0),
         {"te.autocast around it": autocast_around_checkpoints}, "delayed",
     ),
     "stale-weights": Case(
@@ -305,7 +305,7 @@ CASES: Mapping[str, Case] = {
         {"call it inside": TAKEN_OUT}, count=4,
     ),
     "lost-scales": Case(
-        "lost-scales", "a resume restores neither scales nor amax histories", resumed_without_scales,
+        "stale-scale", "a resume restores neither scales nor amax histories", resumed_without_scales,
         {"load the whole state_dict()": TAKEN_OUT}, "delayed",
     ),
     "schedule": Case(
@@ -313,7 +313,7 @@ CASES: Mapping[str, Case] = {
         {"a schedule of all steps": both(lambda built: built.after_step.clear(), with_schedule(STEPS))},
     ),
     "sum": Case(
-        "gradient-size", "the loss is a sum over 128 tokens, and clipped", both(clipped, with_loss_scale(128.0)),
+        "gradient-norm", "the loss is a sum over 128 tokens, and clipped", both(clipped, with_loss_scale(128.0)),
         {"a mean": with_loss_scale(1.0)},
     ),
     "rate": Case(

@@ -18,6 +18,7 @@ _DUMPED_STEPS = "Choose the steps of DumpTensors with start_step, end_step and f
 _LOGPROBS = "Use your RL trainer's metrics of the log-probabilities of trainer and rollout."
 
 FORMER_NAMES: Mapping[str, str] = {
+    "amax-reduction": "Use stale-scale.",
     "dump": "To dump tensors, resume before the finding, with DumpTensors in the config.",
     "early_steps": "Choose the steps in the config, with freq, start_step and end_step.",
     "gemm-excess": "Compare gemm_format_error of the GEMM with sqnr_db of its operands.",
@@ -47,15 +48,25 @@ FORMER_NAMES: Mapping[str, str] = {
     "gemm_wrong_scales_b%": "Use mse and sqnr_db of LogFp8TensorStats, which the rule wrong-codes reads.",
     "gemm_zeros_excess_a%": "Use mse and sqnr_db of LogFp8TensorStats, which the rule wrong-codes reads.",
     "gemm_zeros_excess_b%": "Use mse and sqnr_db of LogFp8TensorStats, which the rule wrong-codes reads.",
+    "gradient-jump": "Use gradient-norm.",
+    "gradient-size": "Use gradient-norm.",
     "high precision": "DisableQuantizationLayer in the config runs layers in high precision.",
     "layer_names": "Write layer_names: upstream, or path, above the sections of the config.",
+    "lost-scales": "Use stale-scale.",
     "max_bytes": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
     "max_files": f"{_DUMPED_STEPS} It stops before less than 1 GiB of the disk is free.",
+    "nonfinite-gradient-norm": "Use nonfinite.",
+    "nonfinite-loss": "Use nonfinite.",
     "on_broken": "Write on_broken: warn into the contract of require=.",
+    "precision-gap": "Use hole.",
     "profile": "Use torch.profiler or Nsight Systems.",
     "protect checkpoint": "Use 'stop', which ends the run before it replaces good checkpoints.",
+    "recomputed": "Use hole.",
     "report": "Run te-precision report RUN after the training.",
     "require_same": "Write same_as: rollout.json into the contract of require=.",
+    "scale-never-updated": "Use stale-scale.",
+    "scales-differ": "Use stale-scale.",
+    "spike": "Use growth.",
     "te-precision check --batch": "Give --tokens, and run one step of the script with te-precision run.",
     "te-precision check --calibrate": "Measure with torch.profiler or Nsight Systems.",
     "te-precision check --convert": (

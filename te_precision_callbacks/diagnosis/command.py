@@ -168,20 +168,24 @@ def rules_command(
         raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), RULE_OF_ID)}")
     chosen = RULE_OF_ID.values() if rule is None else [RULE_OF_ID[rule]]
     if as_json:
-        rows = []
-        for row in chosen:
-            content = dict(vars(row))
-            del content["check"]
-            rows.append(content)
-        terminal.show_json({"rules": rows})
+        terminal.show_json({"rules": list(map(_as_json, chosen))})
     elif rule is None:
         table = terminal.table("rule", "severity", "what is wrong")
         for row in chosen:
             table.add_row(row.id, row.severity, row.title)
+            for variant in row.variants:
+                table.add_row("", variant.severity, variant.title)
         terminal.show(table)
         terminal.show_text("For details: te-precision rules ID")
     else:
-        _explain(RULE_OF_ID[rule])
+        for row in chosen:
+            for variant in (row, *row.variants):
+                _explain(variant)
+
+
+def _as_json(rule: Rule) -> dict[str, Any]:
+    texts = {name: value for name, value in vars(rule).items() if name != "check"}
+    return {**texts, "variants": list(map(_as_json, rule.variants))}
 
 
 def _explain(rule: Rule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -170,9 +170,9 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Order findings so that each follows a finding that can explain it; otherwise most severe first.
 
-    The explanation is the earliest finding of a rule in ``causes`` (rule -> the rules that can cause its findings) that
-    began no later. The beginning may be any step after ``last_good``. A note explains only notes. Of two findings that
-    can explain each other, the earlier is explained first.
+    The explanation is the earliest finding that began no later, of a rule in ``causes`` (title of a row -> the rules
+    that can cause its findings). The beginning may be any step after ``last_good``. A note explains only notes. Of two
+    findings that can explain each other, the earlier is explained first.
     """
 
     def severity(finding: Finding) -> int:
@@ -181,23 +181,22 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
     ordered = sorted(findings, key=lambda finding: (_first_step(finding), severity(finding)))
     cause_of: dict[int, int] = {}
 
-    def chain(place: int | None) -> Iterator[int]:
-        while place is not None:
-            yield place
-            place = cause_of.get(place)
+    def root_of(place: int) -> int:
+        while place in cause_of:
+            place = cause_of[place]
+        return place
 
     for place, finding in enumerate(ordered):
         for at, other in enumerate(ordered):
-            if _explains(other, finding, causes) and place not in chain(at):
+            if _explains(other, finding, causes) and root_of(at) != place:
                 cause_of[place] = at
                 break
     groups: dict[int, list[Finding]] = {}
     for place, finding in enumerate(ordered):
-        *_, root = chain(place)
         if place in cause_of:
             cause = ordered[cause_of[place]]
             finding = replace(finding, caused_by=f"{cause.rule} of {cause.subject}")
-        groups.setdefault(root, []).append(finding)
+        groups.setdefault(root_of(place), []).append(finding)
 
     worst = sorted((groups[root] for root in sorted(groups)), key=lambda group: min(map(severity, group)))
     for group in worst:
@@ -214,9 +213,10 @@ def _first_step(finding: Finding) -> int:
 def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[str]]) -> bool:
     begun = -1 if cause.since is None or cause.last_good is None else cause.last_good
     return (
-        cause.rule in causes.get(finding.rule, ())
+        cause.title != finding.title
+        and not {cause.rule, f"{cause.rule} of {cause.tensor}"}.isdisjoint(causes.get(finding.title, ()))
         and (cause.severity != "note" or finding.severity == "note")
-        and begun + (finding.rule in causes.get(cause.rule, ())) <= _first_step(finding)
+        and begun + (finding.rule in causes.get(cause.title, ())) <= _first_step(finding)
     )
 
 
@@ -226,8 +226,8 @@ class Verdict(Sequence[Finding]):
 
     Attributes:
         findings: the findings.
-        checked: the ids of the rules that were checked.
-        not_checked: the rules that apply to the run, and were not checked.
+        checked: the ids of the rules whose first row was checked, and all essential rows.
+        not_checked: the rules that apply to the run, and were not checked, or variants of rules.
         is_partial: whether a part of the run cannot be read.
         rank: the rank that has checked only its local values, as with ``reduce=False`` during training; None for a
             verdict on all ranks.
@@ -247,6 +247,11 @@ class Verdict(Sequence[Finding]):
 
     def __len__(self) -> int:
         return len(self.findings)
+
+    @property
+    def unchecked(self) -> list[str]:
+        """The ids of the rules that were not checked; ``not_checked`` also has variants of rules that were."""
+        return [rule for rule in dict.fromkeys(rule.rule for rule in self.not_checked) if rule not in self.checked]
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
@@ -278,7 +283,7 @@ class Verdict(Sequence[Finding]):
     @property
     def summary(self) -> str:
         """The verdict in one line, without the findings."""
-        total = len(self.checked) + len(self.not_checked)
+        total = len(self.checked) + len(self.unchecked)
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; only local values of rank {self.rank}" if self.rank is not None else ""
         partial += f"; not observed: {self.not_observed}" if self.not_observed else ""

@@ -40,13 +40,8 @@ def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, in
     used: set[KnownLine] = set()
     for finding in verdict:
         names = finding.layers or ("",)
-        lines = []
-        covered: set[str] = set()
-        for line in known:
-            if line.rule == finding.rule and any(map(line.covers, names)):
-                lines.append(line)
-                covered.update(filter(line.covers, names))
-        if covered == set(names):
+        lines = [line for line in known if line.rule == finding.rule and any(map(line.covers, names))]
+        if all(any(line.covers(name) for line in lines) for name in names):
             used.update(lines)
         else:
             left.append(finding)
@@ -87,17 +82,13 @@ def read_known(path: Path) -> list[KnownLine]:
 
 _SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")
 
-_PLAIN = re.compile(r"[^*?\[]*")
 _COMMA = re.compile(r",\s*(?![^{}]*\})")
 _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
 def _matcher(layers: str) -> Callable[[str], bool]:
-    patterns: set[str] = set()
-    for text in _COMMA.split(layers):
-        patterns.update(_expand_ranges(text.strip()))
-    globs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
-    return lambda name: name == layers or name in patterns or any(fnmatchcase(name, glob) for glob in globs)
+    patterns = {pattern for text in _COMMA.split(layers) for pattern in _expand_ranges(text.strip())}
+    return lambda name: name == layers or name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _expand_ranges(text: str) -> list[str]:

@@ -119,8 +119,12 @@ class StepNumbers:
 
     Attributes:
         rank: None for reduced values.
+        first, last: the first step of the run, and the one before this; None for the first step.
         names, tensors, layers, facts, statistics: see :class:`Layout`.
     """
+
+    first: StepNumbers | None = None
+    last: StepNumbers | None = None
 
     def __init__(self, iteration: int, layout: Layout, values: Floats, rank: int | None) -> None:
         self.iteration = iteration
@@ -214,6 +218,10 @@ class StepNumbers:
             return self.values(statistic)
         return np.where(self._broken, np.nan, self.values(statistic))
 
+    def earlier(self, step: StepNumbers | None, statistic: str) -> Floats:
+        """[rows]: as :meth:`finite`, in ``first`` or ``last``; nan without it."""
+        return np.full(len(self), np.nan) if step is None else extend_rows(step.finite(statistic), len(self), np.nan)
+
     def bits(self, statistic: str) -> Floats:
         """[rows]: the logarithms of :meth:`finite` to base 2; nan for 0."""
         bits: Floats = np.log2(self.finite(statistic))
@@ -251,6 +259,8 @@ class Splitter:
         self._families: dict[Family, int] = {}
         self._series = b""  # of the last step
         self._layout = Layout((), (), {})
+        self._first: StepNumbers | None = None
+        self._last: StepNumbers | None = None
 
     def step(
         self,
@@ -270,7 +280,12 @@ class Splitter:
         if series.tobytes() != self._series:
             self._series = series.tobytes()
             self._layout = self._lay_out(series)
-        return StepNumbers(iteration, self._layout, values, rank)
+        numbers = StepNumbers(iteration, self._layout, values, rank)
+        numbers.first, numbers.last = self._first, self._last
+        if self._last is not None:
+            self._last.first = self._last.last = None
+        self._first, self._last = self._first or numbers, numbers
+        return numbers
 
     @staticmethod
     def _is_scaled(series: Series, unscaled: frozenset[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
@@ -15,8 +15,6 @@ from te_precision_callbacks.statistics.arrays import Mask, holds_any
 
 _KEPT_STEPS = 64
 """The last steps, among which the last good one of a new finding is."""
-
-Subject = Literal["tensor", "layer", "group of similar layers", "model", "config"]
 
 
 class Sighting(NamedTuple):
@@ -53,10 +51,12 @@ class RuleCheck:
         needed: the minimum number of steps with data, and of steps in ``streaks``.
         applies: whether the rule applies to the run; None while unknown.
         checked: whether there was enough data.
+        lacks: why there are no data; empty if that is not known.
     """
 
     applies: bool | None = True
     checked = False
+    lacks = ""
     kind_of_step = "collection step"
 
     def __init__(self, needed: int = 1) -> None:
@@ -73,9 +73,9 @@ class RuleCheck:
 
     @property
     def why_not(self) -> str:
-        if self._count:
+        if self._count and not self.checked:
             return f"not enough {self.kind_of_step}s ({self._count} of {self.needed})"
-        return ""
+        return self.lacks
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         return ()
@@ -99,25 +99,25 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table of rules. A text may have several lines; ``condition`` names thresholds of the check, as in
-    ``{limit:g}``.
+    """A row of the table of rules. Rows with the same id are variants of a rule, with texts and checks of their own. A
+    text may have several lines; ``condition`` names thresholds of the check, as in ``{limit:g}``.
 
     Attributes:
         id: its name, for ``te-precision rules ID`` and for ``on_finding=``.
-        title: the problem, in one line.
-        subject: the kind of subject.
+        title: the problem, in one line; no two rows have the same one.
         needs: the required data.
         collect: the options of a config that collect these data.
         condition: the condition, with thresholds.
         silent: healthy cases that are not reported.
-        severity: the worst severity of its findings.
+        severity: the worst severity of its findings, unless a sighting has one.
         recipes: the recipes it applies to; empty for all.
         source: the source of the rule and its thresholds.
         disproof: evidence that there is no problem.
         cost: the cost of the remedy; empty without one.
         check: creates a check for a run; of a known shape with the column and the thresholds.
         essential: whether an all-clear requires this rule.
-        consequence_of: ids of rules that can cause its findings.
+        consequence_of: ids of rules that can cause its findings, such as ``growth``; ``growth of weight``: of a tensor.
+        variants: of the first row of a rule, the others.
 
     Raises:
         RuleError: the check lacks its column or a threshold, or ``condition`` names a threshold that the check lacks.
@@ -125,21 +125,21 @@ class Rule:
 
     id: str
     title: str
-    subject: Subject
     needs: str
     collect: str
     condition: str
     silent: str
-    severity: Severity
     source: str
     why: str
     disproof: str
     remedy: str
     check: Callable[[], RuleCheck]
+    severity: Severity = "warning"
     recipes: tuple[str, ...] = ()
     cost: str = ""
     essential: bool = False
     consequence_of: tuple[str, ...] = ()
+    variants: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -184,6 +184,7 @@ class Streaks:
         reported: Mask | None = None,
         severity: Severity | None = None,
         key: str = "",
+        steps: int = 0,
     ) -> Iterator[Sighting]:
         """Yield a sighting of each tensor, with all layers where the condition has lasted long enough.
 
@@ -191,7 +192,8 @@ class Streaks:
             holds: [rows]: whether the condition holds; rows without the statistic are left out.
             describe: row -> the description, of the first layer in execution order.
             reported: [rows]: whether to report the layer; None for all layers.
-            key: distinguishes several conditions on a statistic; see :class:`Sighting`.
+            key: distinguishes several conditions on a statistic.
+            steps: how many steps in a row; 0 for the usual ones.
         """
         before = self.held.pop((statistic, key), {})
         if not before and not holds_any(holds):
@@ -200,9 +202,9 @@ class Streaks:
         held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in column.tensors}
         lasting: dict[str, dict[str, int]] = {}  # tensor -> layer -> row
         for row in column.rows[holds[column.rows]].tolist():
-            first, steps = before.get(row, (numbers.iteration, 0))
-            held[row] = Streak(first, steps + 1)
-            if steps + 1 >= self.steps and (reported is None or reported[row]):
+            first, count = before.get(row, (numbers.iteration, 0))
+            held[row] = Streak(first, count + 1)
+            if count + 1 >= (steps or self.steps) and (reported is None or reported[row]):
                 lasting.setdefault(str(numbers.tensors[row]), {})[numbers.names[row]] = row
         if held:
             self.held[statistic, key] = held
@@ -210,7 +212,7 @@ class Streaks:
             layers = numbers.facts.sort_by_execution(rows, tensor)
             row = rows[layers[0]]
             since = min(held[row].first for row in rows.values())
-            yield Sighting(describe(row), tuple(layers), tensor, column.label(row), since, severity, key=key)
+            yield Sighting(describe(row), tuple(layers), tensor, column.label(row), since, severity)
 
     def by_severity(
         self,
@@ -220,16 +222,7 @@ class Streaks:
         notes: Mask,
         describe: Callable[[int], str],
         key: str = "",
-    ) -> list[Sighting]:
-        """Return sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
-        found: list[Sighting] = []
-        severities: dict[Severity, Mask] = {"warning": warnings, "note": notes}
-        for severity, holds in severities.items():
-            found += self.sightings(numbers, statistic, holds, describe, severity=severity, key=f"{key}{severity}")
-        return by_tensor(numbers, statistic, found)
-
-
-def by_tensor(numbers: StepNumbers, statistic: str, sightings: Iterable[Sighting]) -> list[Sighting]:
-    """Sort sightings in the order of the tensors with the statistic."""
-    tensors = numbers.column(statistic).tensors
-    return sorted(sightings, key=lambda sighting: tensors.index(sighting.tensor))
+    ) -> Iterator[Sighting]:
+        """Yield sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
+        yield from self.sightings(numbers, statistic, warnings, describe, severity="warning", key=f"{key}warning")
+        yield from self.sightings(numbers, statistic, notes, describe, severity="note", key=f"{key}note")

@@ -2,6 +2,7 @@
 
 - :class:`AboveLimit`: a statistic is at or above a limit, in several collection steps in a row;
 - :class:`InARow`: another condition on a statistic, in several collection steps in a row;
+- :class:`Logged`: a condition on the history of a number that the trainer logs;
 - :class:`FactHolds`: a fact about the run;
 - :class:`Reported`: an event of the run;
 - :class:`Changed`: a sudden change, as the watch of every step reports it; :class:`AbsentSince`: layers that it misses.
@@ -10,14 +11,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import RuleCheck, Sighting, Streaks
-from te_precision_callbacks.flight.changes import Kind, describe_absences
+from te_precision_callbacks.flight.changes import LEAST_HISTORY, Kind, describe_absences
+from te_precision_callbacks.runs.summary import is_loss, loss_first, words_of
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import holds_any
 
@@ -31,12 +35,18 @@ class OfStatistic(RuleCheck):
 
     Attributes:
         tensor: the only tensor that is checked; empty for all.
+        also: further statistics that it needs.
+        is_strict: True if it is not checked in runs to which it may not apply.
+        lacks_in: returns why a run lacks the statistic; empty for no reason.
     """
 
     statistic: str
     tensor: str = ""
-    needed: int
+    also: Sequence[str] = ()
+    needed: int = 1
     applies_to: Applies | None = None
+    is_strict: bool = False
+    lacks_in: Callable[[Facts], str] | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.needed)
@@ -45,10 +55,13 @@ class OfStatistic(RuleCheck):
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         applies = None if self.applies_to is None or self.steps else self.applies_to(facts)
         self.applies = self.applies if applies is None else applies
+        self.lacks = "" if self.lacks_in is None else self.lacks_in(facts)
         return ()
 
     def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
-        if not holds_any(numbers.are_known(self.statistic, self.tensor)):
+        if not (holds_any(numbers.are_known(self.statistic, self.tensor)) and all(map(numbers.has, self.also))):
+            return ()
+        if self.is_strict and self.applies_to is not None and not self.applies_to(numbers.facts):
             return ()
         self.applies = self.applies or self.applies_to is None
         self.note_data(numbers.iteration)
@@ -96,6 +109,81 @@ class InARow(OfStatistic):
         return self.find(numbers, self.streaks)
 
 
+class LoggedNumber(NamedTuple):
+    """A number that the trainer logs in an iteration, its name, and the last loss then."""
+
+    iteration: int
+    name: str
+    value: float
+    loss: float
+
+
+class Metrics(NamedTuple):
+    """The trainer's metrics in an iteration.
+
+    Attributes:
+        facts: the present facts of the run.
+        counts: how often each metric was logged so far.
+        loss: the last loss, of the training or a part of one; nan before the first.
+    """
+
+    facts: Facts
+    values: Mapping[str, float]
+    counts: Counter[str]
+    loss: float
+
+
+OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
+
+MOST_POINTS = 512 * 30
+"""The least number of last points in a history; always a multiple of it was dropped."""
+
+
+@dataclass(kw_only=True)
+class Logged(RuleCheck):
+    """A condition on the history of a number that the trainer logs.
+
+    Attributes:
+        number: chooses name and value of the number among the metrics; None without it.
+        find: yields the sightings, from the facts and the history.
+        lacks_in: returns why there is no such number among the metrics; empty for no reason.
+    """
+
+    number: Callable[[Metrics], tuple[str, float] | None]
+    find: Callable[[Facts, Sequence[LoggedNumber]], Iterable[Sighting]]
+    needed: int = 1
+    applies: bool | None = True
+    lacks_in: Callable[[Metrics], str] | None = None
+    kind_of_step: str = "logged step"
+
+    def __post_init__(self) -> None:
+        super().__init__(self.needed)
+        self.history: list[LoggedNumber] = []
+        self._last = Metrics(Facts(), {}, Counter(), math.nan)
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        self._last = self._last._replace(facts=facts)
+        return self.find(facts, self.history) if self.history else ()
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterable[Sighting]:
+        facts, _, counts, loss = self._last
+        counts.update(values.keys())
+        losses = [name for name in values if is_loss(name) and words_of(name).isdisjoint(OF_EVALUATION)]
+        for name in loss_first(losses)[:1]:
+            loss = values[name]
+        self._last = Metrics(facts, values, counts, loss)
+        number = self.number(self._last)
+        if number is None:
+            self.lacks = "" if self.lacks_in is None else self.lacks_in(self._last)
+            return ()
+        self.applies = True
+        self.note_data(iteration)
+        if len(self.history) == 2 * MOST_POINTS:
+            del self.history[:MOST_POINTS]
+        self.history.append(LoggedNumber(iteration, *number, loss))
+        return self.find(facts, self.history)
+
+
 def runs_low_precision(facts: Facts) -> bool | None:
     return facts.has_low if facts.layers_that_ran else None
 
@@ -127,29 +215,43 @@ class Reported(RuleCheck):
     """An event of the run; the rule applies to runs that have one.
 
     Attributes:
-        kind: the kind of the event.
-        find: yields the sightings of an event.
+        kinds: the kinds of events.
+        find: yields the sightings of an event, or why it says that something could not be checked; the first one stays.
     """
 
-    kind: str
-    find: Callable[[Event], Iterable[Sighting]]
+    kinds: Sequence[str]
+    find: Callable[[Event], Iterable[Sighting | str]]
     applies = False
 
     def __post_init__(self) -> None:
         super().__init__()
 
-    def event(self, event: Event) -> Iterable[Sighting]:
-        if event.kind != self.kind:
-            return ()
-        self.applies = self.checked = True
-        return self.find(event)
+    def event(self, event: Event) -> Iterator[Sighting]:
+        if event.kind in self.kinds:
+            self.applies = self.checked = True
+            for found in self.find(event):
+                if isinstance(found, Sighting):
+                    yield found
+                else:
+                    self.lacks = self.lacks or found
+            self.checked = not self.lacks
+
+
+NEEDS_EACH_STEP = f"every_step=True, and {LEAST_HISTORY} steps"
+COLLECT_EACH_STEP = "every_step=True, the default, and a longer run"
+"""The data of :class:`Changed`."""
+
+
+def _of_layers(event: Event) -> Iterable[Sighting]:
+    return [Sighting(event.text, tuple(layer for layer, _ in event.data["slots"]), since=event.iteration)]
 
 
 @dataclass(kw_only=True)
 class Changed(RuleCheck):
-    """A sudden change that the watch of every step has found."""
+    """A sudden change that the watch of every step has found; ``find`` yields the sightings of its event."""
 
     change: Kind
+    find: Callable[[Event], Iterable[Sighting]] = _of_layers
     applies = False
 
     def __post_init__(self) -> None:
@@ -161,10 +263,7 @@ class Changed(RuleCheck):
         if event.kind != "changed" or event.data["kind"] != self.change:
             return ()
         self.note_data(event.iteration - 1)  # which was watched
-        return self.sightings(event)
-
-    def sightings(self, event: Event) -> Iterable[Sighting]:
-        return [Sighting(event.text, tuple(layer for layer, _ in event.data["slots"]), since=event.iteration)]
+        return self.find(event)
 
 
 @dataclass(kw_only=True)
@@ -174,8 +273,9 @@ class AbsentSince(Changed):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._absences: dict[str, tuple[int, int | None]] = {}  # layer -> first and last step; None if it goes on
+        self.find = self._of_absences
 
-    def sightings(self, event: Event) -> Iterator[Sighting]:
+    def _of_absences(self, event: Event) -> Iterator[Sighting]:
         is_new = not self._absences
         layers = tuple(layer for layer, _ in event.data["slots"])
         self._absences.update(dict.fromkeys(layers, (event.data["since"], event.data["until"])))

@@ -38,6 +38,7 @@ class Origin:
         unwatched: what the step has that was not watched, where they may have begun.
         place: its place in the order of the step.
         after_update: whether an optimizer had stepped parameters of the model in the step before it was read.
+        stepped: True if an optimizer stepped them in the step, and it had no other micro-batch.
     """
 
     iteration: int
@@ -56,6 +57,7 @@ class Origin:
     unwatched: tuple[str, ...] = ()
     place: int = 0
     after_update: bool = False
+    stepped: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -193,6 +195,7 @@ class LastSteps:
             unwatched=tuple(row.unwatched),
             place=first,
             after_update=row.updated_at is not None and first >= row.updated_at,
+            stepped=row.updated_at is not None and row.micro_batches <= 1,
         )
 
 

@@ -126,14 +126,10 @@ class RuleChecks:
         self._stopping = []
         text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
         by_length = sorted(findings, key=lambda finding: len(finding.remedy))
-        # The longest of similar remedies.
-        longest = {finding.remedy.partition(". ")[0]: finding.remedy for finding in by_length}.values()
-        remedies: dict[str, str] = {}
-        for finding in findings:
-            if finding.remedy in longest:
-                of_rule = f"For {finding.rule}: " if len(longest) > 1 else ""
-                remedies[finding.remedy] = f" {of_rule}{finding.remedy}."
-        message = f"A finding stops the training (on_finding=): {text}.{''.join(remedies.values())}"
+        longest = {finding.title: f"{finding.rule}: {finding.remedy}." for finding in by_length}
+        parts = [longest[title] for title in dict.fromkeys(finding.title for finding in findings)]
+        remedies = "".join(f" For {part}" if len(parts) > 1 else f" {part.partition(': ')[2]}" for part in parts)
+        message = f"A finding stops the training (on_finding=): {text}.{remedies}"
         raise PrecisionFindingError(message, findings)
 
     def _react(self, findings: Sequence[Finding], iteration: int) -> None:
@@ -463,7 +459,7 @@ class EveryStepCheck:
             ended = self.steps.take_ended()
             if ended is not None:
                 text = f"Inf and nan of step {ended.iteration} are not in the {FINITE_AGAIN} optimizer steps after it."
-                self._events.append(Event("finite_again", text, row.iteration))
+                self._events.append(Event("finite_again", text, row.iteration, data={"stepped": ended.stepped}))
             for change in self._changes.add(row):
                 is_end = change.kind in ABSENCES and change.until is not None
                 self._left[change.kind] -= not is_end

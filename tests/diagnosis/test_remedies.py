@@ -131,7 +131,7 @@ CASES: Mapping[str, Case] = {
         seen="from the loss or the last layers on",
     ),
     "an auxiliary loss that is a sum": Case(
-        "gradient-size",
+        "gradient-norm",
         "note",
         Training(auxiliary="sum", clips=True),
         Training(auxiliary="mean", clips=True),
@@ -227,7 +227,7 @@ def test_gradients_that_are_clipped_far(name: str, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             session.step()
-    assert [finding.severity for finding in of_rule(session.findings, "gradient-size")] == ["note"] * is_found
+    assert [finding.severity for finding in of_rule(session.findings, "gradient-norm")] == ["note"] * is_found
     assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is torch.nn.utils.clip_grads_with_norm_ is own
 
 
@@ -248,5 +248,5 @@ def test_a_first_loss_of_all_micro_batches(reduction: str, is_found: bool, tmp_p
             optimizer.zero_grad()
             session.log({"loss": total})
             session.step()
-    assert bool(of_rule(session.findings, "gradient-size")) == is_found
+    assert bool(of_rule(session.findings, "gradient-norm")) == is_found
     assert list(diagnose(tmp_path)) == list(session.findings)

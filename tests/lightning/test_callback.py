@@ -415,7 +415,7 @@ def test_a_gradient_norm_that_the_module_logs_is_checked(tmp_path: Path, has_log
     trainer(tmp_path, callbacks=[callback], logger=board, log_every_n_steps=50).fit(Logs(), loader(8))
     verdict = callback.session.findings
     assert [(item.rule, item.severity, item.since, item.until) for item in verdict.wrong] == [
-        ("nonfinite-gradient-norm", "error", LOST, 7)
+        ("nonfinite", "error", LOST, 7)
     ]
     assert callback.session.problem_count == len(verdict.wrong) == 1
     assert diagnose(tmp_path / "debug") == verdict

@@ -219,7 +219,7 @@ def test_a_resume_without_the_state_of_a_session(tmp_path: Path, steps: int, is_
         for _ in range(2):
             step()
             session.step()
-    lost = [finding.layers for finding in session.findings if finding.rule == "lost-scales"]
+    lost = [finding.layers for finding in session.findings if finding.rule == "stale-scale"]
     assert lost == ([] if is_restored else [("0.fc1", "0.fc2", "1.fc1", "1.fc2", "2")])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
     between_steps,
@@ -21,7 +23,7 @@ from te_precision_callbacks.diagnosis.rules import (
     updates,
 )
 
-RULES: Sequence[Rule] = (
+ROWS: Sequence[Rule] = (
     *lost_elements.RULES,
     *scales.RULES,
     *kernels.RULES,
@@ -36,6 +38,12 @@ RULES: Sequence[Rule] = (
     *settings.RULES,
     *outcome.RULES,
 )
-"""All rules. Of two findings of one severity in one step, that of the earlier rule comes first."""
+"""All rules and their variants. Of two findings of one severity in one step, that of the earlier row comes first."""
 
-RULE_OF_ID: Mapping[str, Rule] = {rule.id: rule for rule in RULES}
+RULE_OF_ID: Mapping[str, Rule] = {
+    rule: replace(first, variants=tuple(variants))
+    for rule, (first, *variants) in group_by_key((row.id, row) for row in ROWS).items()
+}
+
+RULES: Sequence[Rule] = tuple(RULE_OF_ID.values())
+"""All rules, each with its variants."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.lost_elements import (
     OVERFLOW,
     can_overflow,
@@ -20,10 +19,11 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import (
     underflow_threshold,
 )
 from te_precision_callbacks.diagnosis.rules.settings import remedy_of_small_gradients
-from te_precision_callbacks.diagnosis.shapes import AboveLimit
+from te_precision_callbacks.diagnosis.shapes import COLLECT_EACH_STEP, NEEDS_EACH_STEP, AboveLimit, Changed
+from te_precision_callbacks.flight.changes import HISTORY, LARGEST_CODES, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any, largest
+from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any
 
 _FROM_LOSS = (
     "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
@@ -32,27 +32,17 @@ _FROM_LOSS = (
 
 
 class DeadGradient(RuleCheck):
+    """Finds gradients of 0, unless a periodic schedule explains when the layer trains, as for alternating layers."""
+
     def __init__(self) -> None:
         super().__init__(DEAD_STEPS)
-        self._rhythms = Rhythms()
-        self._lacks_backward = False
-        self._all_trained = math.inf  # the iteration by which all parameters had a gradient
-        self._reported: dict[str, dict[str, int]] = {}  # key -> layer -> steps in a row with a gradient since then
-
-    @property
-    def why_not(self) -> str:
-        lacks = "no layer with statistics had a backward in a collection step" if self._lacks_backward else ""
-        return super().why_not or lacks
+        self._rhythms = np.empty((0, len(_PERIODS)), bool)  # [layers, periods and phases]: those that are possible
+        self._have_trained = np.empty(0, bool)  # [layers]
+        self._reported: dict[str, int] = {}  # layer -> steps in a row with a gradient since then
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         ran = facts.te_layers_that_ran
         self.applies = not ran or not all(layer.has_no_gradient for layer in ran)
-        return ()
-
-    def event(self, event: Event) -> Iterable[Sighting]:
-        checked = event.data.get("checked", ()) if event.kind == "parameters" else ()
-        if "missing-gradient" in checked and not event.data["problems"]:
-            self._all_trained = min(self._all_trained, event.iteration)
         return ()
 
     def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
@@ -62,49 +52,37 @@ class DeadGradient(RuleCheck):
         layers = numbers.facts.layers
         if not holds_any(are_gradients):
             names = numbers.names_of(are_activations)
-            self._lacks_backward = any(name in layers and layers[name].lacks_backward for name in names)
+            if any(name in layers and layers[name].lacks_backward for name in names):
+                self.lacks = "no layer with statistics had a backward in a collection step"
             return
         self.note_data(numbers.iteration)
         has_trained = are_gradients & (amaxes != 0) & ~np.isnan(amaxes)
-        self._rhythms.note_training(numbers.layers[has_trained], numbers.iteration)
-        is_active = are_activations & (amaxes != 0)
         zero = are_gradients & (amaxes == 0)
         if holds_any(zero):
-            zero &= _in_layers(numbers, is_active) | ~_in_layers(numbers, are_activations)
-        absent = is_active & ~_in_layers(numbers, are_gradients)
-        for row in np.flatnonzero(absent).tolist():
-            layer = layers.get(numbers.names[row])
-            absent[row] = layer is not None and layer.forward is not None and not layer.is_frozen
-        for sighting in self._dead(numbers, absent, "the layer has no backward", "absent"):
-            yield sighting._replace(tensor="gradient")
-        for sighting in self._dead(numbers, zero, "all elements are 0", "zero"):
+            zero &= _in_layers(numbers, are_activations & (amaxes != 0)) | ~_in_layers(numbers, are_activations)
+        rhythms = extend_rows(self._rhythms, len(numbers), True)
+        self._have_trained = extend_rows(self._have_trained, len(numbers), False)
+        is_due = numbers.iteration % _PERIODS == _PHASES
+        rhythms[numbers.layers[has_trained]] &= is_due
+        rhythms[numbers.layers[zero]] &= ~is_due
+        self._rhythms = rhythms
+        self._have_trained[numbers.layers[has_trained]] = True
+        reported = ~(self._have_trained & holds_any(rhythms, axis=1))[numbers.layers]
+        for sighting in self.streaks.sightings(
+            numbers, "cur_amax", zero, lambda row: "all elements are 0", reported=reported
+        ):
+            self._reported.update(dict.fromkeys(sighting.layers, 0))
             if len(sighting.layers) == are_gradients.sum() > 1:
                 seen = f"all gradients are 0, in all {len(sighting.layers)} layers: from the loss or the last layers on"
                 sighting = sighting._replace(layers=(), seen=seen, remedy=_FROM_LOSS)
             yield sighting._replace(remedy=remedy_of_small_gradients(numbers.facts) or sighting.remedy)
         if self._reported:
-            yield from self._note_trained(numbers, set(numbers.names_of(has_trained)))
-
-    def _note_trained(self, numbers: StepNumbers, trained: set[str]) -> Iterator[Sighting]:
-        for key, steps in list(self._reported.items()):
-            for layer in steps:
-                steps[layer] = steps[layer] + 1 if layer in trained else 0
-            if min(steps.values()) >= TRAINED_STEPS:
-                del self._reported[key]
-                seen = f"the gradient was 0 or missing before, but is there in step {numbers.iteration}"
-                yield Sighting(seen, tensor="gradient", severity="note", key=key, replaces=True)
-
-    def _dead(self, numbers: StepNumbers, holds: Mask, seen: str, key: str) -> Iterator[Sighting]:
-        rhythms = self._rhythms
-        rhythms.note_idle(numbers.layers[holds], numbers.iteration)
-        reported = ~rhythms.explain(numbers.layers) if holds_any(holds) else holds
-        if key == "absent" and (numbers.iteration < RHYTHM or self._all_trained < numbers.iteration):
-            reported &= rhythms.have_trained(numbers.layers)  # others may train only in other steps
-        for sighting in self.streaks.sightings(
-            numbers, "cur_amax", holds, lambda row: seen, reported=reported, key=key
-        ):
-            self._reported.setdefault(key, {}).update(dict.fromkeys(sighting.layers, 0))
-            yield sighting
+            trained = set(numbers.names_of(has_trained))
+            self._reported = {name: (steps + 1) * (name in trained) for name, steps in self._reported.items()}
+            if min(self._reported.values()) >= TRAINED_STEPS:
+                self._reported = {}
+                seen = f"the gradient was 0 before, but is there in step {numbers.iteration}"
+                yield Sighting(seen, tensor="gradient", severity="note", replaces=True)
 
 
 def _in_layers(numbers: StepNumbers, rows: Mask) -> Mask:
@@ -114,45 +92,27 @@ def _in_layers(numbers: StepNumbers, rows: Mask) -> Mask:
     return in_layers
 
 
-class Rhythms:
-    """Finds periodic schedules that explain when a layer trained, as for alternating layers."""
+def _spike(event: Event) -> Iterator[Sighting]:
+    slots = event.data["slots"]
+    _, tensor = slots[0]
+    layers = tuple(layer for layer, of_layer in slots if of_layer == tensor)
+    spike = Sighting(event.text, layers, tensor, since=event.iteration)
+    is_inf = event.data["now"] in LARGEST_CODES
+    yield spike._replace(severity="warning", remedy=_OF_INF) if is_inf else spike
 
-    def __init__(self) -> None:
-        periods = np.arange(2, RHYTHM + 1)
-        self._periods = np.repeat(periods, periods)
-        self._phases = np.concatenate(list(map(np.arange, periods)))
-        self._possible = np.empty((0, len(self._periods)), bool)
-        self._have_trained = np.empty(0, bool)
 
-    def note_training(self, layers: Ints, iteration: int) -> None:
-        self._grow(layers)
-        self._have_trained[layers] = True
-        self._possible[layers] &= iteration % self._periods == self._phases
-
-    def note_idle(self, layers: Ints, iteration: int) -> None:
-        self._grow(layers)
-        self._possible[layers] &= iteration % self._periods != self._phases
-
-    def explain(self, layers: Ints) -> Mask:
-        """[layers]: whether the layer has trained, and a periodic schedule explains when."""
-        return self.have_trained(layers) & self._possible[layers].any(axis=1)
-
-    def have_trained(self, layers: Ints) -> Mask:
-        self._grow(layers)
-        return self._have_trained[layers]
-
-    def _grow(self, layers: Ints) -> None:
-        count = int(largest(layers, initial=-1)) + 1
-        self._possible = extend_rows(self._possible, count, True)
-        self._have_trained = extend_rows(self._have_trained, count, False)
+_OF_INF = (
+    "Look for the inf in the batch of that step, and in what runs before the layer (in the backward: the loss, and what"
+    " runs after it): debug='activation_overflow' stops at the module and batch. Skip such batches"
+)
 
 
 class Growth(RuleCheck):
     def __init__(self) -> None:
         super().__init__(1 + GROWTH_STEPS)
-        self.streaks = Streaks(GROWTH_STEPS)
-        self._first = np.empty((0, BEGIN))  # [rows]: the logarithms of the first amaxes; nan if unknown
-        self._last = np.empty(0)  # [rows]
+        self.streaks.steps = GROWTH_STEPS
+        self._least = np.empty(0)  # [rows]: the logarithm of the least of the first amaxes; nan without any
+        self._numbers_of_amaxes = np.empty(0, int)  # [rows]: the number of amaxes
         self._has_jumped = np.empty(0, bool)  # [rows]: after the first values
 
     def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
@@ -161,7 +121,7 @@ class Growth(RuleCheck):
         now = numbers.bits("cur_amax")
         if holds_any(np.isfinite(now)):
             self.note_data(numbers.iteration)
-        grown = now - self._compare(now)
+        grown = now - self._compare(numbers, now)
         holds = grown >= GROWTH
         is_far = holds
         hurts = holds
@@ -185,21 +145,17 @@ class Growth(RuleCheck):
             # High precision avoids the loss, but the tensor still grows.
             hurt = numbers.names_of(hurts & numbers.are(sighting.tensor))
             helps = sighting.severity == "warning" and sighting.layers[0] in hurt and sighting.tensor != "weight"
-            patch = keep_first(sighting.layers, numbers) if helps else ""
-            # A subject has one finding, of its worst severity.
-            yield sighting._replace(patch=patch, key="")
+            yield sighting._replace(patch=keep_first(sighting.layers, numbers) if helps else "")
 
-    def _compare(self, now: Floats) -> Floats:
-        """Note the amaxes of a step; [rows]: the least of the first ones before it, nan without any."""
-        first = extend_rows(self._first, len(now), np.nan)
-        least: Floats = np.fmin.reduce(first, axis=1)
-        missing = np.isnan(first)
-        jumps = (now - extend_rows(self._last, len(now), np.nan) >= GROWTH) & ~holds_any(missing, axis=1)
-        self._has_jumped = extend_rows(self._has_jumped, len(now), False) | jumps
-        self._last = now
-        new = holds_any(missing, axis=1) & np.isfinite(now)
-        first[new, missing.argmax(axis=1)[new]] = now[new]
-        self._first = first
+    def _compare(self, numbers: StepNumbers, now: Floats) -> Floats:
+        """Note the amaxes of a step; [rows]: the least of the first ones before it."""
+        least: Floats = extend_rows(self._least, len(now), np.nan)
+        count = extend_rows(self._numbers_of_amaxes, len(now), 0)
+        begins = count < BEGIN
+        jumps = now - np.log2(numbers.earlier(numbers.last, "cur_amax")) >= GROWTH
+        self._has_jumped = extend_rows(self._has_jumped, len(now), False) | (jumps & ~begins)
+        self._least = np.where(begins, np.fmin(least, now), least)
+        self._numbers_of_amaxes = count + np.isfinite(now)
         return least
 
 
@@ -225,6 +181,8 @@ TRAINED_STEPS = 2
 """Due steps in a row in which a gradient is 0; and in which it is there again, for a note."""
 
 RHYTHM = 5
+_PERIODS = np.repeat(np.arange(2, RHYTHM + 1), np.arange(2, RHYTHM + 1))
+_PHASES = np.concatenate([np.arange(period) for period in range(2, RHYTHM + 1)])
 """The most steps of a rhythm in which a layer may train: a generator every fifth step (WGAN, arXiv 1701.07875)."""
 
 GROWTH = 6.0
@@ -248,20 +206,17 @@ RULES = (
     Rule(
         id="dead-gradient",
         title="a layer gets no gradient",
-        subject="layer",
         needs="cur_amax of gradients",
         collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or the default config",
         condition=f"""
-            in {DEAD_STEPS} collection steps in a row with an activation that is not 0, the gradient of a layer is 0, or
-            a layer with a trainable weight has no backward. For a layer that never had a backward, only from step
-            {RHYTHM} on. A note if they then have gradients in {TRAINED_STEPS} collection steps in a row
+            in {DEAD_STEPS} collection steps in a row with an activation that is not 0, the gradient of a layer is 0. A
+            note if it then is not in {TRAINED_STEPS} collection steps in a row. For layers without a backward, see
+            missing-gradient
         """,
         silent=f"""
-            layers that train periodically, at least every {RHYTHM} steps, such as a GAN's generator; layers that train
-            only outside of collection steps; the first steps of LoRA and of layers initialized to 0; experts without
-            tokens; frozen layers; gradients with inf or nan
+            layers that train periodically, at least every {RHYTHM} steps, such as a GAN's generator; the first steps of
+            LoRA and of layers initialized to 0; experts without tokens; frozen layers; gradients with inf or nan
         """,
-        severity="warning",
         source="arithmetic; the number of steps is this project's",
         why="the layer does not learn, although the loss may still fall",
         disproof="""
@@ -278,7 +233,6 @@ RULES = (
     Rule(
         id="zeros-in-wgrad",
         title="many elements of a weight's gradient are 0",
-        subject="tensor",
         needs="zeros% of wgrad",
         collect="LogTensorStats with tensors: [wgrad] and stats: [zeros%]",
         condition="zeros% of wgrad is at least {limit:g}, but below {below:g}, in {needed} collection steps in a row",
@@ -307,7 +261,6 @@ RULES = (
     Rule(
         id="growth",
         title="a tensor has grown far above its initial size",
-        subject="tensor",
         needs="cur_amax of tensors in more than one collection step",
         collect="LogTensorStats with stats: [cur_amax], or the default config; and a longer run",
         condition=f"""
@@ -320,7 +273,6 @@ RULES = (
             many of the layers whose names differ only in numbers grow by 2^3
         """,
         silent="nothing: growth without quantization loss is a note, because healthy models have massive activations",
-        severity="warning",
         source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is this project's",
         why="""
             outliers grow before an FP8 run diverges, and one large element makes the scale too coarse for all elements
@@ -338,5 +290,22 @@ RULES = (
         cost="the layer runs at the speed of BF16",
         check=Growth,
         consequence_of=("diverging-loss",),
+    ),
+    Rule(
+        id="growth",
+        title="a tensor's largest magnitude is far above its last ones",
+        needs=NEEDS_EACH_STEP,
+        collect=COLLECT_EACH_STEP,
+        condition=f"""
+            the largest magnitude of an activation is 2^{SPIKE["activation"]:g} times that of the {LEAST_HISTORY} to
+            {HISTORY} steps before, or 2^{SPIKE_OF_GRADIENT:g} times for tensors of the backward
+        """,
+        silent="what grows over several steps; steps with inf or nan, and weights, which have rules of their own",
+        severity="note",  # a warning where it shows an inf
+        source="SPAM, arXiv 2501.06842 (gradients of 5,000 times); the factors are this project's",
+        why="one batch can undo what was learned, and with delayed scaling its largest elements are clipped",
+        disproof="the loss of the next steps goes on as before",
+        remedy="Look at the batch of that step; clip the gradient norm if such steps come again",
+        check=partial(Changed, change="spike", find=_spike),
     ),
 )

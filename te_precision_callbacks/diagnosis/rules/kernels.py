@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -12,10 +12,9 @@ from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, Sighting, Streaks
 from te_precision_callbacks.diagnosis.rules.lost_elements import can_overflow
-from te_precision_callbacks.diagnosis.shapes import OfStatistic, runs_low_precision
-from te_precision_callbacks.statistics.arrays import holds_any
+from te_precision_callbacks.diagnosis.shapes import InARow, runs_low_precision
 
 _GEMM: Mapping[str, str] = {tensor: gemm for gemm, tensor in RESULT.items()}
 
@@ -42,88 +41,63 @@ def _limits(facts: Facts, layer: str, tensor: str) -> _Limits:
     return _Limits(steps * 2.0**-bits.mantissa_bits + UNROUNDED, steps * bits.min_subnormal, bits.max)
 
 
-class WrongCodes(OfStatistic):
-    """A squared error above the largest that the format explains.
+def _wrong_codes(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+    """Find a squared error above the largest that the format explains.
 
     An element is rounded by half of the distance of two values at most: by ``2^-(mantissa bits + 1)`` of itself, or by
     half of the smallest subnormal times its factor. An element above the range, under delayed scaling, is off by the
     distance to the range.
     """
+    mse = numbers.finite("mse")
+    square = mse * 10 ** (numbers.values("sqnr_db") / 10)
+    limits = _Limits(*numbers.by_row(_limits).T)
+    factor = numbers.values("scale_inv_max")
+    amax = numbers.values("cur_amax")
+    beyond = np.fmax(amax - limits.largest * numbers.values("scale_inv_min"), 0.0)
+    share = numbers.values("overflows%") / 100
+    clipped = np.fmin(share * beyond**2, (beyond / amax) ** 2 * square)
+    clipped = np.where((share == 0) | ~numbers.by_row(can_overflow), 0.0, clipped)
+    most = limits.relative**2 * square + (limits.lowest * factor) ** 2 + clipped
+    return streaks.sightings(
+        numbers,
+        "mse",
+        np.isfinite(most) & (factor > 0) & np.isfinite(mse) & (mse > most),
+        lambda row: (
+            f"the quantized values are {100 * np.sqrt(mse[row] / square[row]):.3g} % off, relative to the"
+            f" norm; rounding explains {100 * np.sqrt(most[row] / square[row]):.3g} %"
+        ),
+    )
 
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
-        if not numbers.has("mse"):
-            return
-        mse = numbers.finite("mse")
-        square = mse * 10 ** (numbers.values("sqnr_db") / 10)
-        limits = _Limits(*numbers.by_row(_limits).T)
-        factor = numbers.values("scale_inv_max")
-        amax = numbers.values("cur_amax")
-        beyond = np.fmax(amax - limits.largest * numbers.values("scale_inv_min"), 0.0)
-        share = numbers.values("overflows%") / 100
-        clipped = np.fmin(share * beyond**2, (beyond / amax) ** 2 * square)
-        clipped = np.where((share == 0) | ~numbers.by_row(can_overflow), 0.0, clipped)
-        most = limits.relative**2 * square + (limits.lowest * factor) ** 2 + clipped
-        known = numbers.are_known("mse") & np.isfinite(most) & (factor > 0)
-        if holds_any(known):
-            self.note_data(numbers.iteration)
-        yield from self.streaks.sightings(
-            numbers,
-            "mse",
-            known & np.isfinite(mse) & (mse > most),
-            lambda row: (
-                f"the quantized values are {100 * np.sqrt(mse[row] / square[row]):.3g} % off, relative to the"
-                f" norm; rounding explains {100 * np.sqrt(most[row] / square[row]):.3g} %"
-            ),
+
+def _unmeasured(facts: Facts) -> str:
+    why = "" if facts.settings is None else facts.settings.unmeasured
+    return why and f"LogGemmError has measured nothing: {why}"
+
+
+def _wrong_gemms(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+    """Find results that differ from the product of their operands by more than rounding."""
+    settings = numbers.facts.settings
+    ratio = numbers.values("gemm_kernel_ratio")
+    error = numbers.values("gemm_kernel_error")
+    gain = numbers.values("gemm_gain")
+    rank = numbers.values("gemm_wrong_rank")
+    is_scaled = (np.abs(gain - 1) > GAIN) & (np.abs(error - np.abs(gain - 1)) < GAIN * error)
+    is_alone = (settings is not None and settings.ranks > 1 and settings.alike) & (rank >= 0)
+
+    def describe(row: int) -> str:
+        gemm = f"the GEMM {_GEMM[str(numbers.tensors[row])]}"
+        on_rank = f", only on rank {rank[row]:.0f}" if is_alone[row] else ""
+        if is_scaled[row]:
+            return f"{gemm} gives {gain[row]:.4g} times the product of its operands{on_rank}"
+        return (
+            f"{gemm} is {100 * error[row]:.3g} % off the product of its operands, and a row"
+            f" {ratio[row]:.3g} times as much as rounding explains{on_rank}"
         )
 
-
-class WrongGemm(RuleCheck):
-    """Results that differ from the product of their operands by more than rounding."""
-
-    applies = False
-    _unmeasured = ""
-
-    @property
-    def why_not(self) -> str:
-        return super().why_not or (self._unmeasured and f"LogGemmError has measured nothing: {self._unmeasured}")
-
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
-        self._unmeasured = "" if facts.settings is None else facts.settings.unmeasured
-        self.applies = bool(self.steps or self._unmeasured)
-        return ()
-
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
-        if not numbers.has("gemm_kernel_ratio"):
-            return
-        self.applies = True
-        self.note_data(numbers.iteration)
-        settings = numbers.facts.settings
-        compares_ranks = settings is not None and settings.ranks > 1 and settings.alike
-        ratio = numbers.values("gemm_kernel_ratio")
-        error = numbers.values("gemm_kernel_error")
-        gain = numbers.values("gemm_gain")
-        rank = numbers.values("gemm_wrong_rank")
-        is_scaled = (np.abs(gain - 1) > GAIN) & (np.abs(error - np.abs(gain - 1)) < GAIN * error)
-
-        def describe(row: int) -> str:
-            gemm = f"the GEMM {_GEMM[str(numbers.tensors[row])]}"
-            if is_scaled[row]:
-                return f"{gemm} gives {gain[row]:.4g} times the product of its operands"
-            return (
-                f"{gemm} is {100 * error[row]:.3g} % off the product of its operands, and a row"
-                f" {ratio[row]:.3g} times as much as rounding explains"
-            )
-
-        is_alone = compares_ranks & (rank >= 0)
-        yield from self.streaks.sightings(numbers, "gemm_kernel_ratio", (ratio > 1) & ~is_alone, describe)
-        for sighting in self.streaks.sightings(
-            numbers,
-            "gemm_kernel_ratio",
-            (ratio > 1) & is_alone,
-            lambda row: f"{describe(row)}, only on rank {rank[row]:.0f}",
-            key="rank",
-        ):
-            yield sighting._replace(remedy="Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)")
+    yield from streaks.sightings(numbers, "gemm_kernel_ratio", (ratio > 1) & ~is_alone, describe)
+    for sighting in streaks.sightings(numbers, "gemm_kernel_ratio", (ratio > 1) & is_alone, describe, key="rank"):
+        remedy = "Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)"
+        yield sighting._replace(remedy=remedy, key="rank")
 
 
 GAIN = 0.05
@@ -136,7 +110,6 @@ RULES = (
     Rule(
         id="wrong-codes",
         title="a quantizer whose codes and scales do not fit its input",
-        subject="tensor",
         needs="mse, sqnr_db, overflows%, scale_inv_min, scale_inv_max and cur_amax of quantized tensors",
         collect="""
             LogFp8TensorStats with stats: [mse, sqnr_db, overflows%, scale_inv_min, scale_inv_max] and LogTensorStats
@@ -162,13 +135,19 @@ RULES = (
             Report a quantizer of Transformer Engine, and run these layers in high precision or with another recipe.
             With NVFP4, first try NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
         """,
-        check=partial(WrongCodes, statistic="mse", needed=1, applies_to=runs_low_precision),
+        check=partial(
+            InARow,
+            statistic="mse",
+            also=("sqnr_db", "scale_inv_min", "scale_inv_max", "cur_amax"),
+            find=_wrong_codes,
+            applies_to=runs_low_precision,
+            is_strict=True,
+        ),
         consequence_of=("stale-weights",),
     ),
     Rule(
         id="wrong-gemm",
         title="a GEMM whose result is not the product of its operands",
-        subject="tensor",
         needs="gemm_kernel_ratio, gemm_kernel_error, gemm_gain and gemm_wrong_rank of GEMMs",
         collect="LogGemmError with gemms: [fprop, dgrad, wgrad]",
         condition="gemm_kernel_ratio is above 1: a row is off by more than 3 times the bound of its rounding",
@@ -186,6 +165,12 @@ RULES = (
             fixed. Another version of cuBLAS, Transformer Engine or the driver may be correct
         """,
         cost="the layer runs at the speed of BF16",
-        check=WrongGemm,
+        check=partial(
+            InARow,
+            statistic="gemm_kernel_ratio",
+            find=_wrong_gemms,
+            applies_to=lambda facts: bool(_unmeasured(facts)),
+            lacks_in=_unmeasured,
+        ),
     ),
 )

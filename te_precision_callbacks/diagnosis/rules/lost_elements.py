@@ -13,15 +13,15 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
-from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
+from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP
-from te_precision_callbacks.diagnosis.shapes import InARow, OfStatistic, runs_low_precision
-from te_precision_callbacks.flight.rows import FINITE_AGAIN
+from te_precision_callbacks.diagnosis.shapes import InARow, runs_low_precision
+from te_precision_callbacks.flight.rows import BACKWARD, FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Mask
+from te_precision_callbacks.statistics.arrays import Mask, holds_any
 
 _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
 """The recipes whose scale need not fit the tensor. With the others an element can only be above by rounding."""
@@ -64,12 +64,12 @@ _SKIPPED = (
     " skips fewer steps"
 )
 
+_STEPPED = ". An optimizer stepped with the gradients of that step, which were finite, as where a cast clips an inf"
+
 _FINITE_AGAIN = (
     f"all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, and no gradient at an optimizer's"
     " step had inf or nan"
 )
-
-_OF_BACKWARD = ("gradient", "dgrad", "wgrad")
 
 
 class Nonfinite(RuleCheck):
@@ -87,76 +87,59 @@ class Nonfinite(RuleCheck):
         return ()
 
     def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
-        before = self.steps[-1] if self.steps else None
-        broken = dict.fromkeys(self._rows(numbers, "cur_amax", np.isfinite), "has inf or nan")
-        counts = numbers.values("nonfinite_num")
-        for row in self._rows(numbers, "nonfinite_num", lambda counts: ~(counts > 0)):
-            count = round(counts[row])
-            broken[row] = f"{many(count, 'element')} {'is' if count == 1 else 'are'} inf or nan"
-        if not broken:
+        amaxes = numbers.are_known("cur_amax")
+        if not holds_any(amaxes | numbers.are_known("nonfinite_num")):
             return
-        first = _first_nonfinite(numbers, broken, before)
-        if is_scaled(numbers.facts) and all(numbers.tensors[row] in _OF_BACKWARD for row in broken):
-            yield first._replace(severity="note", key="scaled", remedy=_SKIPPED)
-        else:
-            self._first = self._first or first
-            yield self._first
-
-    def _rows(self, numbers: StepNumbers, statistic: str, are_healthy: Callable[[Floats], Mask]) -> list[int]:
-        rows = numbers.column(statistic).rows
-        if len(rows):
-            self.note_data(numbers.iteration)
-        broken: list[int] = rows[~are_healthy(numbers.values(statistic)[rows])].tolist()
-        return broken
+        before = self.steps[-1] if self.steps else None
+        self.note_data(numbers.iteration)
+        are_broken = (amaxes & ~np.isfinite(numbers.values("cur_amax"))) | (numbers.values("nonfinite_num") > 0)
+        if holds_any(are_broken):
+            rows = np.flatnonzero(are_broken).tolist()
+            in_backward = all(numbers.tensors[row] in BACKWARD for row in rows)
+            yield self._begin(_first_nonfinite(numbers, rows, before), in_backward=in_backward)
 
     def event(self, event: Event) -> Iterator[Sighting]:
+        problems = event.data.get("problems", ()) if event.kind == "parameters" else ()
+        self._lasts |= event.kind == "observation_failed" or any(row["what"] in _OF_PARAMETERS for row in problems)
+        in_backward = event.phase == "backward"
         if event.kind == "nonfinite":
             first_line = re.sub(r"^> \[\d+\] \S+: ", "", event.text.partition("\n")[0].rstrip(". "))
-            layers = tuple(filter(None, (event.layer,)))
-            self._first = self._first or Sighting(first_line, layers, since=event.iteration)
-            yield self._first
+            found = Sighting(first_line, tuple(filter(None, (event.layer,))), since=event.iteration)
+            yield self._begin(found, in_backward=False)
         if event.kind == "first_nonfinite":
-            yield from self._origin(event)
-        self._lasts |= event.kind == "observation_failed"
-        self._lasts |= any(row["what"].startswith("nonfinite") for row in event.data.get("problems", ()))
-        if event.kind == "finite_again" and self._first is not None and not self._lasts:
-            seen = f"{self._first.seen}; {_FINITE_AGAIN}"
-            yield self._first._replace(seen=seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
-            self._first = None
-        is_skipped = event.phase == "backward" and self._is_scaled
-        if event.kind == "last_nonfinite" and self._first is not None and not is_skipped:
+            if event.data["since"] < event.data["iteration"]:
+                self.note_data(event.data["iteration"] - 1)  # which was watched, and finite
+            yield self._begin(_origin(event), in_backward=in_backward)
+        if event.kind == "last_nonfinite" and self._first is not None and not (in_backward and self._is_scaled):
             yield self._first
-        for row in event.data.get("problems", ()) if event.kind == "parameters" and self._first is None else ():
-            if row["what"] == "nonfinite_gradient":
-                self._first = _nonfinite_gradient(row)
-                yield self._first
-            elif row["what"] == "nonfinite":
-                names = row["names"]
-                count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
-                when = f"the update of step {row['since']}" if row["number"] else "the last step"
-                seen = f"{count} after {when}, first {names[0]}"
-                self._first = Sighting(seen, layers_of(names), since=row["since"], remedy=_REMEDY_OF_UPDATE)
-                yield self._first
+        if event.kind == "finite_again" and self._first is not None and not self._lasts:
+            again = self._first._replace(seen=f"{self._first.seen}; {_FINITE_AGAIN}", replaces=True)
+            if event.data.get("stepped"):
+                yield again._replace(seen=self._first.seen + _STEPPED, severity="warning")
+            else:
+                yield again._replace(severity="note", remedy=OF_SKIPPED_STEP)
+            self._first = None
+        for row in problems:
+            if self._first is None and row["what"] in _OF_PARAMETERS:
+                yield self._begin(_OF_PARAMETERS[row["what"]](row), in_backward=False)
 
-    def _origin(self, event: Event) -> Iterator[Sighting]:
-        iteration = event.data["iteration"]
-        is_new = event.data["since"] < iteration
-        if is_new:
-            self.note_data(iteration - 1)  # which was watched, and finite
-        seen = event.text.partition(": ")[2].rstrip(".")
-        found = Sighting(seen, (event.layer,), event.tensor, since=iteration)
-        if event.phase == "backward" and self._is_scaled:
-            yield found._replace(severity="note", key="scaled", remedy=_SKIPPED)
-            return
-        if event.tensor == "weight":
-            found = found._replace(remedy=_REMEDY_OF_UPDATE if is_new else _REMEDY_OF_START)
-            if event.data["weights"] > 1:
-                found = found._replace(layers=(), tensor="")
-        else:
-            found = found._replace(remedy=_remedy_between(event))
-        if self._first is None or iteration < (self._first.since or 0):  # known late, from another rank
+    def _begin(self, found: Sighting, *, in_backward: bool) -> Sighting:
+        """Return the first sighting of the run, or a note on a step that a GradScaler skips."""
+        if in_backward and self._is_scaled:
+            return found._replace(severity="note", key="scaled", remedy=_SKIPPED)
+        if self._first is None or (found.since or 0) < (self._first.since or 0):  # known late, from another rank
             self._first = found
-        yield self._first
+        return self._first
+
+
+def _origin(event: Event) -> Sighting:
+    """Return the sighting of the first tensor with inf or nan, as the watch of every step reports it."""
+    since = event.data["iteration"]
+    found = Sighting(event.text.partition(": ")[2].rstrip("."), (event.layer,), event.tensor, since=since)
+    if event.tensor != "weight":
+        return found._replace(remedy=_remedy_between(event))
+    found = found._replace(remedy=_REMEDY_OF_UPDATE if event.data["since"] < since else _REMEDY_OF_START)
+    return found._replace(layers=(), tensor="") if event.data["weights"] > 1 else found
 
 
 def _remedy_between(event: Event) -> str:
@@ -175,7 +158,7 @@ def _remedy_between(event: Event) -> str:
     return _REMEDY_BETWEEN.format(between, gemm)
 
 
-def _nonfinite_gradient(row: Mapping[str, Any]) -> Sighting:
+def _nonfinite_gradients(row: Mapping[str, Any]) -> Sighting:
     """The sighting of gradients with inf or nan at an optimizer's step, first of the layer where they may have arisen.
 
     In the backward, inf and nan spread from there to the layers before it.
@@ -189,8 +172,22 @@ def _nonfinite_gradient(row: Mapping[str, Any]) -> Sighting:
     return Sighting(seen, layers_of(names), "gradient", since=row["since"], remedy=_REMEDY_OF_GRADIENT)
 
 
-def _first_nonfinite(numbers: StepNumbers, broken: Mapping[int, str], before: int | None) -> Sighting:
-    """The sighting of the first tensor with inf or nan in a step, ``broken``: row -> its description."""
+def _nonfinite_weights(row: Mapping[str, Any]) -> Sighting:
+    names = row["names"]
+    count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
+    when = f"the update of step {row['since']}" if row["number"] else "the last step"
+    seen = f"{count} after {when}, first {names[0]}"
+    return Sighting(seen, layers_of(names), since=row["since"], remedy=_REMEDY_OF_UPDATE)
+
+
+_OF_PARAMETERS: Mapping[str, Callable[[Mapping[str, Any]], Sighting]] = {
+    "nonfinite_gradient": _nonfinite_gradients,
+    "nonfinite": _nonfinite_weights,
+}
+
+
+def _first_nonfinite(numbers: StepNumbers, broken: Sequence[int], before: int | None) -> Sighting:
+    """The sighting of the first tensor with inf or nan in a step, of the rows with such a tensor."""
     iteration = numbers.iteration
     weights = sum(numbers.tensors[row] == "weight" for row in broken)
     if before is not None and weights > 1:  # the optimizer's step has spread it, so the first layer is not the origin
@@ -203,57 +200,38 @@ def _first_nonfinite(numbers: StepNumbers, broken: Mapping[int, str], before: in
         return Sighting(seen, statistic="nonfinite_num", since=iteration)
     row = min(broken, key=lambda row: numbers.facts.order_key(numbers.names[row], str(numbers.tensors[row])))
     tensor = str(numbers.tensors[row])
+    count = numbers.values("nonfinite_num")[row]
+    seen = "has inf or nan"
+    if count > 0:
+        seen = f"{many(round(count), 'element')} {'is' if count == 1 else 'are'} inf or nan"
     others = len({numbers.names[row] for row in broken}) - 1
-    have = "has" if others == 1 else "have"
-    inherit = f"; {many(others, 'more layer')} {have} inf or nan in the same step" if others else ""
+    if others:
+        seen += f"; {many(others, 'more layer')} {'has' if others == 1 else 'have'} inf or nan in the same step"
     remedy = ""
     if tensor == "weight":
         remedy = _REMEDY_OF_WEIGHT if iteration else _REMEDY_OF_START
-    return Sighting(broken[row] + inherit, (numbers.names[row],), tensor, "nonfinite_num", iteration, remedy=remedy)
+    return Sighting(seen, (numbers.names[row],), tensor, "nonfinite_num", iteration, remedy=remedy)
 
 
-class FromZero:
-    """Tensors that are 0 in their first collection step, as with LoRA. They double in each of the first steps of a run
-    and then grow by half, so a scale from the previous step is too small.
+def starts_from_zero(numbers: StepNumbers) -> Mask:
+    """[rows]: in the first steps of a run, whether a tensor was 0 in the first collection step, as with LoRA.
+
+    It doubles in each step and then grows by half, so a scale from the previous step is too small.
     """
-
-    def __init__(self) -> None:
-        self._first = np.empty(0)  # [rows]: the first amax; nan if unknown
-
-    def grow(self, numbers: StepNumbers) -> Mask:
-        """Note the amaxes of a step; [rows]: whether the tensor started from 0, and the run is in its first steps."""
-        if numbers.iteration >= FROM_ZERO:
-            return np.zeros(len(numbers), bool)
-        amaxes = numbers.finite("cur_amax")
-        amaxes = np.where(np.isnan(amaxes) & numbers.are_known("cur_amax"), np.inf, amaxes)
-        first = extend_rows(self._first, len(numbers), np.nan)
-        self._first = np.where(np.isnan(first), amaxes, first)
-        from_zero: Mask = self._first == 0
-        return from_zero
+    starts: Mask = numbers.earlier(numbers.first, "cur_amax") == 0
+    return starts & (numbers.iteration < FROM_ZERO)
 
 
-class Overflow(OfStatistic):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._last: Floats | None = None
-        self._from_zero = FromZero()
-
-    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
-        self._grow = self._from_zero.grow(numbers)  # also in steps without overflows%
-        return super().step(numbers)
-
-    def sightings(self, numbers: StepNumbers) -> Iterator[Sighting]:
-        overflows = np.fmax(numbers.finite("overflows%"), 0.0)
-        values = np.where(numbers.by_row(can_overflow) & ~self._grow, overflows, 0.0)
-        before = values if self._last is None else extend_rows(self._last, len(values), 0.0)
-        self._last = values
-        holds = (values >= numbers.by_row(overflow_threshold)) & (values >= FALLING * before)
-        yield from self.streaks.sightings(
-            numbers,
-            "overflows%",
-            holds,
-            lambda row: f"{values[row]:.3g} % of the elements are above the range of the format",
-        )
+def _overflow(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+    values = np.fmax(numbers.finite("overflows%"), 0.0)
+    values = np.where(numbers.by_row(can_overflow) & ~starts_from_zero(numbers), values, 0.0)
+    before = np.fmax(numbers.earlier(numbers.last, "overflows%"), 0.0)
+    return streaks.sightings(
+        numbers,
+        "overflows%",
+        (values >= numbers.by_row(overflow_threshold)) & (values >= FALLING * before),
+        lambda row: f"{values[row]:.3g} % of the elements are above the range of the format",
+    )
 
 
 def _underflow(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
@@ -270,7 +248,7 @@ def _underflow(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
 
     for sighting in streaks.by_severity(numbers, "underflows%", heavy, are_many, describe):
         patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
-        yield sighting._replace(patch=patch, key="")
+        yield sighting._replace(patch=patch)
 
 
 def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
@@ -325,14 +303,14 @@ RULES = (
     Rule(
         id="nonfinite",
         title="inf or nan in a tensor",
-        subject="tensor",
         needs="nonfinite_num or cur_amax of tensors",
         collect="LogTensorStats with stats: [nonfinite_num], or the default config",
         condition=f"""
             a tensor has an inf or nan element, or the gradient of a parameter has one when its optimizer steps; the
             first such tensor in execution order is reported. A note if the watch of every step found it, on a single
             rank, and all that GEMMs read in the {FINITE_AGAIN} optimizer steps after it is finite, as are all gradients
-            and weights at optimizer steps: as where the script skips a batch
+            and weights at optimizer steps: as where the script skips a batch. A warning if an optimizer stepped in that
+            step, and it had no other micro-batch
         """,
         silent="nothing: in gradients that a GradScaler has scaled for float16, inf and nan are a note",
         severity="error",
@@ -350,7 +328,6 @@ RULES = (
     Rule(
         id="overflow",
         title="elements above the range of the format",
-        subject="tensor",
         needs="overflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [overflows%], or the default config",
         condition=f"""
@@ -361,21 +338,25 @@ RULES = (
             single steps in which amax grows under delayed scaling, because the next scale fits again; the first steps
             of LoRA; few elements; steps in which the tensor has inf or nan
         """,
-        severity="warning",
         source="arXiv 2605.26189: a stale amax saturates, invisible in the loss; the threshold is this project's",
         why="the largest elements, which matter most to the product, are clipped",
         disproof="a run with current scaling reaches the same loss",
         remedy="Use Float8CurrentScaling or a block recipe, whose scales fit each step; or set a margin",
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
-        check=partial(Overflow, statistic="overflows%", needed=OVERFLOW_STEPS, applies_to=runs_low_precision),
+        check=partial(
+            InARow,
+            statistic="overflows%",
+            needed=OVERFLOW_STEPS,
+            find=_overflow,
+            applies_to=runs_low_precision,
+        ),
         essential=True,
         consequence_of=("diverging-loss",),
     ),
     Rule(
         id="underflow",
         title="elements that round to 0 carry a relevant part of the tensor's norm",
-        subject="tensor",
         needs="underflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [underflows%, underflow_norm%], or the default config",
         condition=f"""
@@ -388,7 +369,6 @@ RULES = (
             the first step of delayed scaling, which has no scale yet; elements that are already 0; steps in which the
             tensor has inf or nan, which may distort its scale
         """,
-        severity="warning",
         source="""
             no threshold is published; this project, calibrated on healthy runs. In the gradient of a tied head 96 % of
             the elements may round to 0, with only 3e-4 % of the norm
@@ -408,6 +388,6 @@ RULES = (
             applies_to=runs_low_precision,
         ),
         essential=True,
-        consequence_of=("scale-never-updated", "stale-scale"),
+        consequence_of=("stale-scale",),
     ),
 )

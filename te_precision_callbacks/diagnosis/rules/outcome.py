@@ -16,63 +16,44 @@ _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOver
 
 
 class FailedRun(RuleCheck):
-    why_not = ""
-
     def facts(self, facts: Facts) -> Iterable[Sighting]:
-        self.checked = facts.has_run and not self.why_not
+        self.checked = facts.has_run and not self.lacks
         return ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
         first_line = event.text.partition("\n")[0].rstrip(":. ")
         if event.kind == "stopped":
-            self.why_not = first_line
-            self.checked = False
+            self.lacks = first_line
         if event.kind == "earlier_start":
             yield Sighting(first_line, since=event.iteration, severity="note", key=first_line)
-        if event.kind != "segment_ended" or event.severity != "error":
-            return
-        cause = ended_by(first_line)
-        if cause and cause != "sys.exit()":
-            self.why_not = f"the run was ended by {cause} after step {event.iteration}"
-            self.checked = False
-        elif not cause and not first_line.startswith(_EXPLAINED):
-            yield Sighting(f"the run was ended by {first_line}", since=event.data.get("step", event.iteration))
+        if event.kind == "segment_ended" and event.severity == "error":
+            cause = ended_by(first_line)
+            if cause and cause != "sys.exit()":
+                self.lacks = f"the run was ended by {cause} after step {event.iteration}"
+            elif not cause and not first_line.startswith(_EXPLAINED):
+                yield Sighting(f"the run was ended by {first_line}", since=event.data.get("step", event.iteration))
+        self.checked &= not self.lacks
 
 
-class BrokenContract(RuleCheck):
-    applies = False
-    why_not = ""
-
-    def event(self, event: Event) -> Iterator[Sighting]:
-        if event.kind == "contract_checked":
-            self.applies = True
-            self.checked = event.data.get("checked", True)
-            if not self.checked:
-                self.why_not = event.text.rstrip(".").replace("The precision contract (require=)", "it")
-            elif event.severity != "info":
-                yield Sighting(summarize_broken_contract(event.text).rstrip("."), since=event.iteration)
+def _broken_contract(event: Event) -> Iterator[Sighting | str]:
+    if not event.data.get("checked", True):
+        yield event.text.rstrip(".").replace("The precision contract (require=)", "it")
+    elif event.severity != "info":
+        yield Sighting(summarize_broken_contract(event.text).rstrip("."), since=event.iteration)
 
 
 def _text_of(event: Event) -> Iterator[Sighting]:
     yield Sighting(event.text, since=event.iteration)
 
 
-class FailedObservation(RuleCheck):
-    applies = False
-    why_not = ""
-
-    def event(self, event: Event) -> Iterable[Sighting]:
-        if event.kind in ("observation_failed", "records_limited") and not self.why_not:
-            self.applies = True
-            self.why_not = f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"
-        return ()
+def _failure(event: Event) -> Iterator[str]:
+    yield f"in step {event.iteration}, {event.text.partition(chr(10))[0].rstrip('.')}"
 
 
 RULES = (
     Rule(
         id="failed-run",
         title="an exception ended the run",
-        subject="model",
         needs="the recorded end of a session",
         collect="a run recorded by a session",
         condition="""
@@ -91,12 +72,11 @@ RULES = (
         remedy="Read the traceback in the output of the script",
         check=FailedRun,
         essential=True,
-        consequence_of=("nonfinite", "nonfinite-loss", "contract"),
+        consequence_of=("nonfinite", "contract"),
     ),
     Rule(
         id="contract",
         title="the run breaks its precision contract",
-        subject="model",
         needs="a contract (require=)",
         collect='require="fp8 >= 95%"',
         condition="the products of the run do not meet require=",
@@ -106,28 +86,25 @@ RULES = (
         why="the run does not have the precision that you required",
         disproof="the contract is meant for another model or recipe",
         remedy="Fix what the message names for each product, or change the contract",
-        check=BrokenContract,
+        check=partial(Reported, kinds=("contract_checked",), find=_broken_contract),
         essential=True,
     ),
     Rule(
         id="evaluation-mode",
         title="the model trains in evaluation mode",
-        subject="model",
         needs="layers of Transformer Engine",
         collect="a run recorded by a session",
         condition="an optimizer of the model steps while all Transformer Engine layers are in evaluation mode",
         silent="models with a layer of Transformer Engine in training mode, or without such layers",
-        severity="warning",
         source="PyTorch's documentation of Module.eval(); this project",
         why="dropout is off, statistics of batch norm are fixed, and a session does not observe the layers",
         disproof="the model trains in evaluation mode on purpose",
         remedy="Call model.train() before the training, and again after each evaluation",
-        check=partial(Reported, kind="evaluation_mode", find=_text_of),
+        check=partial(Reported, kinds=("evaluation_mode",), find=_text_of),
     ),
     Rule(
         id=FAILED_OBSERVATION,
         title="the observation of the run failed",
-        subject="model",
         needs="a run without a failure of the observation",
         collect="a run without a failure of the observation",
         condition="a failure was reported, after which statistics or records are missing",
@@ -137,7 +114,7 @@ RULES = (
         why="data that were not observed cannot be checked",
         disproof="you do not need the affected statistics",
         remedy="Read the failure in the log; report it if it is a bug in te-precision-callbacks",
-        check=FailedObservation,
+        check=partial(Reported, kinds=("observation_failed", "records_limited"), find=_failure),
         essential=True,
     ),
 )

@@ -13,7 +13,8 @@ from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
-from te_precision_callbacks.diagnosis.shapes import FactHolds
+from te_precision_callbacks.diagnosis.shapes import COLLECT_EACH_STEP, NEEDS_EACH_STEP, Changed, FactHolds
+from te_precision_callbacks.flight.changes import GAP, LEAST_HISTORY, SHARE
 from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 
@@ -33,32 +34,32 @@ class Hole(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         yield from self._left_low_precision(facts)
         yield from _blocks_in_high_precision(facts)
-        forms = group_by_key((form_of(layer.name), layer) for layer in facts.layers_that_ran)
-        self.checked |= bool(forms)
         explicit: list[str] = []
-        for unordered in forms.values():
+        for unordered in group_by_key((form_of(layer.name), layer) for layer in facts.layers_that_ran).values():
+            self.checked = True
             alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
             low = [layer.name for layer in alike if "fprop" in layer.low]
-            outside = [layer.name for layer in alike if _is_outside(layer) and layer.name not in self._low]
+            high = {layer.name: layer for layer in alike if _is_hole(layer) and layer.name not in self._low}
+            outside = []
+            for name, layer in high.items():
+                if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST":
+                    outside.append(name)
             if low and len(outside) >= max(len(low), LEAST_OUTSIDE):
                 count = f"{len(alike) - len(low)} of {len(alike)} similar layers run outside of te.autocast"
                 yield Sighting(count, tuple(outside), severity="note", key=form_of(low[0]))
                 continue
-            holes = []
-            kept = []
-            for layer in alike[1:-1]:
-                if layer.is_explicit:
-                    kept.append(layer.name)
-                elif _is_hole(layer) and layer.name not in self._low:
-                    holes.append((layer.reasons["fprop"], layer.name))
-            if len(low) >= LEAST_LOW and len(kept) < len(low):
-                explicit += kept
-            if len(low) < LEAST_LOW or len(holes) >= len(low):
+            inner = alike[1:-1]
+            in_regions = [layer.name for layer in inner if layer.is_explicit]
+            holes = [(layer.reasons["fprop"], layer.name) for layer in inner if layer.name in high]
+            if len(low) < LEAST_LOW:
                 continue
-            for reason, names in group_by_key(holes).items():
+            if len(in_regions) < len(low):
+                explicit += in_regions
+            if len(holes) < len(low):
                 similar = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0])}"
-                seen = f"ran in high precision: {_describe_reason(*reason)}; {similar}"
-                yield Sighting(seen, tuple(names), key=f"{form_of(names[0])} {reason[0]}")
+                for reason, names in group_by_key(holes).items():
+                    seen = f"ran in high precision: {_describe_reason(*reason)}; {similar}"
+                    yield Sighting(seen, tuple(names), key=f"{form_of(names[0])} {reason[0]}")
         if explicit:
             seen = "run inside te.autocast(enabled=False), and similar layers in low precision"
             yield Sighting(seen, tuple(explicit), severity="note", key="explicit")
@@ -80,33 +81,23 @@ def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
 
     A block is the part of a name up to its first number. Blocks of another size are another part of the model.
     """
-    blocks: dict[str, dict[int, list[LayerFacts]]] = {}
-    for layer in facts.layers_that_ran:
-        match = _BLOCK.match(layer.name)
-        if match and layer.shape:
-            blocks.setdefault(match["series"], {}).setdefault(int(match["number"]), []).append(layer)
-    for series, numbered in blocks.items():
-        sizes: list[int] = []
-        forms: set[str] = set()
-        for layers in numbered.values():
-            low = {form_of(layer.name) for layer in layers if "fprop" in layer.low}
-            if low:
-                sizes.append(_size(layers))
-                forms |= low
-        others = []
-        for number in sorted(numbered)[1:-1]:
-            layers = numbered[number]
-            own_forms = {form_of(layer.name) for layer in layers}
-            if forms.isdisjoint(own_forms) and not any(layer.low or layer.is_of_te for layer in layers):
-                others.append(layers)
-        if len(others) != 1 or len(sizes) < LEAST_LOW:
-            continue
-        if sorted(sizes)[len(sizes) // 2] <= OF_A_BLOCK * _size(others[0]):
-            first = others[0][0]
-            reason = _describe_reason(*first.reasons["fprop"]) if "fprop" in first.reasons else ""
-            count = f"{len(sizes)} similar blocks have such layers"
-            seen = f"no layer of the block runs in low precision: {reason}; {count}"
-            yield Sighting(seen, tuple(layer.name for layer in others[0]), key=f"block {series}")
+    ran = [(match, layer) for layer in facts.layers_that_ran if layer.shape and (match := _BLOCK.match(layer.name))]
+    blocks = group_by_key(((match["series"], int(match["number"])), layer) for match, layer in ran)
+    for series, numbered in group_by_key((series, block) for (series, _), block in sorted(blocks.items())).items():
+        low = [block for block in numbered if any("fprop" in layer.low for layer in block)]
+        forms = {form_of(layer.name) for block in low for layer in block if "fprop" in layer.low}
+        others = [
+            block
+            for block in numbered[1:-1]
+            if not any(form_of(layer.name) in forms or layer.low or layer.is_of_te for layer in block)
+        ]
+        if len(others) == 1 and len(low) >= LEAST_LOW:
+            (other,) = others
+            if sorted(map(_size, low))[len(low) // 2] <= OF_A_BLOCK * _size(other):
+                reason = _describe_reason(*other[0].reasons["fprop"]) if "fprop" in other[0].reasons else ""
+                count = f"{len(low)} similar blocks have such layers"
+                seen = f"no layer of the block runs in low precision: {reason}; {count}"
+                yield Sighting(seen, tuple(layer.name for layer in other), key=f"block {series}")
 
 
 def _size(layers: Iterable[LayerFacts]) -> int:
@@ -118,10 +109,6 @@ def _describe_reason(reason: str, exactly: str) -> str:
     if exactly in ("", text, EXCLUDED):
         return exactly or text
     return f"{text} ({exactly})"
-
-
-def _is_outside(layer: LayerFacts) -> bool:
-    return _is_hole(layer) and layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"
 
 
 def _is_hole(layer: LayerFacts) -> bool:
@@ -138,38 +125,31 @@ class NoLowPrecision(RuleCheck):
     def facts(self, facts: Facts) -> Iterator[Sighting]:
         self._facts = facts
         if not self._has_low and (facts.has_low or _recomputed_layers(facts)):
-            self._has_low = True
+            self._has_low = self.checked = True
             yield Sighting("", withdraws=True)
-        self.checked |= self._has_low
         self.applies = self._has_low or facts.unobserved is None
 
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
-        facts = numbers.facts
-        if self._has_low or not self.applies:
-            return
-        self._steps += bool(facts.layers_that_ran)
-        if self._steps >= LEAST_STEPS:
-            self.checked = True
-            yield from self._sighting(facts)
+    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
+        self._steps += bool(self._facts.layers_that_ran)
+        return self._find() if self._steps >= LEAST_STEPS else ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
-        if event.kind == "segment_ended":
-            self.checked |= self._facts.has_run and bool(self.applies)
-            yield from self._sighting(self._facts)
-            yield from self._ended(self._facts)
+        if event.kind == "segment_ended" and self._facts.has_run:
+            yield from self._find()
+            of_te = self._facts.te_layers_that_ran
+            ends_in_high = self._has_low and of_te and not self._facts.has_low
+            if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
+                seen = "the last steps ran in high precision, earlier steps in low precision"
+                yield Sighting(seen, since=max(layer.since for layer in of_te), severity="note")
 
-    def _ended(self, facts: Facts) -> Iterator[Sighting]:
-        of_te = facts.te_layers_that_ran
-        ends_in_high = self._has_low and of_te and not facts.has_low
-        if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
-            seen = "the last steps ran in high precision, earlier steps in low precision"
-            yield Sighting(seen, since=max(layer.since for layer in of_te), severity="note")
-
-    def _sighting(self, facts: Facts) -> Iterator[Sighting]:
-        ran = facts.layers_that_ran
-        of_te = facts.te_layers_that_ran
-        expected = "" if facts.settings is None else facts.settings.expects_low
-        if self._has_low or not self.applies or not (of_te or (ran and expected)):
+    def _find(self) -> Iterator[Sighting]:
+        if self._has_low or not self.applies:
+            return
+        self.checked = True
+        ran = self._facts.layers_that_ran
+        of_te = self._facts.te_layers_that_ran
+        expected = "" if self._facts.settings is None else self._facts.settings.expects_low
+        if not (of_te or (ran and expected)):
             return
         reasons = Counter(chain(*(layer.reasons.values() for layer in of_te or ran)))
         name, exactly = reasons.most_common(1)[0][0]
@@ -266,7 +246,6 @@ RULES = (
     Rule(
         id="hole",
         title="a layer in high precision among similar layers in low precision",
-        subject="layer",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=f"""
@@ -280,7 +259,6 @@ RULES = (
             layers that a section of the config or the recipe keeps in high precision; the first and the last of the
             similar layers and blocks; several blocks without Transformer Engine layers, as in hybrid models
         """,
-        severity="warning",
         source="this project",
         why="the run is slower than planned, and a comparison with BF16 is misleading",
         disproof="the layer is in high precision on purpose, set by code that the session does not see",
@@ -288,9 +266,31 @@ RULES = (
         check=Hole,
     ),
     Rule(
+        id="hole",
+        title="layers run in high precision for a few steps",
+        needs=NEEDS_EACH_STEP,
+        collect=COLLECT_EACH_STEP,
+        condition=f"""
+            the activation of a layer was quantized in {LEAST_HISTORY} steps or more, is not quantized for 1 to {GAP}
+            steps, and is again after them; in one micro-batch or in all; in at most 1 of {SHARE + 1} steps since the
+            first quantized one
+        """,
+        silent="""
+            layers that change their precision for good, as at the end of a warm-up or for the last part of a run, or
+            that change it often
+        """,
+        source="this project",
+        why="steps in another precision are slower, and hide what low precision does",
+        disproof="the script does that on purpose, for example in a measurement",
+        remedy="""
+            Look in these steps for a call of the model outside of te.autocast, or with enabled=False, such as a retry
+            after a failure or an evaluation that trains
+        """,
+        check=partial(Changed, change="precision"),
+    ),
+    Rule(
         id="no-low-precision",
         title="nothing runs in low precision",
-        subject="model",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=f"""
@@ -302,7 +302,6 @@ RULES = (
             models without Transformer Engine layers, unless the trainer was asked to convert them; runs in which layers
             were not observed
         """,
-        severity="warning",
         source="accelerate#2597, LLaMA-Factory#9500, axolotl#3323: runs in BF16 that were meant to be FP8",
         why="the run has the speed and the numerics of high precision",
         disproof="the run is a high-precision baseline",
@@ -311,14 +310,12 @@ RULES = (
         essential=True,
     ),
     Rule(
-        id="recomputed",
+        id="hole",
         title="the backward of a checkpointed layer runs in high precision",
-        subject="layer",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition="a reentrant checkpoint recomputes the forward of a layer outside of te.autocast",
         silent="checkpoints that recompute under the recipe",
-        severity="warning",
         source="torch.utils.checkpoint restores torch's autocast, but not Transformer Engine's",
         why="dgrad and wgrad run in high precision, and do not update the scales of delayed scaling",
         disproof="the backward runs in high precision on purpose",
@@ -328,12 +325,10 @@ RULES = (
     Rule(
         id="mxfp8-hybrid",
         title="MXFP8 with gradients in E5M2",
-        subject="config",
         needs="the formats of operands",
         collect=_COLLECT,
         condition="a layer with the MXFP8 recipe has gradients in E5M2",
         silent="FP8 block scaling, for which one user found HYBRID better (NVIDIA/TransformerEngine#2754)",
-        severity="warning",
         source="NVIDIA-NeMo/Megatron-Bridge#638: training diverged; arXiv 2506.08027: E4M3 everywhere",
         why="with a scale per 32 elements, E4M3 has enough range, and E5M2 has one mantissa bit less",
         disproof="a run with Format.E4M3 has the same loss",
@@ -344,7 +339,6 @@ RULES = (
     Rule(
         id="nvfp4-tail",
         title="NVFP4 in the last layers",
-        subject="model",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=f"all of the last {100 * TAIL:g} % of the layers, in order of execution, run in NVFP4",
@@ -361,7 +355,6 @@ RULES = (
     Rule(
         id="bf16-state",
         title="optimizer state or gradients in bfloat16",
-        subject="model",
         needs="the dtypes of the optimizer state after the first step",
         collect="a session over at least one step of a torch optimizer of the model",
         condition=(

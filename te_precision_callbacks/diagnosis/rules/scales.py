@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -11,12 +11,12 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks, by_tensor
-from te_precision_callbacks.diagnosis.rules.lost_elements import FromZero, overflow_threshold
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks
+from te_precision_callbacks.diagnosis.rules.lost_elements import overflow_threshold, starts_from_zero
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
-from te_precision_callbacks.diagnosis.shapes import OfStatistic, Reported
+from te_precision_callbacks.diagnosis.shapes import InARow, Reported
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, smallest
+from te_precision_callbacks.statistics.arrays import Floats, smallest
 
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 
@@ -27,19 +27,22 @@ def _largest(facts: Facts, layer: str, tensor: str) -> float:
     return _LARGEST.get(facts.format_of(layer, tensor), np.nan) if is_delayed else np.nan
 
 
-class _ScaleCheck(RuleCheck):
+class ScaleCheck(RuleCheck):
     """A rule that compares ``scale_inv_max`` of delayed scaling with the amax of the same step.
 
     Attributes:
         unmoved: [rows]: the collection steps without a change of a scale that should have followed amax.
         initial: [rows]: whether the scale still has its initial value 1.
+        begins: [rows]: amax before its present rise; nan if it does not rise.
     """
 
     applies = None
 
-    def __init__(self, needed: int) -> None:
+    def __init__(self, needed: int, find: Find) -> None:
         super().__init__(needed)
+        self._find = find
         self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, 1 if the scale has moved
+        self.begins = np.empty(0)
 
     def facts(self, facts: Facts) -> Iterable[Sighting]:
         if facts.knows_recipes:
@@ -53,8 +56,9 @@ class _ScaleCheck(RuleCheck):
         amaxes = numbers.finite("cur_amax")  # nan if the tensor has inf or nan, which its scale may follow
         if np.isnan(scales).all():
             return ()
+        self.note_data(numbers.iteration)
         self._compare(numbers, scales, amaxes)
-        return self.sightings(numbers, scales, amaxes)
+        return self._find(self, numbers, scales, amaxes)
 
     def _compare(self, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> None:
         """Find scales that have not changed since the first collection step.
@@ -82,32 +86,23 @@ class _ScaleCheck(RuleCheck):
         stays = (self.initial & (varies | ~numbers.are("weight"))) | (unmoved & was_above & varies)
         self.unmoved = (count + used) * stays
 
-    def sightings(self, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Iterable[Sighting]:
-        raise NotImplementedError
+
+Find = Callable[[ScaleCheck, StepNumbers, Floats, Floats], Iterable[Sighting]]
+"""Yields the sightings of a step, from its scales and amaxes."""
 
 
-class ScaleNeverUpdated(_ScaleCheck):
-    def __init__(self) -> None:
-        super().__init__(UNMOVED_STEPS)
-        self.streaks = Streaks(1)
-        self._since: dict[str, int] = {}
+def _never_updated(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Iterator[Sighting]:
+    def describe(row: int) -> str:
+        value = "1, its initial value," if check.initial[row] else f"{scales[row]:.3g}"
+        steps = check.unmoved[row]
+        return f"its scale is {value} in all {steps:.0f} collection steps; amax is {amaxes[row]:.3g}"
 
-    def sightings(self, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Iterator[Sighting]:
-        self.note_data(numbers.iteration)
-        for tensor in set(numbers.tensors[~np.isnan(scales)].tolist()):
-            self._since.setdefault(tensor, numbers.iteration)
-
-        def describe(row: int) -> str:
-            value = "1, its initial value," if self.initial[row] else f"{scales[row]:.3g}"
-            steps = self.unmoved[row]
-            return f"its scale is {value} in all {steps:.0f} collection steps; amax is {amaxes[row]:.3g}"
-
-        unmoved = self.unmoved >= UNMOVED_STEPS
-        for sighting in self.streaks.sightings(numbers, "scale_inv_max", unmoved, describe):
-            remedy = ""
-            if sighting.tensor == "gradient":
-                remedy = _REMEDY_OF_SCALED if is_scaled(numbers.facts) else _REMEDY_OF_GRADIENT
-            yield sighting._replace(statistic="scale_inv_max", since=self._since[sighting.tensor], remedy=remedy)
+    unmoved = check.unmoved >= UNMOVED_STEPS
+    for sighting in check.streaks.sightings(numbers, "scale_inv_max", unmoved, describe, steps=1):
+        remedy = ""
+        if sighting.tensor == "gradient":
+            remedy = _REMEDY_OF_SCALED if is_scaled(numbers.facts) else _REMEDY_OF_GRADIENT
+        yield sighting._replace(statistic="scale_inv_max", since=check.steps[0], remedy=remedy)
 
 
 _REMEDY_OF_SCALED = (
@@ -123,86 +118,55 @@ _REMEDY_OF_GRADIENT = (
 )
 
 
-class StaleScale(_ScaleCheck):
-    def __init__(self) -> None:
-        super().__init__(TOO_SMALL_STEPS)
-        self._large = Streaks(TOO_LARGE_STEPS)
-        self._last: Floats | None = None
-        self._from_zero = FromZero()
-        self._begins = np.empty(0)  # [rows]: amax before its present rise; nan if it does not rise
+def _does_not_fit(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Iterator[Sighting]:
+    above = np.log2(numbers.by_row(_largest) * scales / amaxes)
+    above[~np.isfinite(above)] = np.nan
+    follows = ~check.initial & (check.unmoved < UNMOVED_STEPS)  # otherwise it is never updated
+    late = follows & ~starts_from_zero(numbers)
+    overflows = numbers.values("overflows%") >= numbers.by_row(overflow_threshold)
+    small = ((above <= -FAR) | ((above <= -TOO_SMALL) & overflows)) & late
+    before = numbers.earlier(numbers.last, "cur_amax")
+    rises = (amaxes > before) & (above <= -RISING) & ~numbers.are("weight")
+    begins = extend_rows(check.begins, len(numbers), np.nan)
+    begins = np.where(begins > 0, begins, before)
+    begins = np.where(begins == 0, amaxes, begins)
+    check.begins = np.where(rises, begins, np.nan)
+    risen = amaxes >= 2**RISEN * begins
+    lost = numbers.values("underflows%")
+    large = (above >= TOO_LARGE) & (lost >= LOST) & follows
 
-    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
-        self._is_new = self._from_zero.grow(numbers)  # also in steps without scales
-        return super().step(numbers)
+    def is_small(row: int) -> str:
+        return f"amax {'' if small[row] else 'rises and '}is {2 ** -above[row]:.3g} times the range of its scale"
 
-    def sightings(self, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Iterable[Sighting]:
-        above = np.log2(numbers.by_row(_largest) * scales / amaxes)
-        above[~np.isfinite(above)] = np.nan
-        if holds_any(np.isfinite(above)):
-            self.note_data(numbers.iteration)
-        rises, risen = self._find_rises(numbers, above, amaxes)
-        follows = ~self.initial & (self.unmoved < UNMOVED_STEPS)  # otherwise the rule scale-never-updated applies
-        overflows = numbers.values("overflows%") >= numbers.by_row(overflow_threshold)
-        losing = numbers.values("underflows%")
-        small = ((above <= -FAR) | ((above <= -TOO_SMALL) & overflows)) & follows & ~self._is_new
-        large = (above >= TOO_LARGE) & (losing >= LOST) & follows
-        times = np.exp2(-above)
-        of_small = self.streaks.sightings(
-            numbers,
-            "scale_inv_max",
-            small,
-            lambda row: f"amax is {times[row]:.3g} times the range of its scale",
-            key="small",
+    def is_large(row: int) -> str:
+        return (
+            f"the range of its scale is {2 ** above[row]:.3g} times its amax, and {lost[row]:.3g} % of the elements"
+            " round to 0"
         )
-        of_rising = self.streaks.sightings(
-            numbers,
-            "scale_inv_max",
-            rises & follows & ~self._is_new,
-            lambda row: f"amax rises and is {times[row]:.3g} times the range of its scale",
-            reported=risen & ~small,
-            key="rising",
-        )
-        of_large = self._large.sightings(
-            numbers,
-            "scale_inv_max",
-            large,
-            lambda row: (
-                f"the range of its scale is {2 ** above[row]:.3g} times its amax, and {losing[row]:.3g} % of the"
-                " elements round to 0"
-            ),
-            key="large",
-        )
-        return by_tensor(numbers, "scale_inv_max", [*of_small, *of_rising, *of_large])
 
-    def _find_rises(self, numbers: StepNumbers, above: Floats, amaxes: Floats) -> tuple[Mask, Mask]:
-        """[rows]: whether amax rises above the range of a scale, and whether it has risen far."""
-        before = extend_rows(amaxes if self._last is None else self._last, len(numbers), np.nan)
-        self._last = amaxes
-        rises = (amaxes > before) & (above <= -RISING) & ~numbers.are("weight")
-        begins = extend_rows(self._begins, len(numbers), np.nan)
-        begins = np.where(begins > 0, begins, before)
-        begins = np.where(begins == 0, amaxes, begins)
-        self._begins = np.where(rises, begins, np.nan)
-        return rises, rises & (amaxes >= 2**RISEN * begins)
+    for key, holds, reported, describe, steps in (
+        ("small", small, small, is_small, TOO_SMALL_STEPS),
+        ("rising", rises & late, risen & ~small, is_small, TOO_SMALL_STEPS),
+        ("large", large, large, is_large, TOO_LARGE_STEPS),
+    ):
+        for sighting in check.streaks.sightings(
+            numbers, "scale_inv_max", holds, describe, reported=reported, key=key, steps=steps
+        ):
+            yield sighting._replace(key=key)
 
 
-class ScalesDiffer(OfStatistic):
-    """The scales of ranks, for tensors with one scale per rank."""
-
-    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
-        return super().step(numbers) if _may_differ(numbers.facts) else ()
-
-    def sightings(self, numbers: StepNumbers) -> Iterable[Sighting]:
-        apart = np.log2(numbers.values("scale_inv_max") / numbers.values("scale_inv_min"))
-        apart[~np.isfinite(apart) | np.isnan(numbers.by_row(_largest))] = 0.0
-        far = apart >= APART
-        return self.streaks.by_severity(
-            numbers,
-            "scale_inv_max",
-            far,
-            (apart > 0) & ~far,
-            lambda row: f"the largest scale of one rank is {2 ** apart[row]:.4g} times the smallest scale of another",
-        )
+def _differ(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+    """Find scales that differ between ranks, of tensors with one scale per rank."""
+    apart = np.log2(numbers.values("scale_inv_max") / numbers.values("scale_inv_min"))
+    apart[~np.isfinite(apart) | np.isnan(numbers.by_row(_largest))] = 0.0
+    far = apart >= APART
+    return streaks.by_severity(
+        numbers,
+        "scale_inv_max",
+        far,
+        (apart > 0) & ~far,
+        lambda row: f"the largest scale of one rank is {2 ** apart[row]:.4g} times the smallest scale of another",
+    )
 
 
 def _may_differ(facts: Facts) -> bool | None:
@@ -250,60 +214,8 @@ UNMOVED_STEPS = 3
 
 RULES = (
     Rule(
-        id="lost-scales",
-        title="a resume lost the scales and amax histories of delayed scaling",
-        subject="layer",
-        needs="a resume",
-        collect="the session's state in the checkpoint (session.state_dict()), and delayed scaling",
-        condition="""
-            scales and amax histories of the checkpoint's fingerprint are missing, or 1, in the restored model. Or,
-            without a fingerprint, the optimizer has stepped before, and all layers run their first step in the session
-            with scales of 1 and without an amax of an earlier step
-        """,
-        silent="optimizers without a count of steps, such as SGD; recipes without history",
-        severity="warning",
-        source="NVIDIA-NeMo/Megatron-Bridge#1730, NVIDIA/TransformerEngine#982",
-        why="the first steps run with scales of 1: gradients round to 0, and large values are clipped",
-        disproof="the earlier steps ran in high precision, or with another recipe",
-        remedy="""
-            Save and load the whole state_dict(), with the keys that end in _extra_state, and without strict=False.
-            docs/resuming.md explains how to save and load a checkpoint of FP8 training
-        """,
-        recipes=("fp8_delayed_scaling",),
-        check=partial(Reported, kind="resume_audited", find=_lost_scales),
-    ),
-    Rule(
-        id="scale-never-updated",
-        title="the scale of delayed scaling is never updated",
-        subject="tensor",
-        needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
-        collect=_COLLECT,
-        condition=f"""
-            in all collection steps (at least {UNMOVED_STEPS}) the scale is 1, its initial value; or the scale never
-            changes although amax was 2^{TOO_SMALL:g} times its range
-        """,
-        silent="""
-            the first step, which has no scale yet; a scale held by the largest amax in the history; weights with a
-            constant amax, such as frozen ones; tensors that are 0, such as those of experts without tokens
-        """,
-        severity="warning",
-        source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
-        why=("with a scale of 1 the format covers one fixed range, in which small gradients and weights round to 0"),
-        disproof="amax always equals the format's maximum, so a scale of 1 is correct",
-        remedy="""
-            Enter te.autocast around te.checkpoint, not inside the checkpointed function (a reentrant checkpoint runs it
-            without gradients), and not inside te.autocast(enabled=False). Or use Float8CurrentScaling
-        """,
-        cost="current scaling reads each tensor once more to compute amax",
-        recipes=("fp8_delayed_scaling",),
-        check=ScaleNeverUpdated,
-        essential=True,
-        consequence_of=("dead-gradient", "missing-gradient", "nonfinite"),
-    ),
-    Rule(
         id="stale-scale",
         title="the scale of delayed scaling does not fit the tensor",
-        subject="tensor",
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=f"""
@@ -314,10 +226,8 @@ RULES = (
         """,
         silent="""
             the first step, which has no scale yet; the growth of gradients in the first steps of a healthy run, which
-            the scale follows one step later; steps in which the tensor has inf or nan; scales that never change (see
-            scale-never-updated)
+            the scale follows one step later; steps in which the tensor has inf or nan; scales that never change
         """,
-        severity="warning",
         source="arXiv 2605.26189 (a stale amax); the thresholds are this project's, calibrated on planted spikes",
         why="until a spike leaves the amax history, small elements round to 0",
         disproof="underflows% falls once the spike has left the history",
@@ -327,14 +237,60 @@ RULES = (
         """,
         cost="current scaling reads each tensor once more to compute amax",
         recipes=("fp8_delayed_scaling",),
-        check=StaleScale,
+        check=partial(ScaleCheck, TOO_SMALL_STEPS, _does_not_fit),
         essential=True,
         consequence_of=("diverging-loss", "growth"),
     ),
     Rule(
-        id="scales-differ",
+        id="stale-scale",
+        title="the scale of delayed scaling is never updated",
+        needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
+        collect=_COLLECT,
+        condition=f"""
+            in all collection steps (at least {UNMOVED_STEPS}) the scale is 1, its initial value; or the scale never
+            changes although amax was 2^{TOO_SMALL:g} times its range
+        """,
+        silent="""
+            the first step, which has no scale yet; a scale held by the largest amax in the history; weights with a
+            constant amax, such as frozen ones; tensors that are 0, such as those of experts without tokens
+        """,
+        source="NVIDIA/TransformerEngine#3456 (gradients) and #3284 (te.autocast inside of te.checkpoint)",
+        why=("with a scale of 1 the format covers one fixed range, in which small gradients and weights round to 0"),
+        disproof="amax always equals the format's maximum, so a scale of 1 is correct",
+        remedy="""
+            Enter te.autocast around te.checkpoint, not inside the checkpointed function (a reentrant checkpoint runs it
+            without gradients), and not inside te.autocast(enabled=False). Or use Float8CurrentScaling
+        """,
+        cost="current scaling reads each tensor once more to compute amax",
+        recipes=("fp8_delayed_scaling",),
+        check=partial(ScaleCheck, UNMOVED_STEPS, _never_updated),
+        essential=True,
+        consequence_of=("dead-gradient", "missing-gradient", "nonfinite"),
+    ),
+    Rule(
+        id="stale-scale",
+        title="a resume lost the scales and amax histories of delayed scaling",
+        needs="a resume",
+        collect="the session's state in the checkpoint (session.state_dict()), and delayed scaling",
+        condition="""
+            scales and amax histories of the checkpoint's fingerprint are missing, or 1, in the restored model. Or,
+            without a fingerprint, the optimizer has stepped before, and all layers run their first step in the session
+            with scales of 1 and without an amax of an earlier step
+        """,
+        silent="optimizers without a count of steps, such as SGD; recipes without history",
+        source="NVIDIA-NeMo/Megatron-Bridge#1730, NVIDIA/TransformerEngine#982",
+        why="the first steps run with scales of 1: gradients round to 0, and large values are clipped",
+        disproof="the earlier steps ran in high precision, or with another recipe",
+        remedy="""
+            Save and load the whole state_dict(), with the keys that end in _extra_state, and without strict=False.
+            docs/resuming.md explains how to save and load a checkpoint of FP8 training
+        """,
+        recipes=("fp8_delayed_scaling",),
+        check=partial(Reported, kinds=("resume_audited",), find=_lost_scales),
+    ),
+    Rule(
+        id="stale-scale",
         title="the scale of delayed scaling differs between ranks",
-        subject="tensor",
         needs="scale_inv_min and scale_inv_max of delayed scaling, reduced over ranks, with one micro-batch in a step",
         collect="""
             LogFp8TensorStats with stats: [scale_inv_min, scale_inv_max], or the default config; and statistics that are
@@ -348,7 +304,6 @@ RULES = (
             current and block scaling, where each rank has local scales; the first step, which has no scale yet; steps
             with several micro-batches, each of which updates the scales
         """,
-        severity="warning",
         source="""
             NVIDIA/Megatron-LM#442: with a group that left out tensor parallelism, runs diverged after some 1,000 steps;
             the threshold is this project's
@@ -367,6 +322,8 @@ RULES = (
         """,
         cost="one small all-reduce per layer in each forward and backward",
         recipes=("fp8_delayed_scaling",),
-        check=partial(ScalesDiffer, statistic="scale_inv_max", needed=2, applies_to=_may_differ),
+        check=partial(
+            InARow, statistic="scale_inv_max", needed=2, find=_differ, applies_to=_may_differ, is_strict=True
+        ),
     ),
 )

@@ -112,7 +112,6 @@ RULES = (
     Rule(
         id="grad-scaler",
         title="a GradScaler without float16",
-        subject="config",
         needs="the scalers that step the model's optimizers, and the types of the first step",
         collect=_COLLECT,
         condition="""
@@ -120,7 +119,6 @@ RULES = (
             float16
         """,
         silent="GradScaler(enabled=False); scalers of other models; any float16 in the model",
-        severity="warning",
         source="""
             huggingface/accelerate#1036 and deepspeedai/DeepSpeed#3166: only float16 needs it; pytorch/pytorch#98828: a
             scale that is never lowered grows until it is inf
@@ -136,9 +134,8 @@ RULES = (
         check=partial(FactHolds, find=_scaler_without_float16, applies_to=_are_known),
     ),
     Rule(
-        id="amax-reduction",
+        id="stale-scale",
         title="amaxes are not reduced over all ranks that share a layer",
-        subject="config",
         needs="delayed scaling on several ranks that reduce their statistics together",
         collect=_COLLECT,
         condition="""
@@ -146,7 +143,6 @@ RULES = (
             ranks with the layer are not in the group, or reduce_amax=False without tensor parallelism: a note
         """,
         silent="single-rank runs; other recipes; groups without other pipeline stages or other experts",
-        severity="warning",
         source="""
             NVIDIA/Megatron-LM#442: the data-parallel group alone diverged after some 1,000 steps, with 8
             tensor-parallel ranks; AMD-AGI/Primus#669 reduces nothing without tensor parallelism, for speed
@@ -155,7 +151,7 @@ RULES = (
             each rank quantizes with local scales, but tensor-parallel ranks read gathered FP8 tensors with one scale,
             and data-parallel ranks round the same weights differently
         """,
-        disproof="the rule scales-differ has no finding",
+        disproof="the scales of the ranks do not differ",
         remedy="""
             Keep reduce_amax=True, and pass a group with all data-parallel and tensor-parallel ranks as
             te.autocast(amax_reduction_group=...), in Megatron get_amax_reduction_group()
@@ -167,7 +163,6 @@ RULES = (
     Rule(
         id="ignored-argument",
         title="an argument of the recipe has no effect",
-        subject="config",
         needs="the recipes that layers used",
         collect=_COLLECT,
         condition="""
@@ -175,7 +170,6 @@ RULES = (
             recipe and these layers
         """,
         silent="arguments at their default; unknown argument names, which leave no trace",
-        severity="warning",
         source="""
             read from Transformer Engine 2.20.2, most also tested: bit-identical with and without. Table:
             te_precision_callbacks/instrumentation/recipe_arguments.py
@@ -188,14 +182,12 @@ RULES = (
     Rule(
         id="margin",
         title="delayed scaling has an unusual margin",
-        subject="config",
         needs="a recipe with a margin",
         collect=_COLLECT,
         condition=f"""
             the margin of a DelayedScaling recipe is below 0, or at least {LARGE_MARGIN}; a note from {NOTED_MARGIN} on
         """,
         silent="the default 0, and small margins",
-        severity="warning",
         source="""
             Transformer Engine 2.20: scale = format maximum / amax / 2^margin; E4M3 has 18 powers of two, E5M2 32. The
             thresholds are this project's

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks, by_tensor
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules.lost_elements import (
     LOST_NORM,
     OVERFLOW,
@@ -29,26 +29,15 @@ _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 class Sibling(RuleCheck):
     def __init__(self) -> None:
         super().__init__(FAR_STEPS)
-        self._near = Streaks(NEAR_STEPS)
-        self._has_layers = False
-
-    @property
-    def why_not(self) -> str:
-        if self._has_layers and not self.steps:
-            return "the model has no similar layers"
-        return super().why_not
 
     def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
-        for statistic in _STATISTICS:
-            if numbers.has(statistic):
-                for sighting in self._check(numbers, statistic):
-                    yield sighting._replace(key="")  # a tensor has one finding, from any of its statistics
-        for statistic in SHARES:
-            if numbers.has(statistic):
-                for sighting in self._check_share(numbers, statistic):
-                    yield sighting._replace(key="")
+        """Yield sightings; a tensor has one finding, from any of its statistics."""
+        for statistic in filter(numbers.has, _STATISTICS):
+            yield from self._check(numbers, statistic)
+        for statistic in filter(numbers.has, SHARES):
+            yield from self._check_share(numbers, statistic)
 
-    def _check_share(self, numbers: StepNumbers, statistic: str) -> list[Sighting]:
+    def _check_share(self, numbers: StepNumbers, statistic: str) -> Iterable[Sighting]:
         """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of
         the rules underflow and overflow.
         """
@@ -57,7 +46,7 @@ class Sibling(RuleCheck):
         if groups:
             self.note_data(numbers.iteration)
         if largest(shares) < SHARES[statistic] and not self.streaks.held:
-            return []
+            return ()
         others = np.zeros(len(shares))
         odd = np.zeros(len(shares), bool)
         for rows in groups:
@@ -100,14 +89,15 @@ class Sibling(RuleCheck):
             seen = "all elements are 0, and not in similar layers"
             yield Sighting(seen, tuple(layers), "weight", label, numbers.iteration)
 
-    def _check(self, numbers: StepNumbers, statistic: str) -> list[Sighting]:
-        zeros = list(self._find_zeros(numbers, statistic)) if statistic == "cur_amax" else []
+    def _check(self, numbers: StepNumbers, statistic: str) -> Iterator[Sighting]:
+        if statistic == "cur_amax":
+            yield from self._find_zeros(numbers, statistic)
         bits = numbers.bits(statistic)
         if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
             bits[numbers.are_known("std") | numbers.are_known("cur_amax")] = np.nan
         wide = self._wide_groups(numbers, statistic, bits)
-        if not (wide or self._near.held or self.streaks.held):
-            return zeros
+        if not (wide or self.streaks.held):
+            return
         jumps = np.zeros(len(numbers))
         has_many_siblings = np.zeros(len(numbers), bool)
         far_from = np.where(numbers.are("weight"), OF_WEIGHTS.get(statistic, FAR), FAR)
@@ -143,10 +133,9 @@ class Sibling(RuleCheck):
 
         notes = some & ~lossy & shows_only_amax
         warnings = far & ~lossy & ~shows_only_amax
-        lossy_sightings = self._near.sightings(numbers, statistic, lossy, describe, key="lossy")
-        note_sightings = self.streaks.sightings(numbers, statistic, notes, describe, severity="note", key="amax")
-        warning_sightings = self.streaks.sightings(numbers, statistic, warnings, describe)
-        return by_tensor(numbers, statistic, [*lossy_sightings, *note_sightings, *warning_sightings, *zeros])
+        yield from self.streaks.sightings(numbers, statistic, lossy, describe, key="lossy", steps=NEAR_STEPS)
+        yield from self.streaks.sightings(numbers, statistic, notes, describe, severity="note", key="amax")
+        yield from self.streaks.sightings(numbers, statistic, warnings, describe)
 
     def _wide_groups(self, numbers: StepNumbers, statistic: str, bits: Floats) -> list[Ints]:
         """The groups of similar layers with a spread that may be too large."""
@@ -164,7 +153,7 @@ class Sibling(RuleCheck):
 
     def _similar_layers(self, numbers: StepNumbers, statistic: str) -> list[Ints]:
         """The rows of each tensor of similar layers, in order of execution."""
-        self._has_layers = True
+        self.lacks = "the model has no similar layers"
         rows = numbers.column(statistic).rows
         return numbers.derive(("similar layers", rows.tobytes()), lambda: _group_similar(numbers, rows))
 
@@ -295,7 +284,6 @@ RULES = (
     Rule(
         id="sibling",
         title="a tensor differs from the same tensor of similar layers",
-        subject="group of similar layers",
         needs=f"""
             std or cur_amax of a tensor in at least {LEAST_ALIKE} similar layers, or scale_inv_max, underflows% or
             overflows%
@@ -316,7 +304,6 @@ RULES = (
             other layers is reported
         """,
         silent="trends with depth; fewer similar layers. Deviations only in the amax of activations are a note",
-        severity="warning",
         source="this project, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
         why="""
             the blocks of a model are similar: a block that differs by orders of magnitude has a bug or no longer learns

@@ -1,266 +1,420 @@
-"""Rules on metrics of the trainer: a loss that is inf or nan, a gradient norm that grows without a falling loss."""
+"""Rules on metrics of the trainer: a loss that diverges, gradient norms that are odd, and inf and nan in both."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from te_precision_callbacks.base.counts import many, some_of
-from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
+from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.shapes import OF_EVALUATION, Logged, LoggedNumber, Metrics
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
+from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
-_OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
-
-
-def training_losses(values: Iterable[str]) -> list[str]:
-    """The names of training losses among the trainer's metrics, the most likely one first."""
-    return loss_first(filter(is_training_loss, values))
-
-
-def _other_losses(values: Iterable[str]) -> list[str]:
-    """The names of losses that may be of the training, or parts of one."""
-    return [name for name in values if is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION)]
-
-
-class GradientNorms:
-    """Chooses the gradient norm among the trainer's metrics: a logged one in runs that log one in most steps, else the
-    norm that clipping was seen to use.
-    """
-
-    def __init__(self) -> None:
-        self._logged = self._clipped = 0  # steps with such a norm
-
-    def choose(self, values: Mapping[str, float]) -> tuple[str, float]:
-        """Return name and norm, of several ones a norm that is inf or nan; an empty name and nan without a norm."""
-        norms = [name for name in values if {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)]
-        self._logged += any(name != CLIPPED_NORM for name in norms)
-        self._clipped += CLIPPED_NORM in norms
-        is_logged = 2 * self._logged > self._clipped
-
-        def order(name: str) -> tuple[bool, bool, int, str]:
-            return math.isfinite(values[name]), name != "grad_norm", len(name), name
-
-        name = min((name for name in norms if (name != CLIPPED_NORM) == is_logged), key=order, default="")
-        return name, values.get(name, math.nan)
-
+UNFILTERED = "loss_step"
+"""The loss of a step as the backward gets it, from a trainer that leaves inf and nan out of what it logs."""
 
 OF_SKIPPED_STEP = (
     "Nothing, if the script skips such a step on purpose, and the forward updates no buffers, as BatchNorm does: they"
     " are not checked. Otherwise look for the cause: debug='activation_overflow' stops at the module and batch"
 )
 
-UNFILTERED = "loss_step"
-"""The loss of a step as the backward gets it, from a trainer that leaves inf and nan out of what it logs."""
-
-
-class FiniteAgain:
-    """Counts the steps with inf or nan in a number of the trainer, and the finite ones since the last of them."""
-
-    def __init__(self, what: str, step: str) -> None:
-        self._what = what
-        self._step = step
-        self._bad = self._finite = 0
-
-    def add_bad(self) -> None:
-        self._bad += 1
-        self._finite = 0
-
-    def add_finite(self) -> Iterator[Sighting]:
-        """Add a finite step; yield a note with :data:`FINITE_AGAIN` of them in a row after others."""
-        self._finite += 1
-        if self._bad and self._finite == FINITE_AGAIN:
-            seen = f"{self._what} was inf or nan in {many(self._bad, self._step)}, and is finite again"
-            yield Sighting(seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
-
-
-class _Point(NamedTuple):
-    iteration: int
-    norm: float
-    loss: float
-
-
-class NonfiniteLoss(RuleCheck):
-    kind_of_step = "logged step"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._others: dict[str, None] = {}
-        self._is_filtered = False
-        self._has_unfiltered = False
-        self._steps = FiniteAgain("the loss", "logged step")
-
-    @property
-    def why_not(self) -> str:
-        if self._is_filtered:
-            return (
-                "the Trainer filters inf and nan from the logged loss: set logging_nan_inf_filter=False in"
-                " TrainingArguments"
-            )
-        if self._others:
-            return (
-                f"no logged name clearly is the training loss (logged: {some_of(self._others)}): also log it as loss or"
-                " train_loss"
-            )
-        return ""
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        if facts.settings is not None:
-            self._is_filtered = facts.settings.loss_is_filtered
-            self.checked &= self._has_unfiltered or not self._is_filtered
-        yield from ()
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = training_losses(values)
-        self._has_unfiltered |= UNFILTERED in values
-        if losses:
-            self.note_data(iteration)
-            self.checked &= self._has_unfiltered or not self._is_filtered
-        elif not self.checked:
-            self._others.update(dict.fromkeys(_other_losses(values)))
-        for name in losses:
-            if not math.isfinite(values[name]):
-                self._steps.add_bad()
-                yield Sighting(f"{name} is {values[name]}", since=iteration)
-                return
-        if losses:
-            yield from self._steps.add_finite()
-
-
-class GradientNorm(RuleCheck):
-    """Checks windows of the last values, and windows of means over more steps, for slow growth."""
-
-    kind_of_step = "logged step"
-
-    def __init__(self) -> None:
-        super().__init__(WINDOW)
-        self._chosen = GradientNorms()
-        self._loss = math.nan
-        self._windows: dict[int, deque[_Point]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._waiting: dict[int, list[_Point]] = defaultdict(list)
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = _other_losses(values)
-        if losses:
-            self._loss = values[loss_first(losses)[0]]
-        name, norm = self._chosen.choose(values)
-        if not (math.isfinite(norm) and norm > 0 and math.isfinite(self._loss)):
-            return
-        self.note_data(iteration)
-        point = _Point(iteration, math.log2(norm), self._loss)
-        for count in MEANS:
-            waiting = self._waiting[count]
-            waiting.append(point)
-            if len(waiting) < (OF_MEAN if count > 1 else 1):
-                return  # no new point for windows of longer means either
-            mean = _Point(
-                waiting[0].iteration,
-                sum(logged.norm for logged in waiting) / len(waiting),
-                sum(logged.loss for logged in waiting) / len(waiting),
-            )
-            waiting.clear()
-            self._windows[count].append(mean)
-            point = mean
-            yield from self._check_window(count, name)
-
-    def _check_window(self, count: int, name: str) -> Iterator[Sighting]:
-        window = self._windows[count]
-        if len(window) < WINDOW:
-            return
-        _, norms, losses = np.array(window).T
-        losses = losses.reshape(3, -1)
-        first, middle, last = np.median(norms.reshape(3, -1), axis=1).tolist()
-        rise = last - first
-        jump = np.diff(np.median(norms.reshape(6, -1), axis=1)).max()
-        if rise < RISE or min(middle - first, last - middle) < RISE / 4 or jump > JUMP * rise:
-            return
-        before, _, after = np.median(losses, axis=1).tolist()
-        change = (after - before) / max(abs(before), 1e-12)
-        if change < -FLAT:
-            return
-        apart = np.percentile(losses[2], 25) > np.percentile(losses[0], 75)
-        severity: Severity = "warning" if change >= RISING and apart else "note"
-        seen = (
-            f"{name} has become {2**rise:.3g} times as large in {WINDOW * count} logged steps, while the"
-            f" loss has changed by {100 * change:+.2g} %"
-        )
-        yield Sighting(seen, since=window[0].iteration, severity=severity)
-
-
-class GradientSize(RuleCheck):
-    """Checks the gradient norm against the limit of clipping, and the first loss against a uniform guess."""
-
-    kind_of_step = "clipped step"
-    applies = False
-
-    def __init__(self) -> None:
-        super().__init__(CLIPPED_STEPS)
-        self._clipped: deque[int] = deque(maxlen=CLIPPED_STEPS)  # the last steps with clipping
-        self._ratios: deque[float] = deque(maxlen=CLIPPED_STEPS)  # the norm before it, to its limit
-        self._first: tuple[int, str, float] | None = None
-        self._heads: list[LayerFacts] = []
-        self._micro_batches = 0
-
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
-        self._heads = facts.heads
-        self._micro_batches = min((layer.calls for layer in facts.layers.values() if layer.calls), default=0)
-        yield from self._check_first_loss()
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
-        losses = training_losses(values)
-        if losses and self._first is None:
-            self._first = iteration, losses[0], values[losses[0]]
-            yield from self._check_first_loss()
-        norm = values.get(CLIPPED_NORM, math.nan)
-        limit = values.get(CLIPPING_LIMIT, math.nan)
-        if not (math.isfinite(norm) and math.isfinite(limit) and limit > 0):
-            return
-        self.applies = True
-        self.note_data(iteration)
-        self._clipped.append(iteration)
-        self._ratios.append(norm / limit)
-        clipped = sorted(self._ratios)
-        least = clipped[round((1 - NEARLY_ALL_CLIPPED) * len(clipped))]
-        if len(clipped) == CLIPPED_STEPS and least >= CLIPPED:
-            seen = (
-                f"the gradient norm was at least {least:.3g} times the limit of clipping ({limit:.3g}) in"
-                f" {sum(ratio >= least for ratio in clipped)} of {CLIPPED_STEPS} steps"
-            )
-            severity: Severity = "warning" if least >= FAR_CLIPPED else "note"
-            yield Sighting(seen, since=self._clipped[0], severity=severity, key="clipped")
-
-    def _check_first_loss(self) -> Iterator[Sighting]:
-        if self._first is None:
-            return
-        iteration, name, loss = self._first
-        count = self._micro_batches
-        for head in self._heads:
-            classes = head.shape[0]
-            guess = math.log(max(classes, 2))
-            if count > 1 and abs(loss / (count * guess) - 1) <= NEAR_GUESS:
-                seen = (
-                    f"the first {name} is {loss:.3g}, {count} times that of a uniform guess among {classes} classes"
-                    f" ({guess:.3g}), and a step has {count} micro-batches"
-                )
-                yield Sighting(seen, since=iteration, severity="note", key="first loss", remedy=_DIVIDE)
-
-
 _DIVIDE = (
     "Divide the loss of each micro-batch by the number of micro-batches before backward(), unless only the logged"
     " value is a sum. Otherwise the gradients are that many times too large"
 )
 
+
+def _is_filtered(facts: Facts) -> bool:
+    return facts.settings is not None and facts.settings.loss_is_filtered
+
+
+def _training_loss(metrics: Metrics) -> tuple[str, float] | None:
+    """The training loss, of several ones a loss that is inf or nan; None where the trainer filters these."""
+    losses = loss_first(filter(is_training_loss, metrics.values))
+    if not losses or (_is_filtered(metrics.facts) and not metrics.counts[UNFILTERED]):
+        return None
+    name = min(losses, key=lambda name: math.isfinite(metrics.values[name]))
+    return name, metrics.values[name]
+
+
+def _why_no_loss(metrics: Metrics) -> str:
+    if _is_filtered(metrics.facts):
+        return (
+            "the Trainer filters inf and nan from the logged loss: set logging_nan_inf_filter=False in"
+            " TrainingArguments"
+        )
+    others = [name for name in metrics.counts if is_loss(name) and words_of(name).isdisjoint(OF_EVALUATION)]
+    if others:
+        return (
+            f"no logged name clearly is the training loss (logged: {some_of(others)}): also log it as loss or"
+            " train_loss"
+        )
+    return ""
+
+
+def _is_norm(name: str) -> bool:
+    return {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)
+
+
+def _gradient_norm(metrics: Metrics) -> tuple[str, float] | None:
+    """A logged gradient norm in runs that log one in most steps, else the norm that clipping was seen to use. Of
+    several ones a norm that is inf or nan.
+    """
+    values = metrics.values
+    norms = [name for name in metrics.counts if _is_norm(name) and name != CLIPPED_NORM]
+    if 2 * max(map(metrics.counts.__getitem__, norms), default=0) <= metrics.counts[CLIPPED_NORM]:
+        norms = [CLIPPED_NORM]
+
+    def order(name: str) -> tuple[bool, bool, int, str]:
+        return math.isfinite(values[name]), name != "grad_norm", len(name), name
+
+    name = min((name for name in norms if name in values), key=order, default="")
+    return (name, values[name]) if name else None
+
+
+def _unscaled_norm(metrics: Metrics) -> tuple[str, float] | None:
+    settings = metrics.facts.settings
+    return None if settings is not None and settings.loss_is_scaled else _gradient_norm(metrics)
+
+
+def _positive_norm(metrics: Metrics) -> tuple[str, float] | None:
+    norm = _gradient_norm(metrics)
+    return norm if norm is not None and math.isfinite(norm[1]) and norm[1] > 0 else None
+
+
+def _norm_beside_a_loss(metrics: Metrics) -> tuple[str, float] | None:
+    return _positive_norm(metrics) if math.isfinite(metrics.loss) else None
+
+
+def _clipped(metrics: Metrics) -> tuple[str, float] | None:
+    """The gradient norm before clipping, relative to the limit of clipping."""
+    norm = metrics.values.get(CLIPPED_NORM, math.nan)
+    limit = metrics.values.get(CLIPPING_LIMIT, math.nan)
+    if math.isfinite(norm) and math.isfinite(limit) and limit > 0:
+        return f"the limit of clipping ({limit:.3g})", norm / limit
+    return None
+
+
+def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: str) -> Iterator[Sighting]:
+    last = history[-1]
+    are_finite = [math.isfinite(point.value) for point in history[-FINITE_AGAIN - 1 :]]
+    if not are_finite[-1]:
+        yield Sighting(f"{last.name} is {last.value}", since=last.iteration)
+    elif are_finite == [False, *[True] * FINITE_AGAIN]:
+        count = many(sum(not math.isfinite(point.value) for point in history), step)
+        seen = f"{what} was inf or nan in {count}, and is finite again"
+        yield Sighting(seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
+
+
+def _nonfinite_norm(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+    if facts.settings is not None and not facts.settings.loss_is_scaled:
+        yield from _nonfinite(facts, history, "the gradient norm", "step")
+
+
+def _jump(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+    """Find a norm far above the median of those before it."""
+    if len(history) <= LEAST_NORMS:
+        return
+    norms = np.log2([point.value for point in history[-NORMS - 1 :]])
+    middle = float(np.median(norms[:-1]))
+    sigma = 1.4826 * float(np.median(np.abs(norms[:-1] - middle)))
+    rises = norms[-3:] - middle
+    least = max(FACTOR, SIGMAS * sigma)
+    if rises[-1] >= least:
+        lasts = rises.min() >= least
+        rise = rises.min() if lasts else rises[-1]
+        severity: Severity = "warning" if lasts or rise >= SPIKE else "note"
+        seen = f"{history[-1].name} is {history[-1].value:.3g}, {2**rise:.3g} times the median before"
+        yield Sighting(seen, since=history[-1].iteration, severity=severity)
+
+
+def _creeps_up(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+    """Find slow growth in windows of the last values, and in windows of means over more steps."""
+    for count in MEANS:
+        if len(history) % count or len(history) < WINDOW * count:
+            return  # no new point for windows of longer means either
+        points = history[-WINDOW * count :]
+        norms = np.log2([point.value for point in points]).reshape(WINDOW, count).mean(axis=1)
+        losses = np.array([point.loss for point in points]).reshape(WINDOW, count).mean(axis=1).reshape(3, -1)
+        first, middle, last = np.median(norms.reshape(3, -1), axis=1).tolist()
+        rise = last - first
+        jump = np.diff(np.median(norms.reshape(6, -1), axis=1)).max()
+        if rise < RISE or min(middle - first, last - middle) < RISE / 4 or jump > JUMP * rise:
+            continue
+        before, _, after = np.median(losses, axis=1).tolist()
+        change = (after - before) / max(abs(before), 1e-12)
+        if change < -FLAT:
+            continue
+        apart = np.percentile(losses[2], 25) > np.percentile(losses[0], 75)
+        severity: Severity = "warning" if change >= RISING and apart else "note"
+        seen = (
+            f"{history[-1].name} has become {2**rise:.3g} times as large in {WINDOW * count} logged steps, while the"
+            f" loss has changed by {100 * change:+.2g} %"
+        )
+        yield Sighting(seen, since=points[0].iteration, severity=severity)
+
+
+def _far_clipped(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+    last = history[-CLIPPED_STEPS:]
+    ratios = sorted(point.value for point in last)
+    least = ratios[round((1 - NEARLY_ALL_CLIPPED) * len(ratios))]
+    if len(ratios) == CLIPPED_STEPS and least >= CLIPPED:
+        seen = (
+            f"the gradient norm was at least {least:.3g} times {last[-1].name} in"
+            f" {sum(ratio >= least for ratio in ratios)} of {CLIPPED_STEPS} steps"
+        )
+        severity: Severity = "warning" if least >= FAR_CLIPPED else "note"
+        yield Sighting(seen, since=last[0].iteration, severity=severity)
+
+
+def _micro_batches(facts: Facts) -> int:
+    return min((layer.calls for layer in facts.layers.values() if layer.calls), default=0)
+
+
+def _first_loss(metrics: Metrics) -> tuple[str, float] | None:
+    loss = _training_loss(metrics)
+    is_first = loss is not None and metrics.counts[loss[0]] == 1
+    return loss if is_first and _micro_batches(metrics.facts) > 1 else None
+
+
+def _is_sum(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+    """Compare the first loss with that of a uniform guess, times the number of micro-batches."""
+    count = _micro_batches(facts)
+    iteration, name, loss, _ = history[0]
+    for head in facts.heads:
+        classes = head.shape[0]
+        guess = math.log(max(classes, 2))
+        if abs(loss / (count * guess) - 1) <= NEAR_GUESS:
+            seen = (
+                f"the first {name} is {loss:.3g}, {count} times that of a uniform guess among {classes} classes"
+                f" ({guess:.3g}), and a step has {count} micro-batches"
+            )
+            yield Sighting(seen, since=iteration)
+
+
+class DivergingLoss(RuleCheck):
+    kind_of_step = "logged loss value"
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self._curves: dict[str, _Curve] = {}
+        self._restored: list[float] = []
+        self._restored_at = 0
+
+    def event(self, event: Event) -> Iterator[Sighting]:
+        losses = event.data.get("losses") if event.kind == "losses_restored" else None
+        if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
+            self._restored = losses
+            self._restored_at = event.iteration
+        if event.kind in ("segment_ended", "stopped"):
+            risen = [curve for curve in self._curves.values() if curve.since is not None]
+            if risen and all(curve.has_fallen for curve in risen):
+                yield risen[0].fallen()
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+        for name in loss_first(filter(is_training_loss, values)):
+            if not math.isfinite(values[name]):
+                continue
+            self.note_data(iteration)
+            if name not in self._curves:
+                self._curves[name] = _Curve(name)
+                for loss in self._restored:
+                    self._curves[name].add(self._restored_at, loss)
+            yield from self._curves[name].add(iteration, values[name])
+
+
+class _Curve:
+    """The history of one loss.
+
+    For a loss that was negative, or is often 0, as in reinforcement learning, ratios make no sense: its lost progress
+    and its magnitude are checked instead.
+
+    Attributes:
+        since: the first step of the first rise; None without one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.since: int | None = None
+        self._name = name
+        self._start: list[float] = []
+        self._steps: deque[int] = deque(maxlen=BLOCK + LASTS)
+        self._losses: deque[float] = deque(maxlen=BLOCK + LASTS)
+        self._block: list[float] = []
+        self._best = math.inf, math.inf  # level and spread
+        self._spreads: deque[float] = deque(maxlen=3)
+        self._least = math.inf
+        self._count = self._zeros = 0
+        self._largest_change = 0.0  # without the last STAYS + 1
+        self._limit = math.inf, 0.0
+        self._level = 0.0  # before the first rise
+        self._peak = -math.inf  # since then
+
+    def add(self, iteration: int, loss: float) -> list[Sighting]:
+        self._least = min(self._least, loss)
+        self._count += 1
+        self._zeros += loss == 0
+        self._start = self._start or [loss]
+        if 1 < self._count <= 3:
+            self._start.append(loss)
+        self._steps.append(iteration)
+        self._losses.append(loss)
+        found = []
+        count, level = next(self._rises(), (0, 0.0))
+        last = self._last(count)
+        if count and not (self._has_ratios and max(last) < NEGLIGIBLE * self._start[0]):
+            self._limit = min(last), level
+            if self.since is None:
+                self.since = self._steps[-count]
+                self._level = level
+                self._peak = max(last)
+            seen = f"{self._name} has risen from {level:.3g} to {statistics.median(last):.3g}"
+            found.append(self._sighting(self._steps[-count], seen))
+        elif loss >= self._limit[0]:
+            found.append(self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}"))
+        self._peak = max(self._peak, loss)
+        if len(self._losses) > LASTS:
+            self._add_level(self._losses[-LASTS - 1])
+        return found + self._jump()
+
+    def _last(self, count: int) -> list[float]:
+        return list(self._losses)[-count:]
+
+    @property
+    def _has_ratios(self) -> bool:
+        return self._least >= 0 and self._start[0] > 0 and self._zeros <= MOST_ZEROS * self._count
+
+    @property
+    def has_fallen(self) -> bool:
+        """Return whether the last losses are near the level before the rise again."""
+        last = self._last(LASTS)
+        is_usual = max(last) <= max(self._start[0], RISES[-1][2] * self._level)
+        return is_usual and max(last) <= self._level + FALLEN * (self._peak - self._level)
+
+    def fallen(self) -> Sighting:
+        last = statistics.median(self._last(LASTS))
+        seen = f"{self._name} rose from {self._level:.3g} to {self._peak:.3g}, and has fallen to {last:.3g} again"
+        return Sighting(seen, since=self.since, severity="note", replaces=True)
+
+    def _sighting(self, since: int, seen: str) -> Sighting:
+        start = statistics.median(self._start[:1] if len(self._losses) <= BLOCK else self._start)
+        is_far = self._has_ratios and min(self._last(2)) >= 2 * start
+        return Sighting(seen, since=since, severity="error" if is_far else "warning")
+
+    def _rises(self) -> Iterator[tuple[int, float]]:
+        """Yield the number of last losses that are far above a level, and that level."""
+        values = list(self._losses)
+        for count, least, low, high in RISES if self._has_ratios else OF_SIGNED:
+            before = values[-BLOCK - count : -count]
+            top = max(map(abs, before), default=0.0)
+            sizes = list(map(abs, values[-count:]))
+            if len(before) >= least and top > 0 and min(sizes) >= low * top and max(sizes) >= high * top:
+                yield count, statistics.median(before)
+        last = values[-LASTS:]
+        level = self._best[0]
+        spread = max([self._best[1], *self._spreads])
+        progress = statistics.median(self._start) - level
+        gained = progress if progress > SPREADS * spread else level if self._has_ratios else 0.0
+        if gained > 0 and min(last) - level >= max(SPREADS * spread, LOST * gained):
+            yield LASTS, level
+        first = self._start[0]
+        if self._has_ratios and len(values) > LASTS and min(last) >= OF_FIRST * first:
+            others = [math.log(loss) for loss in values[1:][-BLOCK:] if loss]
+            distance = statistics.mean(others[-LASTS:]) - math.log(first)
+            if distance >= FIRST_SPREADS * statistics.stdev(others):
+                yield LASTS, first
+
+    def _jump(self) -> list[Sighting]:
+        """Find a jump from one step to the next that stays: code may have written the weights."""
+        values = list(self._losses)
+        if len(values) <= STAYS + 2:
+            return []
+        self._largest_change = max(self._largest_change, abs(values[-STAYS - 2] - values[-STAYS - 3]))
+        before, first = values[-STAYS - 1 : -STAYS + 1]
+        jump = first - before
+        stays = min(values[-STAYS:]) >= before + jump / 2
+        is_far = jump >= max(TIMES_CHANGE * self._largest_change, OF_LOSS * abs(before)) > 0
+        if not (stays and is_far and self._has_ratios and len(values) >= STAYS + 2 + LEAST_CHANGES):
+            return []
+        times = jump / self._largest_change if self._largest_change else math.inf
+        seen = (
+            f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
+            " change before, and stays there"
+        )
+        return [Sighting(seen, since=self._steps[-STAYS], severity="warning")]
+
+    def _add_level(self, loss: float) -> None:
+        self._block.append(loss)
+        if len(self._block) == BLOCK:
+            level = statistics.median(self._block)
+            spread = sorted(self._block)[int(0.95 * BLOCK) - 1] - level
+            self._block.clear()
+            self._spreads.append(spread)
+            self._best = min(self._best, (level, spread))
+
+
+_NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'
+
+RISES = ((2, 1, 5.0, 30.0), (3, 1, 4.0, 4.0), (3, 3, 3.0, 3.0), (5, 5, 2.5, 2.5))
+"""The last losses, the least number of losses before them, and the factors by which the least and the greatest of the
+last ones are above all of the 20 before."""
+
+SIGNED = 3
+TIMES_SIGNED = 30.0
+OF_SIGNED = ((SIGNED, 5, TIMES_SIGNED, TIMES_SIGNED),)
+"""The same in magnitude, where a loss was 0 or negative."""
+
+BLOCK = 20
+LASTS = 5
+"""Losses of which a level is the median; last losses that must all be above it."""
+
+SPREADS = 4.0
+LOST = 0.8
+"""A rise above the best level, in spreads (95th percentile above the median); the share of the progress that is lost,
+or of the best level where there is no progress."""
+
+OF_FIRST = 2.5
+FIRST_SPREADS = 3.0
+"""How many times as large as the first loss the last ones are, where the loss rises before it has a level; the same in
+standard deviations of the logarithm, since the first batch may be an easy one."""
+
+MOST_ZEROS = 0.1
+"""The share of losses of exactly 0 up to which the others are compared by their ratios."""
+
+NEGLIGIBLE = 0.01
+"""The share of the first loss below which no loss has diverged."""
+
+FALLEN = 0.25
+"""The share of a rise that is left when the loss has fallen again."""
+
+TIMES_CHANGE = 10.0
+OF_LOSS = 0.1
+STAYS = 4
+LEAST_CHANGES = 8
+"""A jump of the loss: how many times as large as the largest change before, as a share of the loss, the losses in which
+half of it stays, and the least number of changes before."""
+
+FACTOR = 3.0
+SIGMAS = 7.0
+LEAST_NORMS = 20
+NORMS = 128
+"""Powers of two and standard deviations of the logarithm above the median of the norms before; how many of them."""
+
+SPIKE = math.log2(5000)
+"""Powers of two above the median for a single norm."""
+
 WINDOW = 30
-OF_MEAN = 8
 MEANS = (1, 8, 64, 512)
-"""Points of a window; a point of the next window is the mean of so many; how many logged numbers that makes."""
+"""Points of a window, and the logged numbers of which a point is the mean; see also :data:`MOST_POINTS`."""
 
 RISE = 1.0
 """Powers of two by which the median norm of a window's last third is above that of its first third."""
@@ -285,9 +439,8 @@ NEAR_GUESS = 0.1
 
 RULES = (
     Rule(
-        id="nonfinite-loss",
+        id="nonfinite",
         title="the loss is inf or nan",
-        subject="model",
         needs="the logged training loss",
         collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
         condition=f"""
@@ -306,14 +459,98 @@ RULES = (
             Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It stops
             at the module and batch with the first inf or nan
         """,
-        check=NonfiniteLoss,
+        check=partial(
+            Logged,
+            number=_training_loss,
+            find=partial(_nonfinite, what="the loss", step="logged step"),
+            lacks_in=_why_no_loss,
+        ),
         essential=True,
         consequence_of=("nonfinite",),
     ),
     Rule(
+        id="nonfinite",
+        title="the gradient norm is inf or nan",
+        needs="the logged gradient norm",
+        collect=_NORM,
+        condition=f"""
+            the gradient norm that the trainer logs is inf or nan, and no GradScaler scales the loss. A note if it is
+            then finite {FINITE_AGAIN} times in a row, as where the script skips a step
+        """,
+        silent="a run with a GradScaler for float16, which skips such steps and lowers its scale",
+        severity="error",
+        source="arithmetic",
+        why="an optimizer step with inf or nan gradients breaks the weights",
+        disproof="the script skipped the step, and the next norms are finite",
+        remedy="""
+            Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch with
+            the first inf or nan
+        """,
+        check=partial(Logged, number=_unscaled_norm, find=_nonfinite_norm, kind_of_step="logged gradient norm"),
+        consequence_of=("nonfinite",),
+    ),
+    Rule(
+        id="diverging-loss",
+        title="the loss rises far above its noise",
+        needs="at least 3 steps of the logged training loss",
+        collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
+        condition=f"""
+            the last losses are far above the maximum of the 20 before: the last 2 by a factor of 5, one of them by 30;
+            the last 3 by 4, or by 3 with at least 3 losses before; or the last 5 by 2.5, with at least 5 losses before.
+            Or the last {LASTS} are above the best level (the median of {BLOCK} losses) by {SPREADS:g} times its spread
+            (95th percentile minus median) and by {100 * LOST:g} % of the progress since the start, or of the level if
+            there is no progress. Or, for a loss that was 0 or negative, the last {SIGNED} are {TIMES_SIGNED:g} times as
+            large in magnitude as all of the 20 before. Or the last {LASTS} are all {OF_FIRST:g} times as large as the
+            first loss, and {FIRST_SPREADS:g} standard deviations of the logarithm above it. Or it rises in one step by
+            {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by {100 * OF_LOSS:g} %,
+            and half of that stays for {STAYS} steps. An error if the loss is twice its first value; else a warning. At
+            the end of the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are
+            left
+        """,
+        silent=f"""
+            evaluation losses, parts of the loss, generator and critic losses; single spikes; losses below
+            {100 * NEGLIGIBLE:g} % of the first one. For losses that were 0 or negative, as in reinforcement learning,
+            only magnitudes are compared
+        """,
+        severity="error",
+        source="calibrated on trainings of small models: docs/proof.md; the thresholds are this project's",
+        why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
+        disproof="the data or the loss function changed at that step, and the loss falls again",
+        remedy="""
+            Lower the learning rate (with Adam, gradient clipping does not replace this), or use a longer warmup, and
+            resume from an earlier checkpoint. If the loss jumped in one step, check that step for a restored
+            checkpoint, overwritten weights, or a bad batch
+        """,
+        check=DivergingLoss,
+        essential=True,
+        consequence_of=("weight-jump", "learning-rate", "growth of weight"),
+    ),
+    Rule(
+        id="gradient-norm",
+        title="the gradient norm jumps far above its earlier values",
+        needs=f"at least {LEAST_NORMS} steps of the logged gradient norm",
+        collect=_NORM,
+        condition=f"""
+            the gradient norm is at least 2^{FACTOR:g} times the median of the last {NORMS}, and {SIGMAS:g} standard
+            deviations of its logarithm (from the median deviation) above it. A warning if 3 norms in a row are, or if
+            one is 5,000 times the median; else a note
+        """,
+        silent="nothing: a few large norms, which clipping handles, are a note",
+        source="OLMo 2, arXiv 2501.00656 (7 sigma of the last 1,000 steps); SPAM, arXiv 2501.06842 (5,000 times)",
+        why="a large step can undo what was learned",
+        disproof="the learning rate or the data changed at that step, and the loss continues as before",
+        remedy="""
+            Clip the gradient norm, or lower the learning rate. Check the batch of that step, and skip it if it is
+            damaged
+        """,
+        check=partial(
+            Logged, needed=LEAST_NORMS, number=_positive_norm, find=_jump, kind_of_step="logged gradient norm"
+        ),
+        consequence_of=("weight-jump", "diverging-loss"),
+    ),
+    Rule(
         id="gradient-norm",
         title="the gradient norm creeps up while the loss no longer falls",
-        subject="model",
         needs=f"at least {WINDOW} steps of the logged training loss and gradient norm",
         collect="""
             session.log({"loss": ..., "grad_norm": ...}) in each step; the Hugging Face Trainer logs both, with
@@ -326,7 +563,6 @@ RULES = (
             has risen by {100 * RISING:g} % or more, beyond its quartiles; else a note
         """,
         silent="a loss that still falls, norms after clipping, evaluation losses",
-        severity="warning",
         source="arXiv 2506.20752: in MX formats it precedes spikes without recovery; the thresholds are this project's",
         why="with block formats a slowly growing gradient norm came before runs diverged",
         disproof="the learning rate or the data changed at that step, or a BF16 run has the same norm",
@@ -335,21 +571,18 @@ RULES = (
             forward, or activations and LayerNorm
         """,
         cost="higher precision runs at the speed of BF16",
-        check=GradientNorm,
+        check=partial(Logged, needed=WINDOW, number=_norm_beside_a_loss, find=_creeps_up),
     ),
     Rule(
-        id="gradient-size",
+        id="gradient-norm",
         title="the gradients have the wrong size",
-        subject="model",
         needs=f"at least {CLIPPED_STEPS} steps with torch.nn.utils.clip_grad_norm_",
         collect="clipping by torch.nn.utils.clip_grad_norm_, which a session observes",
         condition=f"""
             before clipping, the gradient norm is at least {CLIPPED:g} times the limit in {100 * NEARLY_ALL_CLIPPED:g} %
-            of {CLIPPED_STEPS} steps; a warning from {FAR_CLIPPED:,.0f} times on. Or the first loss is, within
-            {100 * NEAR_GUESS:g} %, N times ln(outputs of the model's last layer), and a step has N micro-batches
+            of {CLIPPED_STEPS} steps; a warning from {FAR_CLIPPED:,.0f} times on
         """,
         silent="clipping by a limit of inf, which only measures the norm; clipping by DeepSpeed, Megatron or FSDP",
-        severity="warning",
         source="Megatron-LM issue 1532: a loss that was a sum over tokens; the thresholds are this project's",
         why="""
             clipping then sets the size of each step, and the part of the gradient that is too large hides all other
@@ -361,6 +594,30 @@ RULES = (
             GradScaler, call scaler.unscale_(optimizer) before clipping. If the loss is right, raise the limit to the
             usual norm
         """,
-        check=GradientSize,
+        check=partial(
+            Logged,
+            needed=CLIPPED_STEPS,
+            number=_clipped,
+            find=_far_clipped,
+            applies=False,
+            kind_of_step="clipped step",
+        ),
+    ),
+    Rule(
+        id="gradient-norm",
+        title="the gradients have the wrong size, as the first loss shows",
+        needs="the logged training loss",
+        collect='session.log({"loss": ...}) in each step',
+        condition=f"""
+            the first loss is, within {100 * NEAR_GUESS:g} %, N times ln(outputs of the model's last layer), and a step
+            has N micro-batches
+        """,
+        silent="a single micro-batch",
+        severity="note",
+        source="insightface issue 2258: a loss that was not divided; the threshold is this project's",
+        why="the gradients, and all thresholds on them, are as many times too large as a step has micro-batches",
+        disproof="only the logged value is a sum",
+        remedy=_DIVIDE,
+        check=partial(Logged, number=_first_loss, find=_is_sum, applies=False),
     ),
 )

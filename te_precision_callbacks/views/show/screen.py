@@ -96,9 +96,9 @@ def _verdict(view: RunView) -> Iterator[RenderableType]:
         yield table
         left = more_findings(len(verdict))
         yield paragraph(f"{f'{left}; ' if left else ''}more: {view.more}")
-    if verdict.not_checked:
+    if verdict.unchecked:
         label = "Not checked" if any(rule.essential for rule in verdict.not_checked) else "Not checked (optional)"
-        yield paragraph(f"{label}: {', '.join(rule.rule for rule in verdict.not_checked)}.", "dim")
+        yield paragraph(f"{label}: {', '.join(verdict.unchecked)}.", "dim")
     yield Text()
 
 

@@ -39,7 +39,7 @@ function verdictPart(report) {
     el("h2", { id: "verdict" }, verdict.summary),
     findings.length > 0 && el("ol", { "aria-label": "Findings, root causes and the most severe first" }, findings.slice(0, FINDINGS_AT_THE_TOP).map((finding) => findingLine(report, finding))),
     findings.length > 0 && el("p", {}, toFindings(left > 0 ? `${left} more finding${left === 1 ? "" : "s"}, and all details` : "All details")),
-    notChecked.length > 0 && el("p", { class: "quiet" }, `Not checked${notChecked.some(({ essential }) => essential) ? "" : " (optional)"}: ${notChecked.map(({ rule }) => rule).join(", ")}. `, toFindings("What to add")));
+    notChecked.length > 0 && el("p", { class: "quiet" }, `Not checked${notChecked.some(({ essential }) => essential) ? "" : " (optional)"}: ${[...new Set(notChecked.map(({ rule }) => rule))].filter((rule) => !verdict.checked_rules.includes(rule)).join(", ")}. `, toFindings("What to add")));
 }
 
 function findingCard(report, finding, number) {
