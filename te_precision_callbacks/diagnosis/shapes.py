@@ -217,24 +217,31 @@ class Reported(RuleCheck):
     Attributes:
         kinds: the kinds of events.
         find: yields the sightings of an event, or why it says that something could not be checked; the first one stays.
+        is_of_all: whether the rule applies to all runs instead, and is checked in those with a step.
     """
 
     kinds: Sequence[str]
     find: Callable[[Event], Iterable[Sighting | str]]
-    applies = False
+    is_of_all: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
+        self.applies = self.is_of_all
+
+    def facts(self, facts: Facts) -> Iterable[Sighting]:
+        self.checked |= self.is_of_all and facts.has_run and not self.lacks
+        return ()
 
     def event(self, event: Event) -> Iterator[Sighting]:
         if event.kind in self.kinds:
-            self.applies = self.checked = True
+            self.applies = True
+            self.checked |= not self.is_of_all
             for found in self.find(event):
                 if isinstance(found, Sighting):
                     yield found
                 else:
                     self.lacks = self.lacks or found
-            self.checked = not self.lacks
+            self.checked &= not self.lacks
 
 
 NEEDS_EACH_STEP = f"every_step=True, and {LEAST_HISTORY} steps"

@@ -148,7 +148,7 @@ def test_broken_weights_are_named_in_the_order_of_the_model(tmp_path: Path, opti
                 torch.nn.init.constant_(weight, torch.nan)
 
     verdict = train(tmp_path, model, made, after=spoil, steps=7)
-    (found,) = [finding for finding in verdict if finding.rule == "nonfinite"]
+    (found,) = [finding for finding in verdict if finding.title == "inf or nan in a tensor"]
     assert "first embedding.weight" in str(found)
     assert f"{len(weights) - 2} parameters" in str(found)
 
@@ -977,7 +977,7 @@ def test_a_weight_that_is_nan_after_the_last_step(tmp_path: Path) -> None:
         model.blocks[1].fc1.bias[0] = 1.0 if next(steps) < STEPS - 1 else torch.nan
 
     verdict = train(tmp_path, model, adamw(model), after=break_in_the_end)
-    (result,) = (item for item in verdict if item.rule == "nonfinite")
+    (result,) = (item for item in verdict if item.title == "inf or nan in a tensor")
     assert (result.layers, result.since) == (("blocks.1.fc1",), STEPS - 1)
     assert "blocks.1.fc1.bias" in result.seen
     assert not verdict.healthy

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, Sighting
 from te_precision_callbacks.diagnosis.shapes import Reported
 from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
@@ -15,24 +14,18 @@ from te_precision_callbacks.sinks.step_records import Event
 _EXPLAINED = ("PrecisionFindingError", "PrecisionContractError", "ActivationOverflowError")
 
 
-class FailedRun(RuleCheck):
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
-        self.checked = facts.has_run and not self.lacks
-        return ()
-
-    def event(self, event: Event) -> Iterator[Sighting]:
-        first_line = event.text.partition("\n")[0].rstrip(":. ")
-        if event.kind == "stopped":
-            self.lacks = first_line
-        if event.kind == "earlier_start":
-            yield Sighting(first_line, since=event.iteration, severity="note", key=first_line)
-        if event.kind == "segment_ended" and event.severity == "error":
-            cause = ended_by(first_line)
-            if cause and cause != "sys.exit()":
-                self.lacks = f"the run was ended by {cause} after step {event.iteration}"
-            elif not cause and not first_line.startswith(_EXPLAINED):
-                yield Sighting(f"the run was ended by {first_line}", since=event.data.get("step", event.iteration))
-        self.checked &= not self.lacks
+def _failure_of_run(event: Event) -> Iterator[Sighting | str]:
+    first_line = event.text.partition("\n")[0].rstrip(":. ")
+    if event.kind == "stopped":
+        yield first_line
+    elif event.kind == "earlier_start":
+        yield Sighting(first_line, since=event.iteration, severity="note", key=first_line)
+    elif event.severity == "error":
+        cause = ended_by(first_line)
+        if cause and cause != "sys.exit()":
+            yield f"the run was ended by {cause} after step {event.iteration}"
+        elif not cause and not first_line.startswith(_EXPLAINED):
+            yield Sighting(f"the run was ended by {first_line}", since=event.data.get("step", event.iteration))
 
 
 def _broken_contract(event: Event) -> Iterator[Sighting | str]:
@@ -70,7 +63,9 @@ RULES = (
         why="the training is incomplete, and a numerical problem may be the cause",
         disproof="the exception ended the run on purpose",
         remedy="Read the traceback in the output of the script",
-        check=FailedRun,
+        check=partial(
+            Reported, kinds=("segment_ended", "stopped", "earlier_start"), find=_failure_of_run, is_of_all=True
+        ),
         essential=True,
         consequence_of=("nonfinite", "contract"),
     ),
