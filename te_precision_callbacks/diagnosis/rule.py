@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
@@ -15,6 +15,9 @@ from te_precision_callbacks.statistics.arrays import Mask, holds_any
 
 _KEPT_STEPS = 64
 """The last steps, among which the last good one of a new finding is."""
+
+
+Subject = Literal["tensor", "layer", "group of similar layers", "model", "config"]
 
 
 class Sighting(NamedTuple):
@@ -105,6 +108,7 @@ class Rule:
     Attributes:
         id: its name, for ``te-precision rules ID`` and for ``on_finding=``.
         title: the problem, in one line; no two rows have the same one.
+        subject: the kind of subject.
         needs: the required data.
         collect: the options of a config that collect these data.
         condition: the condition, with thresholds.
@@ -125,6 +129,7 @@ class Rule:
 
     id: str
     title: str
+    subject: Subject
     needs: str
     collect: str
     condition: str

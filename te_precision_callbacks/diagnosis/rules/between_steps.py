@@ -14,6 +14,7 @@ RULES = (
     Rule(
         id="uncalled-layer",
         title="a layer does not run any more",
+        subject="layer",
         needs=NEEDS_EACH_STEP,
         collect=COLLECT_EACH_STEP,
         condition=f"""
@@ -32,6 +33,7 @@ RULES = (
     Rule(
         id="frozen-layer",
         title="the weights of a layer get no gradient any more",
+        subject="layer",
         needs=NEEDS_EACH_STEP,
         collect=COLLECT_EACH_STEP,
         condition=f"""

@@ -206,6 +206,7 @@ RULES = (
     Rule(
         id="dead-gradient",
         title="a layer gets no gradient",
+        subject="layer",
         needs="cur_amax of gradients",
         collect="LogTensorStats with tensors: [activation, gradient] and stats: [cur_amax], or the default config",
         condition=f"""
@@ -233,6 +234,7 @@ RULES = (
     Rule(
         id="zeros-in-wgrad",
         title="many elements of a weight's gradient are 0",
+        subject="tensor",
         needs="zeros% of wgrad",
         collect="LogTensorStats with tensors: [wgrad] and stats: [zeros%]",
         condition="zeros% of wgrad is at least {limit:g}, but below {below:g}, in {needed} collection steps in a row",
@@ -261,6 +263,7 @@ RULES = (
     Rule(
         id="growth",
         title="a tensor has grown far above its initial size",
+        subject="tensor",
         needs="cur_amax of tensors in more than one collection step",
         collect="LogTensorStats with stats: [cur_amax], or the default config; and a longer run",
         condition=f"""
@@ -294,6 +297,7 @@ RULES = (
     Rule(
         id="growth",
         title="a tensor's largest magnitude is far above its last ones",
+        subject="tensor",
         needs=NEEDS_EACH_STEP,
         collect=COLLECT_EACH_STEP,
         condition=f"""

@@ -107,6 +107,7 @@ RULES = (
     Rule(
         id="weight-jump",
         title="weights are overwritten, or jump by the learning rate",
+        subject="layer",
         needs="steps of a torch optimizer; cur_amax, std or l2_norm of weights in at least 3 collection steps",
         collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
         condition=f"""

@@ -110,6 +110,7 @@ RULES = (
     Rule(
         id="wrong-codes",
         title="a quantizer whose codes and scales do not fit its input",
+        subject="tensor",
         needs="mse, sqnr_db, overflows%, scale_inv_min, scale_inv_max and cur_amax of quantized tensors",
         collect="""
             LogFp8TensorStats with stats: [mse, sqnr_db, overflows%, scale_inv_min, scale_inv_max] and LogTensorStats
@@ -148,6 +149,7 @@ RULES = (
     Rule(
         id="wrong-gemm",
         title="a GEMM whose result is not the product of its operands",
+        subject="tensor",
         needs="gemm_kernel_ratio, gemm_kernel_error, gemm_gain and gemm_wrong_rank of GEMMs",
         collect="LogGemmError with gemms: [fprop, dgrad, wgrad]",
         condition="gemm_kernel_ratio is above 1: a row is off by more than 3 times the bound of its rounding",

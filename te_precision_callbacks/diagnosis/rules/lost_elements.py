@@ -303,6 +303,7 @@ RULES = (
     Rule(
         id="nonfinite",
         title="inf or nan in a tensor",
+        subject="tensor",
         needs="nonfinite_num or cur_amax of tensors",
         collect="LogTensorStats with stats: [nonfinite_num], or the default config",
         condition=f"""
@@ -328,6 +329,7 @@ RULES = (
     Rule(
         id="overflow",
         title="elements above the range of the format",
+        subject="tensor",
         needs="overflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [overflows%], or the default config",
         condition=f"""
@@ -357,6 +359,7 @@ RULES = (
     Rule(
         id="underflow",
         title="elements that round to 0 carry a relevant part of the tensor's norm",
+        subject="tensor",
         needs="underflows% of quantized tensors",
         collect="LogFp8TensorStats with stats: [underflows%, underflow_norm%], or the default config",
         condition=f"""

@@ -47,6 +47,7 @@ RULES = (
     Rule(
         id="failed-run",
         title="an exception ended the run",
+        subject="model",
         needs="the recorded end of a session",
         collect="a run recorded by a session",
         condition="""
@@ -72,6 +73,7 @@ RULES = (
     Rule(
         id="contract",
         title="the run breaks its precision contract",
+        subject="model",
         needs="a contract (require=)",
         collect='require="fp8 >= 95%"',
         condition="the products of the run do not meet require=",
@@ -87,6 +89,7 @@ RULES = (
     Rule(
         id="evaluation-mode",
         title="the model trains in evaluation mode",
+        subject="model",
         needs="layers of Transformer Engine",
         collect="a run recorded by a session",
         condition="an optimizer of the model steps while all Transformer Engine layers are in evaluation mode",
@@ -100,6 +103,7 @@ RULES = (
     Rule(
         id=FAILED_OBSERVATION,
         title="the observation of the run failed",
+        subject="model",
         needs="a run without a failure of the observation",
         collect="a run without a failure of the observation",
         condition="a failure was reported, after which statistics or records are missing",

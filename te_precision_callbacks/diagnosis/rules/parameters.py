@@ -234,6 +234,7 @@ RULES = (
     Rule(
         id="missing-gradient",
         title="a parameter gets no gradient, or no optimizer steps it",
+        subject="layer",
         needs="at least 6 steps of a torch.optim optimizer, or a gradient for each of its parameters",
         collect=_COLLECT,
         condition="""
@@ -264,6 +265,7 @@ RULES = (
     Rule(
         id="frozen-weight",
         title="a weight does not change, or does not follow its master weight",
+        subject="layer",
         needs="some sampled steps of a torch.optim optimizer",
         collect=_COLLECT,
         condition="""
@@ -294,6 +296,7 @@ RULES = (
     Rule(
         id="learning-rate",
         title="the learning rate rises again after its schedule has ended, or weight decay is too large",
+        subject="model",
         needs="a torch.optim optimizer over the weights or their float32 master weights",
         collect="at least one step of the optimizer",
         condition="""
@@ -315,6 +318,7 @@ RULES = (
     Rule(
         id="kept-gradient",
         title="gradients are not cleared between optimizer steps",
+        subject="layer",
         needs="3 sampled steps of a torch.optim optimizer, each followed by a backward that adds to .grad",
         collect=_COLLECT,
         condition="""
@@ -338,6 +342,7 @@ RULES = (
     Rule(
         id="replicas-differ",
         title="parameters that should be the same on all ranks differ",
+        subject="layer",
         needs="a session on several ranks that reduce statistics together, and parameters that are not sharded",
         collect=_COLLECT,
         condition="""
@@ -365,6 +370,7 @@ RULES = (
     Rule(
         id="no-reduction",
         title="several ranks train, and their gradients are not averaged",
+        subject="model",
         needs="a session on several ranks that reduce statistics together, and parameters that are not sharded",
         collect=_COLLECT,
         condition="""

@@ -246,6 +246,7 @@ RULES = (
     Rule(
         id="hole",
         title="a layer in high precision among similar layers in low precision",
+        subject="layer",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=f"""
@@ -268,6 +269,7 @@ RULES = (
     Rule(
         id="hole",
         title="layers run in high precision for a few steps",
+        subject="layer",
         needs=NEEDS_EACH_STEP,
         collect=COLLECT_EACH_STEP,
         condition=f"""
@@ -291,6 +293,7 @@ RULES = (
     Rule(
         id="no-low-precision",
         title="nothing runs in low precision",
+        subject="model",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=f"""
@@ -312,6 +315,7 @@ RULES = (
     Rule(
         id="hole",
         title="the backward of a checkpointed layer runs in high precision",
+        subject="layer",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition="a reentrant checkpoint recomputes the forward of a layer outside of te.autocast",
@@ -325,6 +329,7 @@ RULES = (
     Rule(
         id="mxfp8-hybrid",
         title="MXFP8 with gradients in E5M2",
+        subject="config",
         needs="the formats of operands",
         collect=_COLLECT,
         condition="a layer with the MXFP8 recipe has gradients in E5M2",
@@ -339,6 +344,7 @@ RULES = (
     Rule(
         id="nvfp4-tail",
         title="NVFP4 in the last layers",
+        subject="model",
         needs="the precision of each product, which every session records",
         collect=_COLLECT,
         condition=f"all of the last {100 * TAIL:g} % of the layers, in order of execution, run in NVFP4",
@@ -355,6 +361,7 @@ RULES = (
     Rule(
         id="bf16-state",
         title="optimizer state or gradients in bfloat16",
+        subject="model",
         needs="the dtypes of the optimizer state after the first step",
         collect="a session over at least one step of a torch optimizer of the model",
         condition=(

@@ -216,6 +216,7 @@ RULES = (
     Rule(
         id="stale-scale",
         title="the scale of delayed scaling does not fit the tensor",
+        subject="tensor",
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=f"""
@@ -244,6 +245,7 @@ RULES = (
     Rule(
         id="stale-scale",
         title="the scale of delayed scaling is never updated",
+        subject="tensor",
         needs="scale_inv_max and cur_amax of the tensors of layers with delayed scaling",
         collect=_COLLECT,
         condition=f"""
@@ -270,6 +272,7 @@ RULES = (
     Rule(
         id="stale-scale",
         title="a resume lost the scales and amax histories of delayed scaling",
+        subject="layer",
         needs="a resume",
         collect="the session's state in the checkpoint (session.state_dict()), and delayed scaling",
         condition="""
@@ -291,6 +294,7 @@ RULES = (
     Rule(
         id="stale-scale",
         title="the scale of delayed scaling differs between ranks",
+        subject="tensor",
         needs="scale_inv_min and scale_inv_max of delayed scaling, reduced over ranks, with one micro-batch in a step",
         collect="""
             LogFp8TensorStats with stats: [scale_inv_min, scale_inv_max], or the default config; and statistics that are

@@ -112,6 +112,7 @@ RULES = (
     Rule(
         id="grad-scaler",
         title="a GradScaler without float16",
+        subject="config",
         needs="the scalers that step the model's optimizers, and the types of the first step",
         collect=_COLLECT,
         condition="""
@@ -136,6 +137,7 @@ RULES = (
     Rule(
         id="stale-scale",
         title="amaxes are not reduced over all ranks that share a layer",
+        subject="config",
         needs="delayed scaling on several ranks that reduce their statistics together",
         collect=_COLLECT,
         condition="""
@@ -163,6 +165,7 @@ RULES = (
     Rule(
         id="ignored-argument",
         title="an argument of the recipe has no effect",
+        subject="config",
         needs="the recipes that layers used",
         collect=_COLLECT,
         condition="""
@@ -182,6 +185,7 @@ RULES = (
     Rule(
         id="margin",
         title="delayed scaling has an unusual margin",
+        subject="config",
         needs="a recipe with a margin",
         collect=_COLLECT,
         condition=f"""

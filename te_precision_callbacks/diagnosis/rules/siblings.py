@@ -284,6 +284,7 @@ RULES = (
     Rule(
         id="sibling",
         title="a tensor differs from the same tensor of similar layers",
+        subject="group of similar layers",
         needs=f"""
             std or cur_amax of a tensor in at least {LEAST_ALIKE} similar layers, or scale_inv_max, underflows% or
             overflows%

@@ -441,6 +441,7 @@ RULES = (
     Rule(
         id="nonfinite",
         title="the loss is inf or nan",
+        subject="model",
         needs="the logged training loss",
         collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
         condition=f"""
@@ -471,6 +472,7 @@ RULES = (
     Rule(
         id="nonfinite",
         title="the gradient norm is inf or nan",
+        subject="model",
         needs="the logged gradient norm",
         collect=_NORM,
         condition=f"""
@@ -492,6 +494,7 @@ RULES = (
     Rule(
         id="diverging-loss",
         title="the loss rises far above its noise",
+        subject="model",
         needs="at least 3 steps of the logged training loss",
         collect='session.log({"loss": ...}) in each step, named for example loss, train_loss or train/loss',
         condition=f"""
@@ -528,6 +531,7 @@ RULES = (
     Rule(
         id="gradient-norm",
         title="the gradient norm jumps far above its earlier values",
+        subject="model",
         needs=f"at least {LEAST_NORMS} steps of the logged gradient norm",
         collect=_NORM,
         condition=f"""
@@ -551,6 +555,7 @@ RULES = (
     Rule(
         id="gradient-norm",
         title="the gradient norm creeps up while the loss no longer falls",
+        subject="model",
         needs=f"at least {WINDOW} steps of the logged training loss and gradient norm",
         collect="""
             session.log({"loss": ..., "grad_norm": ...}) in each step; the Hugging Face Trainer logs both, with
@@ -576,6 +581,7 @@ RULES = (
     Rule(
         id="gradient-norm",
         title="the gradients have the wrong size",
+        subject="model",
         needs=f"at least {CLIPPED_STEPS} steps with torch.nn.utils.clip_grad_norm_",
         collect="clipping by torch.nn.utils.clip_grad_norm_, which a session observes",
         condition=f"""
@@ -606,6 +612,7 @@ RULES = (
     Rule(
         id="gradient-norm",
         title="the gradients have the wrong size, as the first loss shows",
+        subject="model",
         needs="the logged training loss",
         collect='session.log({"loss": ...}) in each step',
         condition=f"""

@@ -26,6 +26,7 @@ RULES = (
     Rule(
         id="stale-weights",
         title="a layer uses stale cached weights of an earlier step",
+        subject="tensor",
         needs="a forward with is_first_microbatch=False in a collection step",
         collect="any statistic of the layer",
         condition="""
@@ -53,6 +54,7 @@ RULES = (
     Rule(
         id="lost-updates",
         title="the optimizer's updates vanish in rounding",
+        subject="model",
         needs=f"{UNCHANGED}, of weights in 16 bits or fewer that an optimizer steps without master weights",
         collect=f"{_COLLECT}; not needed with master weights",
         condition="""
@@ -83,6 +85,7 @@ RULES = (
     Rule(
         id="below-eps",
         title="gradients are below Adam's eps",
+        subject="model",
         needs=f"{BELOW_EPS}, of optimizers of Adam's kind that step the model's own weights",
         collect=_COLLECT,
         condition="""
