@@ -79,7 +79,7 @@ class Diagnosis:
         """Add a finding of another rank in its local values, or of a rule of another version."""
         key = finding.title, finding.tensor, ""
         known = self._findings.get(key)
-        self._findings[key] = finding if known is None else _merge_findings(known, finding)
+        self._findings[key] = finding if known is None else replace(_merge_findings(known, finding), ranks=known.ranks)
         self._sort_keys.setdefault(key, (finding.seen_at or 0, self._places.get(finding.title, len(self._places))))
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
@@ -256,7 +256,7 @@ class Diagnosis:
             remedy = sighting.remedy or known.remedy
             finding = replace(known, severity=finding.severity, seen=finding.seen, seen_at=None, remedy=remedy)
         elif known is not None:
-            finding = _merge_findings(known, finding)
+            finding = replace(_merge_findings(known, finding), ranks=known.ranks)
         if finding.since == 0:
             remedy = finding.remedy.replace("Resume from an earlier checkpoint", "Start again")
             finding = replace(finding, remedy=remedy)
@@ -276,7 +276,7 @@ def _merge_findings(known: Finding, other: Finding) -> Finding:
     return replace(
         lead,
         layers=tuple(dict.fromkeys((*lead.layers, *more.layers))),
-        ranks=known.ranks and tuple(dict.fromkeys((*lead.ranks, *more.ranks))),
+        ranks=tuple(dict.fromkeys((*lead.ranks, *more.ranks))),
         since=first.since,
         until=max((finding.until for finding in (known, other) if finding.until is not None), default=None),
         last_good=first.last_good,
