@@ -8,6 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import pyarrow.compute as pc
@@ -78,15 +79,18 @@ def not_counted_notes(run: RecordedRun) -> list[str]:
 _TRAINING_WORDS = frozenset({"loss", "train", "training", "total", "step", "batch", "lm"})
 
 
-def words_of(name: str) -> set[str]:
-    return set(re.split(r"[/._\s-]", name.lower()))
+@lru_cache
+def words_of(name: str) -> frozenset[str]:
+    return frozenset(re.split(r"[/._\s-]", name.lower()))
 
 
+@lru_cache
 def is_loss(name: str) -> bool:
     words = words_of(name)
     return "loss" in words and "scale" not in words
 
 
+@lru_cache
 def is_training_loss(name: str) -> bool:
     """Return whether a scalar must be the training loss; others, such as ``best_loss``, may be inf in a healthy run."""
     return is_loss(name) and words_of(name) <= _TRAINING_WORDS

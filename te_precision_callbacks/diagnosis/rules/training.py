@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -62,6 +62,7 @@ def _why_no_loss(metrics: Metrics) -> str:
     return ""
 
 
+@lru_cache
 def _is_norm(name: str) -> bool:
     return {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)
 
