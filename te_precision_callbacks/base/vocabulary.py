@@ -187,46 +187,6 @@ LayerNames = Literal["path", "upstream"]
 Observe = Literal["debug", "fused", "auto"]
 """Transformer Engine's path that layers take while features observe their tensors."""
 
-ParameterProblem = Literal[
-    # of its gradient
-    "no_gradient",
-    "checkpointed",
-    "lost_gradient",
-    "arrived",
-    "left_out",
-    "idle",
-    "not_held",
-    "converted",
-    "frozen_held",
-    "zeroed",
-    "kept",
-    "all_kept",
-    "nonfinite_gradient",
-    # of its weight
-    "unchanged",
-    "still",
-    "apart",
-    "late",
-    "emptied",
-    "restored",
-    "replaced",
-    "nonfinite",
-    # of its optimizer
-    "unstepped",
-    "rises_again",
-    "decays",
-    # of ranks
-    "differs",
-    "differs_from_start",
-    "no_reduction",
-    "no_sum",
-]
-"""Problems of parameters: ``parameters`` finds them, the rules in ``diagnosis/rules`` describe them."""
-
-ENDS_BY_A_GRADIENT: frozenset[ParameterProblem] = frozenset({"no_gradient", "checkpointed", "lost_gradient"})
-"""Problems that a later gradient makes a note."""
-
-
 _RECIPE_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
 _FORMATS = {row.quantizer: row.format for row in _ROWS} | {row.storage: row.format for row in _ROWS}
 

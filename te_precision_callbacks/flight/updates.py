@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.flight.rows import UPDATE
-from te_precision_callbacks.parameters.watch import SteppedWeight
+from te_precision_callbacks.parameters.optimizers import SteppedWeight
 from te_precision_callbacks.te import modules as te_modules
 
 ELEMENTS = 64

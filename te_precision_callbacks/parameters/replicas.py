@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.ranks.together import Ranks
-from te_precision_callbacks.base.vocabulary import ParameterProblem
+from te_precision_callbacks.parameters.parameter import ParameterProblem, Problem
 from te_precision_callbacks.parameters.updates import TrainedModel
-from te_precision_callbacks.parameters.watch import Problem
 from te_precision_callbacks.parameters.weight_samples import local_part, raw_codes, sampled_view, stack_equal
 
 TOLERANCE = 1e-6

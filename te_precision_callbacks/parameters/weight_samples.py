@@ -20,8 +20,7 @@ PLAIN_ROUNDING = 2.0**-7
 """Relative error of a bfloat16 or float16 weight truncated from its master weight."""
 
 
-Compare = Callable[..., torch.Tensor]
-Note = Callable[[float], None]
+Measure = Callable[..., torch.Tensor]
 
 
 class WeightSample(NamedTuple):
@@ -38,10 +37,8 @@ class WeightSample(NamedTuple):
     relative: float
     absolute: torch.Tensor | None = None
 
-    def with_tensor(self, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self.absolute is None:
-            return (self.values, other)
-        return (self.values, other, self.absolute)
+    def with_tensors(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.values, *tensors) if self.absolute is None else (self.values, *tensors, self.absolute)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,59 +137,69 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
 
 
-class BatchedChecks:
-    """Comparisons of many small tensors, launched together by device and kind, and read in a later step."""
+class BatchedMeasurements:
+    """Measurements of many small tensors, launched together by device and kind, and read in a later step."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, tuple[Compare, list[tuple[tuple[torch.Tensor, ...], Note]]]] = {}
-        self._shares: list[tuple[torch.Tensor, Sequence[Note]]] = []
+        self._waiting: dict[Hashable, tuple[Measure, list[tuple[tuple[torch.Tensor, ...], object, str]]]] = {}
+        self._launched: list[tuple[torch.Tensor, list[tuple[object, str]]]] = []
 
-    def add(self, key: Hashable, compare: Compare, tensors: tuple[torch.Tensor, ...], note: Note) -> None:
-        """Add a comparison.
+    def add(self, key: Hashable, measure: Measure, tensors: tuple[torch.Tensor, ...], row: object, column: str) -> None:
+        """Add a measurement.
 
         Args:
-            key: equal for equal comparisons, which are stacked.
-            compare: takes stacks of the tensors, and returns bool of the same shape, [samples, rows, columns].
-            tensors: samples, [rows, columns].
-            note: called with the share of true elements.
+            key: equal for equal measurements, which are stacked.
+            measure: takes stacks of the tensors; returns [rows], or [rows, numbers] for a tuple of numbers.
+            row, column: the object, and the name of its attribute that gets the result.
         """
         kinds = [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
-        self._waiting.setdefault((key, *kinds), (compare, []))[1].append((tensors, note))
-
-    def add_shares(self, shares: torch.Tensor, notes: Sequence[Note]) -> None:
-        self._shares.append((shares.float(), notes))
+        self._waiting.setdefault((key, *kinds), (measure, []))[1].append((tensors, row, column))
 
     def launch(self) -> None:
         waiting = self._waiting
         self._waiting = {}
-        for compare, members in waiting.values():
-            columns = zip(*(tensors for tensors, _ in members), strict=True)
-            are_true = compare(*map(torch.stack, columns))
-            self.add_shares(are_true.flatten(1).float().mean(1), [note for _, note in members])
+        for measure, members in waiting.values():
+            stacks = [torch.stack(column) for column in zip(*(tensors for tensors, _, _ in members), strict=True)]
+            self._launched.append((measure(*stacks).float(), [(row, column) for _, row, column in members]))
 
     def start_copy(self) -> Callable[[], None] | None:
-        """Start copying the shares to the host, one copy per device.
+        """Start copying the results to the host.
 
         Returns:
-            A function that waits for the copies and passes each share to its note, or None without shares. Called a
+            A function that waits for the copies and sets the columns of the rows, or None without results. Called a
             step later, it does not have to wait.
         """
-        if not self._shares:
+        if not self._launched:
             return None
-        by_device: dict[torch.device, tuple[list[torch.Tensor], list[Note]]] = {}
-        for shares, notes in self._shares:
-            of_device = by_device.setdefault(shares.device, ([], []))
-            of_device[0].append(shares)
-            of_device[1].extend(notes)
-        self._shares = []
-        reads = [(to_host(torch.cat(shares)), notes) for shares, notes in by_device.values()]
+        by_device: dict[torch.device, list[tuple[torch.Tensor, list[tuple[object, str]]]]] = {}
+        for numbers, targets in self._launched:
+            by_device.setdefault(numbers.device, []).append((numbers, targets))
+        self._launched = []
+        copies = [
+            (to_host(torch.cat([numbers.flatten() for numbers, _ in of_device])), of_device)
+            for of_device in by_device.values()
+        ]
 
         def read() -> None:
-            for values, notes in reads:
-                for note, value in zip(notes, values(), strict=True):
-                    note(value)
+            for copy, of_device in copies:
+                values = iter(copy())
+                for numbers, targets in of_device:
+                    for row, column in targets:
+                        if numbers.dim() == 1:
+                            setattr(row, column, next(values))
+                        else:
+                            setattr(row, column, tuple(itertools.islice(values, numbers.shape[1])))
 
         return read
+
+
+def exceeds_rounding(
+    relative: float, values: torch.Tensor, master: torch.Tensor, absolute: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return a bool tensor, true where a sample differs from its master weight by more than the format's rounding."""
+    values = values.float()
+    allowed = 1.001 * relative * values.abs()
+    return (values - master).abs() > (allowed if absolute is None else allowed + absolute)
 
 
 def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:

@@ -29,6 +29,7 @@ from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, read_
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
+from te_precision_callbacks.diagnosis.rules.parameter_problems import ParameterProblems
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
 from te_precision_callbacks.flight.changes import ABSENCES, LEAST_HISTORY, Change, Changes, Kind
 from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
@@ -37,8 +38,10 @@ from te_precision_callbacks.flight.updates import UpdateSizes
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
+from te_precision_callbacks.parameters.optimizers import SteppedWeight
+from te_precision_callbacks.parameters.parameter import Problem
 from te_precision_callbacks.parameters.replicas import Replicas
-from te_precision_callbacks.parameters.watch import ParameterWatch, Problem, SteppedWeight
+from te_precision_callbacks.parameters.watch import ParameterWatch
 from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
@@ -270,13 +273,14 @@ class ParameterChecks:
         self._failures = context.failures
         self._replicas = Replicas(model, context.ranks)
         self._watch = ParameterWatch(model, context.failures)
+        self._problems = ParameterProblems(self._watch)
         self._checked: set[str] = set()
         self._unmatched: list[str] = []
         self.begin = self._watch.begin
         self.remove = self._watch.remove
         self.stepped = self._watch.stepped
         self.before_clipping = self._watch.before_clipping
-        self.around_backward = self._watch.around_backward
+        self.around_backward = self._watch.clearing.around_backward
         self.after_optimizer_step = self._watch.after_step
         self.note_checkpoint = self._watch.note_checkpoint
 
@@ -284,7 +288,7 @@ class ParameterChecks:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int, place: int) -> None:
         """Check the gradients before an optimizer steps, at a place in the order of the iteration's GEMMs."""
         try:
-            if self._replicas.needs_start and self._watch.holds(optimizer):
+            if self._replicas.needs_start and self._watch.listed.stepped_by(optimizer).held:
                 self._replicas.begin()
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
@@ -299,13 +303,17 @@ class ParameterChecks:
         Args:
             stepped: as :meth:`stepped` returned them.
         """
-        problems = self._watch.end_step(iteration, stepped)
+        broken, is_new = self._watch.end_step(iteration, stepped)
+        problems: list[Problem] = []
+        with self._failures.guard("checking", "the parameters"):
+            problems = self._problems.nonfinite(broken)
+            if is_new:
+                problems = self._problems.find() + problems
         try:
             problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
         except Exception as error:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
-        self._watch.begin_step(iteration + 1)
         for span, names in self._watch.take_vanished().items():
             slots = tuple(TensorSlot(layer, "wgrad") for layer in layers_of(names))
             self._events.append(_event_of_change(Change("frozen", slots, *span)))
@@ -313,7 +321,7 @@ class ParameterChecks:
 
     @property
     def broken(self) -> tuple[int, int] | None:
-        return self._watch.broken
+        return self._watch.sizes.broken
 
     def have_updated(self, iteration: int) -> bool:
         """Return whether an optimizer has stepped parameters of the model in an iteration."""
@@ -321,11 +329,13 @@ class ParameterChecks:
 
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""
-        self._record(self._replicas.take_news() + self._watch.end(iteration), iteration, of_all=False)
+        broken = self._watch.end(iteration)
+        problems = self._problems.find(at_last=True) + self._problems.nonfinite(broken)
+        self._record(self._replicas.take_news() + problems, iteration, of_all=False)
 
     def _record(self, problems: list[Problem], iteration: int, *, of_all: bool) -> None:
-        checked = self._watch.checked | self._replicas.checked
-        unmatched = self._watch.unmatched
+        checked = self._problems.checked | self._replicas.checked
+        unmatched = self._problems.unmatched
         if not problems and checked <= self._checked and unmatched == self._unmatched:
             return
         self._checked |= checked

@@ -14,9 +14,10 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
-from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
+from te_precision_callbacks.diagnosis.rules.parameter_problems import ENDS_BY_A_GRADIENT
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
+from te_precision_callbacks.parameters.parameter import ParameterProblem
 from te_precision_callbacks.parameters.weight_samples import largest_of_each
 from te_precision_callbacks.session import InspectSession, running_session
 from tests.conftest import statistics

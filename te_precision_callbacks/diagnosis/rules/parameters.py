@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.vocabulary import ENDS_BY_A_GRADIENT, ParameterProblem
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rules.parameter_problems import ENDS_BY_A_GRADIENT
 from te_precision_callbacks.layers.folding import fold_for_sentence
+from te_precision_callbacks.parameters.parameter import ParameterProblem
 from te_precision_callbacks.sinks.step_records import Event
 
 _MOST_NAMES = 8
 
 
 class _Kind(NamedTuple):
-    """A kind of :class:`~te_precision_callbacks.parameters.watch.Problem`.
+    """A kind of :class:`~te_precision_callbacks.parameters.parameter.Problem`.
 
     ``seen`` is the description, with places for ``names``, ``all_names``, ``number`` and ``since``; remedy and
     severity are by default the rule's.

@@ -1,0 +1,345 @@
+"""Measures gradients at the steps of optimizers, without waiting for the device: whether they are there, whether they
+are finite or 0, and whether they were cleared.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from te_precision_callbacks.base.devices import is_capturing
+from te_precision_callbacks.base.failures import ObservationFailures
+from te_precision_callbacks.base.numerics.layouts import PLAIN
+from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
+from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
+from te_precision_callbacks.parameters.optimizers import SteppedParameters
+from te_precision_callbacks.parameters.parameter import SAMPLED_CLEARINGS, Gap, Parameter
+from te_precision_callbacks.parameters.weight_samples import largest_of_each, local_part, to_host
+
+# ---------------------------------------------------------------------- missing gradients
+
+
+def check_gradients(held: Iterable[tuple[Parameter, torch.Tensor]], iteration: int) -> list[tuple[Parameter, Gap]]:
+    """Check whether a backward reached parameters since the last step, and return the gaps that it ended.
+
+    The gradient shows it, or a hook if the gradient is removed before the optimizer's step.
+    """
+    ended: list[tuple[Parameter, Gap]] = []
+    for parameter, tensor in held:
+        weight = parameter.weight
+        gap = parameter.gap
+        if weight.grad is not None or tensor.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
+            parameter.has_gradient = True
+            parameter.at_step = True
+            parameter.removed = None
+        elif gap is not None and gap.reached:
+            parameter.removed = (gap.since, parameter.version) if parameter.at_step else None
+            parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
+        else:
+            if parameter.at_step or not parameter.has_gradient:
+                _count_missing_gradient(parameter, iteration)
+            continue
+        if gap is not None:
+            ended.append((parameter, gap))
+            parameter.longest_gap = max(parameter.longest_gap, gap.steps)
+            gap.unhook()
+            parameter.gap = None
+    return ended
+
+
+def _count_missing_gradient(parameter: Parameter, iteration: int) -> None:
+    gap = parameter.gap
+    if gap is None:
+        gap = parameter.gap = Gap(iteration)
+        if parameter.is_trained:
+            note: Any = parameter.weight.register_post_accumulate_grad_hook
+            forward = parameter.module.register_forward_pre_hook(_note_forward(gap))
+            gap.hooks = note(outside_of_dynamo(lambda _: setattr(gap, "reached", True))), forward
+    gap.steps += 1
+    gap.called += gap.ran
+    gap.ran = False
+
+
+def _note_forward(gap: Gap) -> Callable[..., None]:
+    """A module hook that Dynamo can trace: a compiled model stays one graph."""
+
+    def note(module: torch.nn.Module, *_: Any) -> None:
+        if module.training:  # a reentrant checkpoint runs it without gradients
+            gap.ran = True
+        if not torch.is_grad_enabled():
+            note_checkpoint()
+
+    @outside_of_dynamo
+    def note_checkpoint() -> None:
+        gap.checkpointed += is_checkpoint_without_backward()
+
+    return note
+
+
+# ---------------------------------------------------------------------- gradients that are not cleared
+
+
+@dataclass(eq=False)
+class _Clearing:
+    """The gradients of an optimizer between a sampled step and its next step.
+
+    Attributes:
+        gradients: parameter -> its gradient that was not cleared so far, and the version of it.
+        added: the parameters to whose old gradients a backward has added.
+    """
+
+    iteration: int
+    gradients: dict[Parameter, tuple[torch.Tensor, int]]
+    added: set[Parameter] = field(default_factory=set)
+
+    def changed(self) -> list[Parameter]:
+        return [
+            parameter
+            for parameter, (gradient, version) in self.gradients.items()
+            if parameter.weight.grad is not gradient or gradient._version != version
+        ]
+
+    def drop(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            del self.gradients[parameter]
+            parameter.note_cleared(self.iteration, is_cleared=True)
+
+
+class GradientClearing:
+    """Checks from a sampled step of an optimizer to its next one whether backwards add to gradients that were not
+    cleared: of the same tensor and version as after the step.
+
+    Attributes:
+        around_backward: a context around each backward, while gradients may be cleared.
+    """
+
+    def __init__(self, failures: ObservationFailures) -> None:
+        self.around_backward: list[Callable[[], AbstractContextManager[None]]] = []
+        self._failures = failures
+        self._clearings: weakref.WeakKeyDictionary[Optimizer, _Clearing] = weakref.WeakKeyDictionary()
+
+    def clear(self) -> None:
+        self._clearings.clear()
+        self.around_backward.clear()
+
+    def begin(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
+        """Begin after a sampled step."""
+        gradients = {
+            parameter: (tensor.grad, tensor.grad._version)
+            for parameter, tensor in zip(stepped.parameters, stepped.tensors, strict=True)
+            if tensor is parameter.weight and tensor.grad is not None
+        }
+        self._clearings[optimizer] = _Clearing(iteration, gradients)
+        self.around_backward[:] = [self._check]
+
+    def end(self, optimizer: Optimizer) -> None:
+        """End before the next step."""
+        clearing = self._clearings.pop(optimizer, None)
+        if clearing is not None:
+            for parameter in clearing.added.intersection(clearing.gradients):
+                parameter.note_cleared(clearing.iteration, is_cleared=False)
+            if not self._clearings:
+                self.around_backward.clear()
+
+    @contextmanager
+    def _check(self) -> Iterator[None]:
+        if is_capturing():
+            yield
+            return
+        clearings = list(self._clearings.values())
+        with self._failures.guard("reading the gradients of", "the parameters"):
+            for clearing in clearings:
+                clearing.drop(clearing.changed())
+                clearing.drop(_zeroed_by_data(clearing.gradients))
+        yield
+        with self._failures.guard("reading the gradients of", "the parameters"):
+            for clearing in clearings:
+                for parameter in clearing.changed():
+                    gradient = parameter.weight.grad
+                    if gradient is None:
+                        del clearing.gradients[parameter]
+                    else:
+                        clearing.gradients[parameter] = gradient, gradient._version
+                        clearing.added.add(parameter)
+
+
+@torch.no_grad()
+def _zeroed_by_data(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Return parameters with a gradient of 0, which ``.data`` sets without a new version: only of those whose gradients
+    were kept before, since this waits for the device.
+    """
+    kept = [
+        parameter
+        for parameter in parameters
+        if len(parameter.cleared) >= SAMPLED_CLEARINGS - 1 and not any(parameter.cleared.values())
+    ]
+    zeroed: list[Parameter] = []
+    for indices, largest in largest_of_each([local_part(parameter.weight.grad) for parameter in kept]):
+        zeroed += [kept[index] for index, size in zip(indices, largest.tolist(), strict=True) if not size]
+    return zeroed
+
+
+# ---------------------------------------------------------------------- gradients that are 0 or not finite
+
+NamedTensor = tuple[str, torch.Tensor] | tuple[str, torch.Tensor, torch.nn.Module]
+"""The name of a parameter, and its gradient; or itself and its module."""
+
+
+class Broken(NamedTuple):
+    """A gradient or a weight that was not finite in an iteration."""
+
+    iteration: int
+    what: Literal["nonfinite_gradient", "nonfinite"]
+    name: str
+
+
+class Vanished(NamedTuple):
+    """A gradient that has become 0, with its first iteration, and its last one once it is not 0 any more."""
+
+    name: str
+    since: int
+    until: int | None
+
+
+@dataclass
+class ZeroGradients:
+    """Optimizer steps in a row in which a parameter's gradient was 0.
+
+    Attributes:
+        was_present: whether it was not 0 in enough steps before.
+    """
+
+    since: int
+    last: int
+    was_present: bool
+    steps: int = 0
+
+
+class _Magnitudes(NamedTuple):
+    """Logarithms of the largest magnitudes of tensors, for each device and dtype.
+
+    -inf for a tensor of zeros, inf or nan for a tensor that is not finite. Logarithms of float64 fit into float32.
+
+    Attributes:
+        place: in the order of the iteration's GEMMs; None for weights.
+    """
+
+    iteration: int
+    place: int | None
+    names: list[str]
+    read: Callable[[], list[float]]
+
+
+class GradientSizes:
+    """Reads the largest magnitude of the gradients and the stepped weights of each step, until some were not finite.
+
+    Gradients are read before they are clipped: clipping by a norm of nan makes all of them nan.
+
+    Attributes:
+        zeros: the parameters whose last gradients were 0.
+        vanished: the gradients that have become 0; the caller clears it.
+        broken: the iteration of the first gradients that were not finite, and their place in the order of its GEMMs.
+    """
+
+    def __init__(self) -> None:
+        self.zeros: dict[str, ZeroGradients] = {}
+        self.vanished: list[Vanished] = []
+        self.broken: tuple[int, int] | None = None
+        self._present_since: dict[str, int] = {}  # parameter -> the iteration from which on its gradient was not 0
+        self._least: dict[str, int] = {}  # parameter -> the number of steps from which on it is reported
+        self._has_found = False
+        self._clipped: list[tuple[list[str], torch.Tensor]] = []
+        self._stepped: list[tuple[int, list[str], torch.Tensor]] = []  # the first: their place
+        self._copies: list[_Magnitudes] = []
+
+    def before_clipping(self, gradients: Sequence[NamedTensor]) -> None:
+        if self._has_found:
+            return
+        # Those of a batch that the script drops after clipping do not reach the optimizer.
+        names = {gradient[0] for gradient in gradients}
+        self._clipped = [clipped for clipped in self._clipped if names.isdisjoint(clipped[0])] + _largest(gradients)
+
+    def before_step(self, optimizer: Optimizer, gradients: Sequence[NamedTensor], place: int) -> None:
+        clipped = self._clipped
+        self._clipped = []
+        # A GradScaler gives it to a fused optimizer, which then skips the step by itself.
+        if self._has_found or is_capturing() or getattr(optimizer, "found_inf", None) is not None:
+            return
+        if clipped:
+            already = {name for names, _ in clipped for name in names}
+            gradients = [gradient for gradient in gradients if gradient[0] not in already]
+        self._stepped += [(place, *part) for part in clipped + _largest(gradients)]
+
+    def end_step(self, iteration: int, weights: Sequence[NamedTensor] = (), *, at_last: bool = False) -> list[Broken]:
+        """Return the gradients that were not finite, at the first place with any; if all were, the stepped ``weights``
+        that are not.
+
+        On a GPU, the result of an iteration is returned after the next one, when it has been copied.
+        """
+        measured: list[tuple[int | None, list[str], torch.Tensor]] = [*self._stepped]
+        if not self._has_found:
+            measured += [(None, *part) for part in _largest(weights)]
+        self._clipped = []
+        self._stepped = []
+        waits = False
+        for place, names, largest in measured:
+            self._copies.append(_Magnitudes(iteration, place, names, to_host(largest)))
+            waits |= largest.device.type != "cpu" and not at_last
+        ready = [copy for copy in self._copies if copy.iteration < iteration or not waits]
+        self._copies = [copy for copy in self._copies if copy.iteration >= iteration and waits]
+        first: tuple[int, int | None] | None = None
+        found: list[Broken] = []
+        for copy in ready:
+            odd = [
+                (name, size)
+                for name, size in zip(copy.names, copy.read(), strict=True)
+                if not -math.inf < size < math.inf
+            ]
+            broken = [name for name, size in odd if size != -math.inf]
+            if broken and first in (None, (copy.iteration, copy.place)):
+                first = copy.iteration, copy.place
+                what: Literal["nonfinite_gradient", "nonfinite"]
+                what = "nonfinite" if copy.place is None else "nonfinite_gradient"
+                found += [Broken(copy.iteration, what, name) for name in broken]
+            if copy.place is not None:
+                self._note_zeros(copy.iteration, copy.names, {name for name, size in odd if size == -math.inf})
+        self._has_found |= bool(found)
+        if first is not None and first[1] is not None:
+            self.broken = first[0], first[1]
+        return found
+
+    def _note_zeros(self, iteration: int, names: Iterable[str], are_zero: set[str]) -> None:
+        for name in names:
+            if name not in self._present_since:
+                self._present_since[name] = iteration
+            elif name in self.zeros and name not in are_zero:
+                zeros = self.zeros.pop(name)
+                self._present_since[name] = zeros.last + 1
+                if zeros.was_present and zeros.steps >= self._least.get(name, LEAST_ABSENT):
+                    self._least[name] = 2 * zeros.steps
+                    self.vanished.append(Vanished(name, zeros.since, zeros.last))
+        for name in are_zero:
+            if name not in self.zeros:
+                was_present = iteration - self._present_since[name] >= LEAST_PRESENT
+                self.zeros[name] = ZeroGradients(iteration, iteration, was_present)
+            zeros = self.zeros[name]
+            zeros.last = iteration
+            zeros.steps += 1
+            if zeros.was_present and zeros.steps == self._least.get(name, LEAST_ABSENT):
+                self.vanished.append(Vanished(name, zeros.since, None))
+
+
+def _largest(tensors: Sequence[NamedTensor]) -> list[tuple[list[str], torch.Tensor]]:
+    """Return names, and logarithms of the largest magnitudes, for each device and dtype; see :class:`_Magnitudes`."""
+    local = [named[1] if type(named[1]) in PLAIN else local_part(named[1]) for named in tensors]
+    return [
+        ([tensors[index][0] for index in indices], largest.log2().float())
+        for indices, largest in largest_of_each(local)
+    ]

@@ -1,0 +1,308 @@
+"""The parameters of a model, and the tensors that optimizers step for them: themselves or their master weights."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from te_precision_callbacks.base.numerics.layouts import PLAIN
+from te_precision_callbacks.base.optimizers import held_ids_of_process
+from te_precision_callbacks.parameters.parameter import Parameter
+from te_precision_callbacks.parameters.updates import TrainedModel
+from te_precision_callbacks.parameters.weight_samples import (
+    exceeds_rounding,
+    is_narrow,
+    local_part,
+    sample,
+    sampled_view,
+)
+from te_precision_callbacks.te.tensors import is_quantized
+
+MOST_WITHOUT_MASTER = 8
+"""The most weights of a shape without a master weight, for which those with one are found by their values."""
+
+DIFFERENT = 0.01
+"""Share of sampled elements that differ by more than rounding, in a weight that is not the copy of a master weight."""
+
+_RANGES = "_get_model_param_range_map"
+"""Identifies a distributed optimizer of Megatron."""
+
+SteppedWeight = tuple[str, torch.Tensor, torch.nn.Module]
+"""The name of a parameter, the parameter and its module."""
+
+
+class Held(NamedTuple):
+    """A parameter in an optimizer.
+
+    Attributes:
+        tensor: the stepped tensor: the parameter or its master weight.
+        start: offset of a partial master weight in the flattened parameter; None for a whole one.
+    """
+
+    parameter: Parameter
+    tensor: torch.Tensor
+    group: Mapping[str, Any]
+    start: int | None = None
+
+    @property
+    def span(self) -> range | None:
+        if self.start is None:
+            return None
+        return range(self.start, self.start + self.tensor.numel())
+
+
+@dataclass(eq=False)
+class SteppedParameters:
+    """The parameters that an optimizer steps, in lists: every step reads them, and a loop in Python takes ten times as
+    long as a function of C over a list.
+
+    Attributes:
+        ids: the ids of the optimizer's groups and tensors for which the lists are right.
+        groups: the parameter groups that step a parameter.
+        tensors: the stepped tensor of each parameter.
+        weights: the parameters that are not quantized, in the order of the model.
+        are_plain: whether all tensors are parameters of the model, of a plain class.
+        are_matched: whether all tensors of the optimizer are found among the weights.
+        steps: number of the optimizer's steps.
+        versions: the version of each parameter after the last step; empty before it.
+    """
+
+    ids: Sequence[Sequence[int]]
+    held: Sequence[Held]
+    groups: Sequence[Mapping[str, Any]]
+    parameters: Sequence[Parameter]
+    tensors: Sequence[torch.Tensor]
+    weights: Sequence[SteppedWeight]
+    are_plain: bool
+    are_matched: bool
+    steps: int = 0
+    versions: Sequence[int] = ()
+
+
+class ParameterList:
+    """The parameters of a model in its order, by id, and those that each optimizer steps."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self.parameters: dict[int, Parameter] = {}
+        self.stepped: weakref.WeakKeyDictionary[Optimizer, SteppedParameters] = weakref.WeakKeyDictionary()
+        self._model = model
+        self._listed: list[tuple[int, int]] | None = None  # id and size of the parameters at the last refresh
+
+    def clear(self) -> None:
+        self.parameters.clear()
+        self.stepped.clear()
+        self._listed = None
+
+    def refresh(self) -> None:
+        """List the parameters, unless they are the same as before; their names take long to find."""
+        modules: list[torch.nn.Module | None] = [*self._model.roots]
+        weights: list[torch.nn.Parameter | None] = []
+        seen: set[int] = set()
+        for module in modules:  # which grows; Module.modules() calls a generator for each level of the tree
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                weights += module._parameters.values()
+                modules += module._modules.values()
+        listed = [(id(weight), weight.numel()) for weight in weights if weight is not None]
+        if listed == self._listed:
+            return
+        self._listed = listed
+        former = self.parameters
+        self.parameters = {
+            id(weight): former.get(id(weight)) or Parameter(name, weight, module)
+            for name, weight, module in self._model.named_parameters()
+            if local_part(weight).numel()
+        }
+        if self.parameters.keys() != former.keys():
+            for stepped in self.stepped.values():
+                stepped.ids = ()
+
+    def stepped_by(self, optimizer: Optimizer) -> SteppedParameters:
+        # Groups that grow, whose parameters are replaced, or that load_state_dict() has replaced.
+        ids = [[id(group), *map(id, group["params"])] for group in optimizer.param_groups]
+        stepped = self.stepped.get(optimizer)
+        if stepped is None or stepped.ids != ids:
+            self.refresh()
+            steps = 0 if stepped is None else stepped.steps
+            self.stepped[optimizer] = stepped = self._list_stepped(optimizer, ids, steps)
+        return stepped
+
+    def _list_stepped(self, optimizer: Optimizer, ids: Sequence[Sequence[int]], steps: int) -> SteppedParameters:
+        parameters = self.parameters.values()
+        owners = {id(getattr(parameter.weight, "main_param", None)): parameter for parameter in parameters}
+        owners |= self.parameters
+        tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
+        unknown = [tensor for tensor, _ in tensors if id(tensor) not in owners]
+        unknown = [tensor for tensor in unknown if tensor.requires_grad or tensor.grad is not None]
+        held_directly = {owners[id(tensor)] for tensor, _ in tensors if id(tensor) in owners}
+        masters = _match_masters(
+            unknown, [parameter for parameter in parameters if parameter.is_trained and parameter not in held_directly]
+        )
+        owners |= masters
+        starts = _starts_of_shards([parameter.weight for parameter in parameters])
+        held = [
+            Held(owners[id(tensor)], tensor, group, starts.get(id(tensor)))
+            for tensor, group in tensors
+            if id(tensor) in owners
+        ]
+        are_held = {entry.parameter for entry in held}
+        return SteppedParameters(
+            ids=ids,
+            held=held,
+            groups=[*{id(entry.group): entry.group for entry in held}.values()],
+            parameters=[entry.parameter for entry in held],
+            tensors=[entry.tensor for entry in held],
+            weights=[
+                (parameter.name, parameter.weight, parameter.module)
+                for parameter in parameters
+                if parameter in are_held and (type(parameter.weight) in PLAIN or not is_quantized(parameter.weight))
+            ],
+            are_plain=all(entry.tensor is entry.parameter.weight and type(entry.tensor) in PLAIN for entry in held),
+            are_matched=bool(masters) or not unknown,
+            steps=steps,
+        )
+
+    @property
+    def held(self) -> set[Parameter]:
+        return set(itertools.chain.from_iterable(map(operator.attrgetter("parameters"), self.stepped.values())))
+
+    @property
+    def unmatched(self) -> list[str]:
+        """The optimizers with tensors that are not found among the weights, if a weight in 16 bits or fewer is in none.
+
+        Nothing is concluded from a weight without an optimizer then.
+        """
+        optimizers = [
+            type(optimizer).__name__ for optimizer, stepped in self.stepped.items() if not stepped.are_matched
+        ]
+        if optimizers:
+            held = self.held
+            for parameter in self.parameters.values():
+                if parameter.is_trained and parameter not in held and is_narrow(parameter.weight):
+                    return optimizers
+        return []
+
+    def unheld(self) -> list[Parameter]:
+        """Return parameters with gradients that none of the optimizers seen so far steps."""
+        held = self.held
+        return [
+            parameter
+            for parameter in self.parameters.values()
+            if parameter.is_trained and parameter.has_gradient and parameter not in held
+        ]
+
+    @staticmethod
+    def in_no_optimizer(parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Return parameters that are in no optimizer of this process, nor are their master weights."""
+        stepped = held_ids_of_process()
+        return [
+            parameter
+            for parameter in parameters
+            if stepped.isdisjoint({id(parameter.weight), id(getattr(parameter.weight, "main_param", None))})
+        ]
+
+
+def _match_masters(masters: Sequence[torch.Tensor], parameters: Sequence[Parameter]) -> dict[int, Parameter]:
+    """Return id of a master weight -> its parameter: those of a shape are in the order of the model.
+
+    All or none are found, since tensors of another model may have some values in common, such as norms of 1. If weights
+    of a shape are left out of the optimizer, values decide which. Matrices come first: in a module whose matrix is left
+    out, so are its biases, which often are all 0.
+    """
+    shapes = sorted(dict.fromkeys(master.shape for master in masters), key=len, reverse=True)
+    owners: dict[int, Parameter] = {}
+    without_master: set[torch.nn.Module] = set()
+    for shape in shapes:
+        of_shape = [master for master in masters if master.shape == shape]
+        weights = [
+            parameter
+            for parameter in parameters
+            if parameter.weight.shape == shape and parameter.module not in without_master
+        ]
+        surplus = len(weights) - len(of_shape)
+        if len(shapes[0]) < 2 or not 0 <= surplus <= MOST_WITHOUT_MASTER:
+            return {}
+        for index, master in enumerate(of_shape):
+            candidates = weights[index : index + surplus + 1]
+            copies = [parameter for parameter in candidates if _is_copy(parameter.weight, master, default=not surplus)]
+            if len(copies) != 1:
+                return {}
+            owners[id(master)] = copies[0]
+        with_master = set(owners.values())
+        without_master.update(parameter.module for parameter in weights if parameter not in with_master)
+    return owners
+
+
+def _is_copy(weight: torch.Tensor, master: torch.Tensor, *, default: bool) -> bool:
+    """Return whether a weight differs from a tensor by rounding at most; the default if it cannot be sampled."""
+    values = sample(weight)
+    if values is None:
+        return default
+    differs = exceeds_rounding(values.relative, *values.with_tensors(sampled_view(local_part(master))))
+    return differs.float().mean().item() < DIFFERENT
+
+
+def _starts_of_shards(weights: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return id of a partial master weight -> its offset in the flattened weight.
+
+    Read from Megatron-Core 0.16.1, ``optimizer/distrib_optimizer.py``.
+    """
+    sharded: list[Any] = [weight for weight in weights if getattr(weight, "main_param_sharded", False)]
+    owners: list[Any] = [owner for owner in gc.get_objects() if hasattr(type(owner), _RANGES)] if sharded else []
+    return {
+        id(weight.main_param): getattr(owner, _RANGES)(weight)["param"].start
+        for owner, weight in itertools.product(owners, sharded)
+        if weight.main_param is not None and weight in owner.model_param_gbuf_map
+    }
+
+
+def master_of(optimizer: Optimizer, held: Held) -> torch.Tensor | None:
+    """Return the float32 master weight, or its local part: stepped by the optimizer, or in the optimizer's state.
+
+    None for a float32 weight: TE's FusedAdam keeps a master weight, but does not step it.
+    """
+    weight = held.parameter.weight
+    tensor: Any = held.tensor
+    if not is_narrow(weight):
+        return None
+    if tensor is weight:
+        state = optimizer.state.get(tensor, {})
+        tensor = next((value for name, value in state.items() if "master" in str(name)), None)
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+        return None
+    master = local_part(tensor)
+    return master if held.start is not None or master.shape == local_part(weight).shape else None
+
+
+def gradients_of(all_held: Iterable[Held]) -> list[torch.Tensor | None]:
+    """Return the gradient of each parameter; None without a dense one of the parameter's shape."""
+    gradients: list[torch.Tensor | None] = []
+    for parameter, tensor, _, _ in all_held:
+        weight = parameter.weight
+        gradient: Any = tensor.grad
+        if gradient is None:
+            gradient = weight.grad
+        if gradient is None:
+            gradient = getattr(weight, "main_grad", None)
+        if gradient is not None and (gradient.layout is not torch.strided or gradient.shape != weight.shape):
+            gradient = None
+        gradients.append(gradient)
+    return gradients
+
+
+def mean_squares(optimizer: Optimizer, held: Held) -> tuple[torch.Tensor, ...]:
+    """Return a sample of Adam's mean squares of a parameter's gradients, as a tuple of at most one tensor."""
+    state = optimizer.state.get(held.tensor, {})
+    squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if not isinstance(squares, torch.Tensor) or squares.dtype not in (torch.float32, torch.bfloat16):
+        return ()  # others are scaled
+    squares = local_part(squares)
+    return (sampled_view(squares),) if squares.shape == local_part(held.parameter.weight).shape else ()

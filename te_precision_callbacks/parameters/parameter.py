@@ -1,0 +1,216 @@
+"""A parameter of a model, the measurements of it in the steps of its optimizer, and the problems that rules find in
+them.
+
+Imports no torch: rules over recorded runs do without.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+FEW_CHANGED = 0.05
+"""Largest share of changed elements in a weight that hardly changes; others are not sampled any more."""
+
+SAMPLED_CLEARINGS = 3
+"""The last sampled steps of which it is known whether the gradient was cleared."""
+
+
+ParameterProblem = Literal[
+    # of its gradient
+    "no_gradient",
+    "checkpointed",
+    "lost_gradient",
+    "arrived",
+    "left_out",
+    "idle",
+    "not_held",
+    "converted",
+    "frozen_held",
+    "zeroed",
+    "kept",
+    "all_kept",
+    "nonfinite_gradient",
+    # of its weight
+    "unchanged",
+    "still",
+    "apart",
+    "late",
+    "emptied",
+    "restored",
+    "replaced",
+    "nonfinite",
+    # of its optimizer
+    "unstepped",
+    "rises_again",
+    "decays",
+    # of ranks
+    "differs",
+    "differs_from_start",
+    "no_reduction",
+    "no_sum",
+]
+
+
+class Problem(NamedTuple):
+    """A problem of a parameter.
+
+    Attributes:
+        name: the parameter; empty for a problem of the model.
+        number: number of steps, or percentage of elements.
+    """
+
+    what: ParameterProblem
+    name: str
+    since: int
+    number: float
+
+
+@dataclass(eq=False)
+class Gap:
+    """Consecutive optimizer steps without a gradient of a parameter.
+
+    Attributes:
+        called: number of steps with a training forward of the module.
+        reached, ran: whether a backward reached the parameter, and the module ran in training, since the last step.
+        checkpointed: number of forwards in a reentrant checkpoint without an input that needs a gradient.
+    """
+
+    since: int
+    steps: int = 0
+    called: int = 0
+    reached: bool = False
+    ran: bool = False
+    checkpointed: int = 0
+    hooks: tuple[RemovableHandle, ...] = ()
+
+    def unhook(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+@dataclass(eq=False)
+class WeightRow:
+    """A weight before a sampled step of its optimizer; nan where it is not measured.
+
+    Attributes:
+        rate: the learning rate.
+        changed: share of the elements that differ from the first sample.
+        movable: share of the elements that this step must change.
+    """
+
+    iteration: int
+    rate: float
+    changed: float = math.nan
+    movable: float = math.nan
+
+
+@dataclass(eq=False)
+class MasterRow:
+    """A weight before the step after a sampled one.
+
+    Attributes:
+        apart: shares of its elements that differ by more than rounding from the master weight now, and from the master
+            weight before the sampled step; empty until they are on the host.
+    """
+
+    iteration: int
+    apart: tuple[float, ...] = ()
+
+
+@dataclass(eq=False)
+class WriteRow:
+    """A weight that code has written between two optimizer steps, more often than ever.
+
+    Attributes:
+        sampled: iterations of its samples.
+        distances: distances of zero, the samples and the weight from each other, as a flat matrix; empty until they are
+            on the host.
+    """
+
+    iteration: int
+    sampled: list[int]
+    distances: tuple[float, ...] = ()
+
+
+@dataclass(eq=False)
+class Parameter:
+    """A parameter, and its measurements.
+
+    Attributes:
+        has_gradient: whether a backward has reached it.
+        at_step: whether a gradient exists at the optimizer's step.
+        longest_gap: steps of the longest earlier gap.
+        removed: first iteration in which its gradient was there after the backward, but not at the optimizer's step,
+            and the version of the weight; or None.
+        held_until: last iteration with a step of the parameter's optimizer, or -1.
+        decay: iteration of the first sampled step, and the largest share of the weight that weight decay removed in
+            one.
+        cleared: last sampled iterations, and whether the gradient was cleared before the next step.
+        reference: first sample, until a later one differs in more than a few elements.
+        rows: rows of the sampled steps, until the weight has changed.
+        master_rows: the last rows of the checks against the master weight.
+        samples: iterations and samples of its values.
+        most_writes: maximum number of writes to it between two optimizer steps.
+    """
+
+    name: str
+    weight: torch.nn.Parameter
+    module: torch.nn.Module
+    has_gradient: bool = False
+    at_step: bool = False
+    gap: Gap | None = None
+    longest_gap: int = 0
+    removed: tuple[int, int] | None = None
+    held_until: int = -1
+    decay: tuple[int, float] = (0, 0.0)
+    cleared: dict[int, bool] = field(default_factory=dict)
+    reference: torch.Tensor | None = None
+    rows: list[WeightRow] = field(default_factory=list)
+    master_rows: list[MasterRow] = field(default_factory=list)
+    samples: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    writes: list[WriteRow] = field(default_factory=list)
+    most_writes: int = 0
+
+    @property
+    def is_trained(self) -> bool:
+        return self.weight.requires_grad
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.weight.dim() > 1
+
+    @property
+    def is_float32(self) -> bool:
+        return self.reference is not None and str(self.reference.dtype) == "torch.float32"
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether a sample differs in many elements from the first one."""
+        return any([row.changed > FEW_CHANGED for row in self.rows])  # noqa: C419  # no call each
+
+    @property
+    def version(self) -> int:
+        return self.weight._version
+
+    @property
+    def is_converted(self) -> bool:
+        """Return whether Accelerate's FP8 conversion can have made the module; it passes trained parameters to the
+        optimizer.
+
+        Read from Accelerate 1.10 to 1.15, ``state.py`` and ``accelerator.py`` (``_prepare_te``).
+        """
+        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+        precision = getattr(state, "_shared_state", {}).get("_mixed_precision")
+        return precision == "fp8" and type(self.module).__module__.startswith("transformer_engine.")
+
+    def note_cleared(self, iteration: int, *, is_cleared: bool) -> None:
+        self.cleared[iteration] = is_cleared and self.cleared.get(iteration, True)
+        if len(self.cleared) > SAMPLED_CLEARINGS:
+            del self.cleared[min(self.cleared)]
