@@ -4,11 +4,12 @@ are finite or 0, and whether they were cleared.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
 from te_precision_callbacks.parameters.optimizers import SteppedParameters
 from te_precision_callbacks.parameters.parameter import SAMPLED_CLEARINGS, Gap, Parameter
-from te_precision_callbacks.parameters.weight_samples import largest_of_each, local_part, to_host
+from te_precision_callbacks.parameters.weight_samples import local_part, to_host
 
 # ---------------------------------------------------------------------- missing gradients
 
@@ -38,9 +39,7 @@ def check_gradients(held: Iterable[tuple[Parameter, torch.Tensor]], iteration: i
         if weight.grad is not None or tensor.grad is not None or getattr(weight, "grad_added_to_main_grad", False):
             parameter.has_gradient = True
             parameter.at_step = True
-            parameter.removed = None
         elif gap is not None and gap.reached:
-            parameter.removed = (gap.since, parameter.version) if parameter.at_step else None
             parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
         else:
             if parameter.at_step or not parameter.has_gradient:
@@ -86,32 +85,6 @@ def _note_forward(gap: Gap) -> Callable[..., None]:
 # ---------------------------------------------------------------------- gradients that are not cleared
 
 
-@dataclass(eq=False)
-class _Clearing:
-    """The gradients of an optimizer between a sampled step and its next step.
-
-    Attributes:
-        gradients: parameter -> its gradient that was not cleared so far, and the version of it.
-        added: the parameters to whose old gradients a backward has added.
-    """
-
-    iteration: int
-    gradients: dict[Parameter, tuple[torch.Tensor, int]]
-    added: set[Parameter] = field(default_factory=set)
-
-    def changed(self) -> list[Parameter]:
-        return [
-            parameter
-            for parameter, (gradient, version) in self.gradients.items()
-            if parameter.weight.grad is not gradient or gradient._version != version
-        ]
-
-    def drop(self, parameters: Iterable[Parameter]) -> None:
-        for parameter in parameters:
-            del self.gradients[parameter]
-            parameter.note_cleared(self.iteration, is_cleared=True)
-
-
 class GradientClearing:
     """Checks from a sampled step of an optimizer to its next one whether backwards add to gradients that were not
     cleared: of the same tensor and version as after the step.
@@ -123,73 +96,68 @@ class GradientClearing:
     def __init__(self, failures: ObservationFailures) -> None:
         self.around_backward: list[Callable[[], AbstractContextManager[None]]] = []
         self._failures = failures
-        self._clearings: weakref.WeakKeyDictionary[Optimizer, _Clearing] = weakref.WeakKeyDictionary()
+        self._windows: weakref.WeakKeyDictionary[Optimizer, _Window] = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
-        self._clearings.clear()
+        self._windows.clear()
         self.around_backward.clear()
 
     def begin(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
         """Begin after a sampled step."""
-        gradients = {
-            parameter: (tensor.grad, tensor.grad._version)
-            for parameter, tensor in zip(stepped.parameters, stepped.tensors, strict=True)
-            if tensor is parameter.weight and tensor.grad is not None
-        }
-        self._clearings[optimizer] = _Clearing(iteration, gradients)
+        own = [one for one, tensor in zip(stepped.parameters, stepped.tensors, strict=True) if tensor is one.weight]
+        states = {parameter: _state(parameter) for parameter in own if parameter.weight.grad is not None}
+        self._windows[optimizer] = _Window(iteration, states, set())
         self.around_backward[:] = [self._check]
 
     def end(self, optimizer: Optimizer) -> None:
         """End before the next step."""
-        clearing = self._clearings.pop(optimizer, None)
-        if clearing is not None:
-            for parameter in clearing.added.intersection(clearing.gradients):
-                parameter.note_cleared(clearing.iteration, is_cleared=False)
-            if not self._clearings:
+        window = self._windows.pop(optimizer, None)
+        if window is not None:
+            for parameter in window.added.intersection(window.states):
+                parameter.note_cleared(window.iteration, is_cleared=False)
+            if not self._windows:
                 self.around_backward.clear()
 
     @contextmanager
     def _check(self) -> Iterator[None]:
-        if is_capturing():
-            yield
-            return
-        clearings = list(self._clearings.values())
+        windows = [] if is_capturing() else list(self._windows.values())
         with self._failures.guard("reading the gradients of", "the parameters"):
-            for clearing in clearings:
-                clearing.drop(clearing.changed())
-                clearing.drop(_zeroed_by_data(clearing.gradients))
-        yield
-        with self._failures.guard("reading the gradients of", "the parameters"):
-            for clearing in clearings:
-                for parameter in clearing.changed():
+            for window in windows:
+                for parameter, state in list(window.states.items()):
+                    # ".data" changes no version: read values, which waits, where the gradient was not cleared before.
+                    is_suspect = len(parameter.cleared) >= SAMPLED_CLEARINGS - 1 and not any(parameter.cleared.values())
                     gradient = parameter.weight.grad
-                    if gradient is None:
-                        del clearing.gradients[parameter]
-                    else:
-                        clearing.gradients[parameter] = gradient, gradient._version
-                        clearing.added.add(parameter)
+                    if _state(parameter) != state or (is_suspect and gradient is not None and not gradient.any()):
+                        del window.states[parameter]
+                        parameter.note_cleared(window.iteration, is_cleared=True)
+        yield
+        for window in windows:
+            for parameter, state in window.states.items():
+                window.states[parameter] = _state(parameter)
+                if window.states[parameter] != state:
+                    window.added.add(parameter)
 
 
-@torch.no_grad()
-def _zeroed_by_data(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Return parameters with a gradient of 0, which ``.data`` sets without a new version: only of those whose gradients
-    were kept before, since this waits for the device.
+class _Window(NamedTuple):
+    """The gradients of an optimizer between a sampled step and its next step.
+
+    Attributes:
+        states: the gradients that were not cleared so far, after the last backward.
+        added: the parameters with an old gradient that a backward has added to.
     """
-    kept = [
-        parameter
-        for parameter in parameters
-        if len(parameter.cleared) >= SAMPLED_CLEARINGS - 1 and not any(parameter.cleared.values())
-    ]
-    zeroed: list[Parameter] = []
-    for indices, largest in largest_of_each([local_part(parameter.weight.grad) for parameter in kept]):
-        zeroed += [kept[index] for index, size in zip(indices, largest.tolist(), strict=True) if not size]
-    return zeroed
+
+    iteration: int
+    states: dict[Parameter, tuple[int, int]]
+    added: set[Parameter]
+
+
+def _state(parameter: Parameter) -> tuple[int, int]:
+    """Return id and version of a gradient: a reference would keep it from being freed."""
+    gradient = parameter.weight.grad
+    return id(gradient), 0 if gradient is None else gradient._version
 
 
 # ---------------------------------------------------------------------- gradients that are 0 or not finite
-
-NamedTensor = tuple[str, torch.Tensor] | tuple[str, torch.Tensor, torch.nn.Module]
-"""The name of a parameter, and its gradient; or itself and its module."""
 
 
 class Broken(NamedTuple):
@@ -210,7 +178,7 @@ class Vanished(NamedTuple):
 
 @dataclass
 class ZeroGradients:
-    """Optimizer steps in a row in which a parameter's gradient was 0.
+    """Consecutive optimizer steps with a gradient of 0.
 
     Attributes:
         was_present: whether it was not 0 in enough steps before.
@@ -243,7 +211,7 @@ class GradientSizes:
     Gradients are read before they are clipped: clipping by a norm of nan makes all of them nan.
 
     Attributes:
-        zeros: the parameters whose last gradients were 0.
+        zeros: the parameters with a last gradient of 0.
         vanished: the gradients that have become 0; the caller clears it.
         broken: the iteration of the first gradients that were not finite, and their place in the order of its GEMMs.
     """
@@ -259,33 +227,37 @@ class GradientSizes:
         self._stepped: list[tuple[int, list[str], torch.Tensor]] = []  # the first: their place
         self._copies: list[_Magnitudes] = []
 
-    def before_clipping(self, gradients: Sequence[NamedTensor]) -> None:
+    def before_clipping(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         if self._has_found:
             return
         # Those of a batch that the script drops after clipping do not reach the optimizer.
-        names = {gradient[0] for gradient in gradients}
-        self._clipped = [clipped for clipped in self._clipped if names.isdisjoint(clipped[0])] + _largest(gradients)
+        others = [clipped for clipped in self._clipped if set(names).isdisjoint(clipped[0])]
+        self._clipped = others + _largest(names, gradients)
 
-    def before_step(self, optimizer: Optimizer, gradients: Sequence[NamedTensor], place: int) -> None:
+    def before_step(
+        self, optimizer: Optimizer, names: Sequence[str], gradients: Sequence[torch.Tensor], place: int
+    ) -> None:
         clipped = self._clipped
         self._clipped = []
         # A GradScaler gives it to a fused optimizer, which then skips the step by itself.
         if self._has_found or is_capturing() or getattr(optimizer, "found_inf", None) is not None:
             return
         if clipped:
-            already = {name for names, _ in clipped for name in names}
-            gradients = [gradient for gradient in gradients if gradient[0] not in already]
-        self._stepped += [(place, *part) for part in clipped + _largest(gradients)]
+            already = set(itertools.chain.from_iterable([part for part, _ in clipped]))
+            left = [name not in already for name in names]
+            names, gradients = [*itertools.compress(names, left)], [*itertools.compress(gradients, left)]
+        self._stepped += [(place, *part) for part in clipped + _largest(names, gradients)]
 
-    def end_step(self, iteration: int, weights: Sequence[NamedTensor] = (), *, at_last: bool = False) -> list[Broken]:
+    def end_step(self, iteration: int, weights: Sequence[Parameter], *, at_last: bool = False) -> list[Broken]:
         """Return the gradients that were not finite, at the first place with any; if all were, the stepped ``weights``
         that are not.
 
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
         """
         measured: list[tuple[int | None, list[str], torch.Tensor]] = [*self._stepped]
-        if not self._has_found:
-            measured += [(None, *part) for part in _largest(weights)]
+        if not self._has_found or at_last:
+            largest_weights = _largest([one.name for one in weights], [one.weight for one in weights])
+            measured += [(None, *part) for part in largest_weights]
         self._clipped = []
         self._stepped = []
         waits = False
@@ -336,10 +308,32 @@ class GradientSizes:
                 self.vanished.append(Vanished(name, zeros.since, None))
 
 
-def _largest(tensors: Sequence[NamedTensor]) -> list[tuple[list[str], torch.Tensor]]:
-    """Return names, and logarithms of the largest magnitudes, for each device and dtype; see :class:`_Magnitudes`."""
-    local = [named[1] if type(named[1]) in PLAIN else local_part(named[1]) for named in tensors]
+def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
+    """Return names, and logarithms of the largest magnitudes, for each device and dtype; see :class:`_Magnitudes`.
+
+    The loop calls no function for a plain tensor.
+    """
+    of_kinds: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
+    for name, named in zip(names, tensors, strict=True):
+        tensor = named if type(named) in PLAIN else local_part(named)
+        if tensor.layout is torch.strided and tensor.nbytes:
+            kind = tensor.device, tensor.dtype
+            if kind not in of_kinds:
+                of_kinds[kind] = [], []
+            names_of_kind, tensors_of_kind = of_kinds[kind]
+            names_of_kind += (name,)
+            tensors_of_kind += (tensor,)
     return [
-        ([tensors[index][0] for index in indices], largest.log2().float())
-        for indices, largest in largest_of_each(local)
+        (names_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
+        for (_, dtype), (names_of_kind, tensors_of_kind) in of_kinds.items()
+        if dtype.is_floating_point
     ]
+
+
+def largest_magnitudes(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the largest magnitude of each tensor of one device and dtype; inf or nan if an element is."""
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, float("inf")))
+    # The norm takes ten times as long there.
+    extremes = torch.stack([*itertools.chain.from_iterable(map(torch.aminmax, tensors))])
+    return extremes.abs_().view(-1, 2).amax(1)

@@ -6,9 +6,9 @@ import gc
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -16,14 +16,7 @@ from torch.optim.optimizer import Optimizer
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.parameters.parameter import Parameter
-from te_precision_callbacks.parameters.updates import TrainedModel
-from te_precision_callbacks.parameters.weight_samples import (
-    exceeds_rounding,
-    is_narrow,
-    local_part,
-    sample,
-    sampled_view,
-)
+from te_precision_callbacks.parameters.weight_samples import is_narrow, local_part, sample, sampled_view
 from te_precision_callbacks.te.tensors import is_quantized
 
 MOST_WITHOUT_MASTER = 8
@@ -35,8 +28,14 @@ DIFFERENT = 0.01
 _RANGES = "_get_model_param_range_map"
 """Identifies a distributed optimizer of Megatron."""
 
-SteppedWeight = tuple[str, torch.Tensor, torch.nn.Module]
-"""The name of a parameter, the parameter and its module."""
+
+class TrainedModel(Protocol):
+    @property
+    def roots(self) -> list[torch.nn.Module]:
+        """The attached modules."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
+        """Yield name, parameter and module, once per parameter."""
 
 
 class Held(NamedTuple):
@@ -65,12 +64,13 @@ class SteppedParameters:
     long as a function of C over a list.
 
     Attributes:
-        ids: the ids of the optimizer's groups and tensors for which the lists are right.
+        ids: the ids of the optimizer's groups and tensors that are listed.
         groups: the parameter groups that step a parameter.
         tensors: the stepped tensor of each parameter.
-        weights: the parameters that are not quantized, in the order of the model.
+        in_order: the parameters that are not quantized, in the order of the model.
         are_plain: whether all tensors are parameters of the model, of a plain class.
         are_matched: whether all tensors of the optimizer are found among the weights.
+        decays: whether weight decay removes a share of the weights, instead of adding to the gradients.
         steps: number of the optimizer's steps.
         versions: the version of each parameter after the last step; empty before it.
     """
@@ -80,9 +80,10 @@ class SteppedParameters:
     groups: Sequence[Mapping[str, Any]]
     parameters: Sequence[Parameter]
     tensors: Sequence[torch.Tensor]
-    weights: Sequence[SteppedWeight]
+    in_order: Sequence[Parameter]
     are_plain: bool
     are_matched: bool
+    decays: bool
     steps: int = 0
     versions: Sequence[int] = ()
 
@@ -94,6 +95,8 @@ class ParameterList:
         self.parameters: dict[int, Parameter] = {}
         self.stepped: weakref.WeakKeyDictionary[Optimizer, SteppedParameters] = weakref.WeakKeyDictionary()
         self._model = model
+        self._not_seen: list[Parameter] = []  # in the optimizers so far
+        self._unheld: list[Parameter] = []
         self._listed: list[tuple[int, int]] | None = None  # id and size of the parameters at the last refresh
 
     def clear(self) -> None:
@@ -103,15 +106,7 @@ class ParameterList:
 
     def refresh(self) -> None:
         """List the parameters, unless they are the same as before; their names take long to find."""
-        modules: list[torch.nn.Module | None] = [*self._model.roots]
-        weights: list[torch.nn.Parameter | None] = []
-        seen: set[int] = set()
-        for module in modules:  # which grows; Module.modules() calls a generator for each level of the tree
-            if module is not None and id(module) not in seen:
-                seen.add(id(module))
-                weights += module._parameters.values()
-                modules += module._modules.values()
-        listed = [(id(weight), weight.numel()) for weight in weights if weight is not None]
+        listed = [(id(weight), weight.numel()) for root in self._model.roots for weight in root.parameters()]
         if listed == self._listed:
             return
         self._listed = listed
@@ -160,13 +155,14 @@ class ParameterList:
             groups=[*{id(entry.group): entry.group for entry in held}.values()],
             parameters=[entry.parameter for entry in held],
             tensors=[entry.tensor for entry in held],
-            weights=[
-                (parameter.name, parameter.weight, parameter.module)
+            in_order=[
+                parameter
                 for parameter in parameters
                 if parameter in are_held and (type(parameter.weight) in PLAIN or not is_quantized(parameter.weight))
             ],
             are_plain=all(entry.tensor is entry.parameter.weight and type(entry.tensor) in PLAIN for entry in held),
             are_matched=bool(masters) or not unknown,
+            decays=isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)),
             steps=steps,
         )
 
@@ -191,31 +187,24 @@ class ParameterList:
         return []
 
     def unheld(self) -> list[Parameter]:
-        """Return parameters with gradients that none of the optimizers seen so far steps."""
+        """Return parameters with gradients that no optimizer of this process steps, nor their master weights."""
         held = self.held
-        return [
-            parameter
-            for parameter in self.parameters.values()
-            if parameter.is_trained and parameter.has_gradient and parameter not in held
-        ]
-
-    @staticmethod
-    def in_no_optimizer(parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Return parameters that are in no optimizer of this process, nor are their master weights."""
-        stepped = held_ids_of_process()
-        return [
-            parameter
-            for parameter in parameters
-            if stepped.isdisjoint({id(parameter.weight), id(getattr(parameter.weight, "main_param", None))})
-        ]
+        trained = [one for one in self.parameters.values() if one.is_trained and one.has_gradient and one not in held]
+        if trained != self._not_seen:  # to look for optimizers takes long
+            stepped = held_ids_of_process()
+            masters = [getattr(parameter.weight, "main_param", None) for parameter in trained]
+            pairs = zip(trained, masters, strict=True)
+            self._unheld = [one for one, master in pairs if stepped.isdisjoint({id(one.weight), id(master)})]
+            self._not_seen = trained
+        return self._unheld
 
 
 def _match_masters(masters: Sequence[torch.Tensor], parameters: Sequence[Parameter]) -> dict[int, Parameter]:
-    """Return id of a master weight -> its parameter: those of a shape are in the order of the model.
+    """Return id of a master weight -> its parameter; within a shape, both are in the order of the model.
 
     All or none are found, since tensors of another model may have some values in common, such as norms of 1. If weights
-    of a shape are left out of the optimizer, values decide which. Matrices come first: in a module whose matrix is left
-    out, so are its biases, which often are all 0.
+    of a shape are left out of the optimizer, values decide. Matrices come first: a module without a master weight for
+    its matrix has none for its biases, which are often all 0.
     """
     shapes = sorted(dict.fromkeys(master.shape for master in masters), key=len, reverse=True)
     owners: dict[int, Parameter] = {}
@@ -246,7 +235,7 @@ def _is_copy(weight: torch.Tensor, master: torch.Tensor, *, default: bool) -> bo
     values = sample(weight)
     if values is None:
         return default
-    differs = exceeds_rounding(values.relative, *values.with_tensors(sampled_view(local_part(master))))
+    differs = (values.values - sampled_view(local_part(master))).abs() > values.allowed
     return differs.float().mean().item() < DIFFERENT
 
 
@@ -296,13 +285,3 @@ def gradients_of(all_held: Iterable[Held]) -> list[torch.Tensor | None]:
             gradient = None
         gradients.append(gradient)
     return gradients
-
-
-def mean_squares(optimizer: Optimizer, held: Held) -> tuple[torch.Tensor, ...]:
-    """Return a sample of Adam's mean squares of a parameter's gradients, as a tuple of at most one tensor."""
-    state = optimizer.state.get(held.tensor, {})
-    squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-    if not isinstance(squares, torch.Tensor) or squares.dtype not in (torch.float32, torch.bfloat16):
-        return ()  # others are scaled
-    squares = local_part(squares)
-    return (sampled_view(squares),) if squares.shape == local_part(held.parameter.weight).shape else ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -41,7 +42,6 @@ ParameterProblem = Literal[
     "unchanged",
     "still",
     "apart",
-    "late",
     "emptied",
     "restored",
     "replaced",
@@ -102,26 +102,26 @@ class WeightRow:
     Attributes:
         rate: the learning rate.
         changed: share of the elements that differ from the first sample.
-        movable: share of the elements that this step must change.
+        moved: share of the elements that this step changed in the tensor that the optimizer steps.
     """
 
     iteration: int
     rate: float
     changed: float = math.nan
-    movable: float = math.nan
+    moved: float = math.nan
 
 
 @dataclass(eq=False)
 class MasterRow:
-    """A weight before the step after a sampled one.
+    """A weight after the last step before a sampled one.
 
     Attributes:
-        apart: shares of its elements that differ by more than rounding from the master weight now, and from the master
-            weight before the sampled step; empty until they are on the host.
+        apart: share of its elements that differ from the master weight by more than rounding; nan until it is on the
+            host.
     """
 
     iteration: int
-    apart: tuple[float, ...] = ()
+    apart: float = math.nan
 
 
 @dataclass(eq=False)
@@ -130,13 +130,12 @@ class WriteRow:
 
     Attributes:
         sampled: iterations of its samples.
-        distances: distances of zero, the samples and the weight from each other, as a flat matrix; empty until they are
-            on the host.
+        distances: distances of zero, the samples and the weight from each other; empty until they are on the host.
     """
 
     iteration: int
     sampled: list[int]
-    distances: tuple[float, ...] = ()
+    distances: Sequence[Sequence[float]] = ()
 
 
 @dataclass(eq=False)
@@ -147,17 +146,16 @@ class Parameter:
         has_gradient: whether a backward has reached it.
         at_step: whether a gradient exists at the optimizer's step.
         longest_gap: steps of the longest earlier gap.
-        removed: first iteration in which its gradient was there after the backward, but not at the optimizer's step,
-            and the version of the weight; or None.
         held_until: last iteration with a step of the parameter's optimizer, or -1.
-        decay: iteration of the first sampled step, and the largest share of the weight that weight decay removed in
-            one.
         cleared: last sampled iterations, and whether the gradient was cleared before the next step.
         reference: first sample, until a later one differs in more than a few elements.
         rows: rows of the sampled steps, until the weight has changed.
         master_rows: the last rows of the checks against the master weight.
         samples: iterations and samples of its values.
         most_writes: maximum number of writes to it between two optimizer steps.
+        slot: its slot in the watch of every step, if it has one so far.
+        is_unwatched: whether it is not the weight of a layer of Transformer Engine.
+        stepped_sample: a sample after a step of its optimizer, if another one has stepped since.
     """
 
     name: str
@@ -167,9 +165,7 @@ class Parameter:
     at_step: bool = False
     gap: Gap | None = None
     longest_gap: int = 0
-    removed: tuple[int, int] | None = None
     held_until: int = -1
-    decay: tuple[int, float] = (0, 0.0)
     cleared: dict[int, bool] = field(default_factory=dict)
     reference: torch.Tensor | None = None
     rows: list[WeightRow] = field(default_factory=list)
@@ -177,6 +173,9 @@ class Parameter:
     samples: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     writes: list[WriteRow] = field(default_factory=list)
     most_writes: int = 0
+    slot: int | None = None
+    is_unwatched: bool = False
+    stepped_sample: torch.Tensor | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -191,13 +190,13 @@ class Parameter:
         return self.reference is not None and str(self.reference.dtype) == "torch.float32"
 
     @property
+    def has_moved(self) -> bool:
+        return any([row.changed > 0 for row in self.rows])  # noqa: C419  # no call each
+
+    @property
     def is_settled(self) -> bool:
         """Return whether a sample differs in many elements from the first one."""
         return any([row.changed > FEW_CHANGED for row in self.rows])  # noqa: C419  # no call each
-
-    @property
-    def version(self) -> int:
-        return self.weight._version
 
     @property
     def is_converted(self) -> bool:

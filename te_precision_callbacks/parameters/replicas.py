@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.parameters.optimizers import TrainedModel
 from te_precision_callbacks.parameters.parameter import ParameterProblem, Problem
-from te_precision_callbacks.parameters.updates import TrainedModel
 from te_precision_callbacks.parameters.weight_samples import local_part, raw_codes, sampled_view, stack_equal
 
 TOLERANCE = 1e-6
@@ -79,23 +79,19 @@ class Replicas:
             return []
         now = self._sums()
         start = self._start or {}
-        names = sorted(now.keys() | start.keys())
-        new_names = not set(names) <= set(self._agreed)
-        pooled: list[Problem] = []
-        while True:
-            message = self._message(iteration, start, now, has_news=bool(self._news or new_names))
-            merged = self._ranks.largest(message, "parameters")
-            if merged is None or merged[1] != -merged[2]:  # the ranks are apart, or out of step
-                return []
-            if merged[0] <= 0:
-                break
-            entries = self._ranks.pool([*names, *self._news], "names of parameters", str | Problem)
+        names = now.keys() | start.keys()
+        message = self._message(iteration, start, now, has_news=bool(self._news) or not names <= set(self._agreed))
+        merged = self._ranks.largest(message, "parameters")
+        if merged is None or merged[1] != -merged[2]:  # the ranks are apart, or out of step
+            return []
+        if merged[0] > 0:
+            entries = self._ranks.pool([*sorted(names), *self._news], "names of parameters", str | Problem)
             self._agreed = sorted({*self._agreed, *(entry for entry in entries if isinstance(entry, str))})
-            pooled += [entry for entry in entries if isinstance(entry, Problem)]
             self._news = []
-            new_names = False
+            pooled = [entry for entry in entries if isinstance(entry, Problem)]
+            return pooled + self.exchange([], iteration, is_due=True)
         columns = merged[_HEADER:].reshape(-1, _COLUMNS)
-        return pooled + list(self._compare(columns, iteration, in_parts=bool(merged[_HEADER - 1] > 0)))
+        return list(self._compare(columns, iteration, in_parts=bool(merged[_HEADER - 1] > 0)))
 
     def take_news(self) -> list[Problem]:
         news = self._news
@@ -158,19 +154,14 @@ class Replicas:
         kept = [(name, weight) for name, weight, _ in self._model.named_parameters() if id(weight) not in sharded]
         codes = [(name, raw_codes(weight)) for name, weight in kept]
         samples = [(name, sampled_view(tensor)) for name, tensor in codes if tensor.numel()]
-        on_devices: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+        sums: Sums = {}
         for indices, stack in stack_equal([sample for _, sample in samples]):
             values = stack.flatten(1)
             # Elements have different weights, so differences do not cancel.
             weighted = values * (1 + torch.arange(values.shape[1], device=values.device, dtype=torch.float64) % 7)
             varies = (values != values[:, :1]).any(1)
-            rows = torch.stack([weighted.sum(1), weighted.abs().sum(1), varies.double()], 1)
-            on_devices.setdefault(values.device, []).append((indices, rows))
-        sums: Sums = {}
-        for parts in on_devices.values():  # one wait per device
-            numbers = torch.cat([rows for _, rows in parts]).tolist()
-            names = [samples[index][0] for indices, _ in parts for index in indices]
-            sums.update({name: tuple(row) for name, row in zip(names, numbers, strict=True)})
+            rows = torch.stack([weighted.sum(1), weighted.abs().sum(1), varies.double()], 1).tolist()
+            sums.update({samples[index][0]: tuple(row) for index, row in zip(indices, rows, strict=True)})
         return sums
 
 

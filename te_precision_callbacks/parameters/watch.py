@@ -7,6 +7,7 @@ steps.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -18,21 +19,16 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.base.numerics.formats import E5M2
-from te_precision_callbacks.base.numerics.layouts import NVFP4, PLAIN
+from te_precision_callbacks.base.numerics.layouts import PLAIN
+from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.layers.folding import numbers_of
 from te_precision_callbacks.parameters.gradients import Broken, GradientClearing, GradientSizes, check_gradients
-from te_precision_callbacks.parameters.optimizers import (
-    ParameterList,
-    SteppedParameters,
-    SteppedWeight,
-    gradients_of,
-)
+from te_precision_callbacks.parameters.optimizers import ParameterList, SteppedParameters, TrainedModel, gradients_of
 from te_precision_callbacks.parameters.parameter import Gap, Parameter
-from te_precision_callbacks.parameters.updates import TrainedModel
-from te_precision_callbacks.parameters.weight_samples import largest_of_each, local_part, raw_codes
-from te_precision_callbacks.parameters.weights import WeightSamples, note_versions
-from te_precision_callbacks.te.tensors import fp8_format, is_quantized, scaling_mode
+from te_precision_callbacks.parameters.updates import UpdateShares
+from te_precision_callbacks.parameters.weight_samples import local_part
+from te_precision_callbacks.parameters.weights import WeightSamples
+from te_precision_callbacks.te.tensors import is_quantized
 
 AT_ZERO = 0.005
 RISEN = 0.05
@@ -46,11 +42,16 @@ MOST_RISES = 32
 _GRADIENT = operator.attrgetter("grad")
 _LAYOUT = operator.attrgetter("layout")
 _SHAPE = operator.attrgetter("shape")
+_IS_THERE = functools.partial(operator.is_not, None)
 _NAME = operator.attrgetter("name")
 _GAP = operator.attrgetter("gap")
 _AT_STEP = operator.attrgetter("at_step")
 _PLAIN = frozenset(PLAIN)
 _DENSE = frozenset([torch.strided])
+
+
+LOW = 0.01
+"""Share of the largest learning rate below which the effects of steps are not measured."""
 
 
 class RateRise(NamedTuple):
@@ -61,7 +62,7 @@ class RateRise(NamedTuple):
 
 
 @dataclass(eq=False)
-class Schedule:
+class LearningRate:
     """The learning rate of an optimizer: its largest value, and its rise after it has fallen to 0.
 
     A rise in one step to most of the largest value is a restart, as of CosineAnnealingWarmRestarts.
@@ -94,6 +95,11 @@ class Schedule:
         return risen
 
     @property
+    def is_low(self) -> bool:
+        """Return whether updates vanish, as at the end of a decay."""
+        return self.last < LOW * self.largest
+
+    @property
     def rises_again(self) -> bool:
         return self.zero_at is not None and self.rises >= RISING_STEPS and self.last >= RISEN * self.largest
 
@@ -105,6 +111,7 @@ class ParameterWatch:
         listed: the parameters, and those that each optimizer steps.
         clearing: whether gradients are cleared between steps.
         sizes: the largest magnitudes of gradients.
+        updates: the effects of optimizer steps in collection steps.
         schedules: the learning rates of the optimizers.
         ended: the last iteration that ended.
         ended_gaps: the gaps that have ended; the caller clears it.
@@ -112,26 +119,26 @@ class ParameterWatch:
         has_updated: whether there was one.
     """
 
-    def __init__(self, model: TrainedModel, failures: ObservationFailures) -> None:
+    def __init__(self, model: TrainedModel, scalars: ScalarBuffer, failures: ObservationFailures) -> None:
         self.listed = ParameterList(model)
         self.clearing = GradientClearing(failures)
         self.sizes = GradientSizes()
-        self.schedules: weakref.WeakKeyDictionary[Optimizer, Schedule] = weakref.WeakKeyDictionary()
+        self.updates = UpdateShares(scalars)
+        self.schedules: weakref.WeakKeyDictionary[Optimizer, LearningRate] = weakref.WeakKeyDictionary()
         self.ended = 0
         self.ended_gaps: list[tuple[Parameter, Gap]] = []
         self.last_update = 0
         self.has_updated = False
         self._weights = WeightSamples()
-        self._model = model
         self._failures = failures
         self._first: int | None = None
-        self._stepped: list[SteppedParameters] = []  # in the iteration of the last step
+        self._stepped: dict[int, SteppedParameters] = {}  # by id, in the iteration of the last step
         self._stepped_at = -1
         self._rises: list[RateRise] = []
         self._rises_left = MOST_RISES
+        self._rising = 0  # schedules that rise again
         self._is_sampled = True  # the next step of an optimizer
-        self._has_measured = False
-        self._read_measured = _read_nothing
+        self._has_sampled = False
 
     def begin(self, iteration: int) -> None:
         if self._first is None:
@@ -145,6 +152,7 @@ class ParameterWatch:
         self.listed.clear()
         self.clearing.clear()
         self._weights.clear()
+        self.updates.clear()
         self._stepped.clear()
 
     @property
@@ -158,8 +166,13 @@ class ParameterWatch:
 
     # ------------------------------------------------------------------ a step of an optimizer
 
-    def before_step(self, optimizer: Optimizer, iteration: int, place: int) -> None:
-        """Check gradients; in few steps also sample weights and master weights. Called without autograd."""
+    def before_step(self, optimizer: Optimizer, iteration: int, place: int, *, is_collected: bool) -> None:
+        """Check gradients; in few steps also sample weights and master weights. Called without autograd.
+
+        Args:
+            place: in the order of the iteration's GEMMs.
+            is_collected: whether this is a collection step.
+        """
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             stepped = self.listed.stepped_by(optimizer)
             if not stepped.held:
@@ -169,18 +182,18 @@ class ParameterWatch:
             if self._stepped_at != iteration:
                 self._stepped_at = iteration
                 self._stepped.clear()
-            self._stepped.append(stepped)
+            self._stepped[id(stepped)] = stepped
             for parameter in stepped.parameters:
                 parameter.held_until = iteration
             gradients = self._check_gradients(optimizer, stepped, iteration, place)
             if stepped.versions:
-                self._has_measured |= self._weights.check_writes(stepped, iteration)
-            self._weights.check_masters(optimizer)
+                self._weights.check_writes(stepped, iteration)
             self.clearing.end(optimizer)
+            if is_collected and not self.schedules[optimizer].is_low:
+                self.updates.before_step(optimizer, stepped, gradients)
             if self._is_sampled:
-                self._has_measured = True
-                self._note_decay(optimizer, stepped, iteration)
-                self._weights.sample(optimizer, stepped, gradients, iteration)
+                self._has_sampled = True
+                self._weights.before_step(optimizer, stepped, iteration)
                 for parameter in self.listed.parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
             self._weights.batch.launch()
@@ -194,7 +207,7 @@ class ParameterWatch:
                 self.has_updated = True
             if isinstance(rate, (int, float)):
                 rates.append(float(rate))
-        self._rises += self.schedules.setdefault(optimizer, Schedule()).note(rates, iteration)
+        self._rises += self.schedules.setdefault(optimizer, LearningRate()).note(rates, iteration)
 
     def _check_gradients(
         self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int, place: int
@@ -208,38 +221,35 @@ class ParameterWatch:
         )
         if not has_all:
             gradients = gradients_of(stepped.held)
-        named = zip(map(_NAME, stepped.parameters), gradients, strict=True)
-        self.sizes.before_step(optimizer, [(name, one) for name, one in named if one is not None], place)
+        there = [*map(_IS_THERE, gradients)]
+        names = [*itertools.compress(map(_NAME, stepped.parameters), there)]
+        self.sizes.before_step(optimizer, names, [one for one in gradients if one is not None], place)
         if not (has_all and all(map(_AT_STEP, stepped.parameters))) or any(map(_GAP, stepped.parameters)):
             self.ended_gaps += check_gradients(zip(stepped.parameters, stepped.tensors, strict=True), iteration)
         return gradients
 
-    @staticmethod
-    def _note_decay(optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
-        """Note the share of the parameters that weight decay removes in a step."""
-        is_share = isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
-        for parameter, _, group, _ in stepped.held:
-            share = group.get("lr", 0.0) * group.get("weight_decay", 0.0)
-            is_larger = isinstance(share, float) and share > parameter.decay[1]
-            if is_larger and (is_share or group.get("decoupled_weight_decay")):
-                parameter.decay = iteration, share
-
     def after_step(self, optimizer: Optimizer) -> None:
         stepped = self.listed.stepped.get(optimizer)
-        if stepped is not None:
-            note_versions(stepped)
+        if stepped is None or not stepped.held:
+            return
+        with self._failures.guard("checking a step of", type(optimizer).__name__):
+            self._weights.note_versions(stepped)
+            self.updates.after_step()
             if self._is_sampled:
+                self._weights.after_step()
                 self.clearing.begin(optimizer, stepped, self._stepped_at)
 
     def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         if not self.listed.parameters:
             self.listed.refresh()
-        named = []
+        names: list[str] = []
+        gradients: list[torch.Tensor] = []
         for weight in parameters:
             parameter = self.listed.parameters.get(id(weight))
             if parameter is not None and weight.grad is not None:
-                named.append((parameter.name, weight.grad))
-        self.sizes.before_clipping(named)
+                names.append(parameter.name)
+                gradients.append(weight.grad)
+        self.sizes.before_clipping(names, gradients)
 
     def take_rises(self) -> list[RateRise]:
         """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""
@@ -254,19 +264,18 @@ class ParameterWatch:
 
     # ------------------------------------------------------------------ after a debug iteration
 
-    def stepped(self, iteration: int) -> list[SteppedWeight]:
+    def stepped(self, iteration: int) -> Sequence[Parameter]:
         """Return what optimizers have stepped in an iteration, unless it is quantized, in the order of the model."""
         if self._stepped_at != iteration:
             return []
-        optimizers = [*{id(stepped): stepped for stepped in self._stepped}.values()]
-        weights = [*itertools.chain.from_iterable([stepped.weights for stepped in optimizers])]
-        if len(optimizers) > 1:
-            by_name = {weight[0]: weight for weight in weights}
-            weights = [by_name[parameter.name] for parameter in self.parameters if parameter.name in by_name]
-        return weights
+        in_order = [stepped.in_order for stepped in self._stepped.values()]
+        if len(in_order) == 1:
+            return in_order[0]
+        are_stepped = set(itertools.chain.from_iterable(in_order))
+        return [parameter for parameter in self.parameters if parameter in are_stepped]
 
     @torch.no_grad()
-    def end_step(self, iteration: int, stepped: Sequence[SteppedWeight]) -> tuple[list[Broken], bool]:
+    def end_step(self, iteration: int, stepped: Sequence[Parameter]) -> tuple[list[Broken], bool]:
         """End an iteration; return what was not finite, and whether there are new measurements."""
         self.ended = iteration
         broken: list[Broken] = []
@@ -277,14 +286,12 @@ class ParameterWatch:
                     self.listed.refresh()
                 trained = [(parameter, parameter.weight) for parameter in self.parameters if parameter.is_trained]
                 self.ended_gaps += check_gradients(trained, iteration)
-            is_new = self._read_measured is not _read_nothing or self._has_measured or self.is_due
-            self._read_measured()
-            self._read_measured = _read_nothing
+            rising = sum([schedule.rises_again for schedule in self.schedules.values()])
+            is_new = self._weights.batch.read() or self._has_sampled or self.is_due or rising != self._rising
+            self._rising = rising
+            self._is_sampled &= not self._has_sampled
+            self._has_sampled = False
             broken = self.sizes.end_step(iteration, stepped)
-            if self._has_measured:
-                self._read_measured = self._weights.batch.start_copy() or _read_nothing
-                self._is_sampled = False
-                self._has_measured = False
             if self.is_due:
                 self.listed.refresh()
             is_new = is_new or any(map(_GAP, self.listed.parameters.values()))
@@ -313,36 +320,12 @@ class ParameterWatch:
     @torch.no_grad()
     def end(self, iteration: int) -> list[Broken]:
         """Read all measurements at the end of a run, and return all weights that are not finite."""
-        self._read_measured()
-        (self._weights.batch.start_copy() or _read_nothing)()
-        broken = self.sizes.end_step(iteration, at_last=True)
-        weights = [(name, local_part(weight)) for name, weight, _ in self._model.named_parameters()]
-        return broken + [Broken(iteration, "nonfinite", name) for name in _find_nonfinite(weights)]
-
-
-def _read_nothing() -> None:
-    pass
+        self._weights.batch.read()
+        self._weights.batch.read()
+        plain = [parameter for parameter in self.parameters if not is_quantized(local_part(parameter.weight))]
+        return self.sizes.end_step(iteration, plain, at_last=True)
 
 
 def is_due(step: int) -> bool:
     """Return whether weights are sampled in a step, counted from the attach; equal on all ranks."""
     return step < 4 or step % 100 == 0 or step & (step - 1) == 0
-
-
-def _find_nonfinite(weights: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of weights with inf or nan, with one copy to the host per dtype and device."""
-    names = []
-    tensors = []
-    for name, weight in weights:
-        codes = weight
-        if is_quantized(weight):  # each format has its own code for nan
-            if scaling_mode(weight) == NVFP4:
-                continue
-            least = 0x7C if fp8_format(weight) is E5M2 else 0x7F
-            codes = torch.where((raw_codes(weight) & 0x7F) >= least, torch.nan, 0.0)
-        names.append(name)
-        tensors.append(codes)
-    broken = []
-    for indices, largest in largest_of_each(tensors):
-        broken += [names[index] for index in itertools.compress(indices, (~largest.isfinite()).tolist())]
-    return broken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,24 +20,18 @@ PLAIN_ROUNDING = 2.0**-7
 
 
 Measure = Callable[..., torch.Tensor]
+_Launched = tuple[Callable[[], list[Any]], list[tuple[object, str]]]
 
 
 class WeightSample(NamedTuple):
-    """Sampled elements of a weight.
+    """Sampled elements of a weight: float32, [rows, columns].
 
     Attributes:
-        values: float32 or the weight's own type, [rows, columns].
-        relative: largest relative rounding error of the weight's format.
-        absolute: float32, [rows, columns]: the rounding error of a quantized weight near 0, or inf for a saturated
-            element. None for other weights.
+        allowed: the largest difference from a master weight by rounding; inf for a saturated element.
     """
 
     values: torch.Tensor
-    relative: float
-    absolute: torch.Tensor | None = None
-
-    def with_tensors(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.values, *tensors) if self.absolute is None else (self.values, *tensors, self.absolute)
+    allowed: torch.Tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,38 +55,27 @@ def raw_codes(weight: torch.Tensor) -> torch.Tensor:
 
 
 def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:
-    """Return a plain tensor's sampled elements, as a view if strides allow: [rows, columns].
+    """Return a plain tensor's sampled elements, as a view if it is contiguous: [rows, columns].
 
     Args:
         thin: every how many sampled columns are returned.
     """
-    layout = _layout_of_sample(tensor.shape, tensor.stride(), thin)
-    if layout is None:
-        return _sampled_elements(tensor, thin)
-    return tensor.as_strided(*layout)
+    return tensor.contiguous().as_strided(*_layout_of_sample(tensor.shape, thin))
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout_of_sample(
-    shape: torch.Size, stride: tuple[int, ...], thin: int
-) -> tuple[torch.Size, tuple[int, ...]] | None:
-    """Return shape and stride of a sample, so that one operation makes the view; None if strides do not allow that."""
-    tensor = torch.empty_strided(shape, stride, device="meta")
-    elements = _sampled_elements(tensor, thin)
-    if elements._base is tensor:
-        return (elements.shape, elements.stride())
-    return None
+def _layout_of_sample(shape: torch.Size, thin: int) -> tuple[list[int], list[int]]:
+    """Return shape and strides of a sample, so that one operation makes the view."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = shape.numel() // rows
+    row_step, column_step = _steps(rows, columns)
+    column_step *= thin
+    return [len(range(0, rows, row_step)), len(range(0, columns, column_step))], [row_step * columns, column_step]
 
 
-def _sampled_elements(tensor: torch.Tensor, thin: int) -> torch.Tensor:
-    matrix = tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    return matrix[_grid(*matrix.shape)][:, ::thin]
-
-
-def _grid(rows: int, columns: int) -> tuple[slice, slice]:
+def _steps(rows: int, columns: int) -> tuple[int, int]:
     row_step = max(1, rows // ROWS)
-    column_step = max(1, columns * len(range(0, rows, row_step)) // ELEMENTS)
-    return slice(None, None, row_step), slice(None, None, column_step)
+    return row_step, max(1, columns * len(range(0, rows, row_step)) // ELEMENTS)
 
 
 def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | None:
@@ -104,22 +86,19 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     """
     own: Any = local_part(weight)
     if not is_quantized(own):
-        return WeightSample(
-            sampled_view(own if span is None else own.reshape(-1)[span.start : span.stop]), PLAIN_ROUNDING
-        )
+        values = sampled_view(own if span is None else own.reshape(-1)[span.start : span.stop]).float()
+        return WeightSample(values, 1.001 * PLAIN_ROUNDING * values.abs())
     part = read_stored(own, columnwise=False)
     if part is None or part.transposed:
         return None
     device = part.codes.device
     length = part.matrix_shape[1]
     if span is None:
-        rows, columns = (
-            torch.arange(size, device=device)[chosen]
-            for size, chosen in zip(part.matrix_shape, _grid(*part.matrix_shape), strict=True)
-        )
+        steps = zip(part.matrix_shape, _steps(*part.matrix_shape), strict=True)
+        rows, columns = [torch.arange(0, size, step, device=device) for size, step in steps]
         rows = rows[:, None]
     else:
-        places = torch.arange(span.start, span.stop, device=device)[None, _grid(1, len(span))[1]]
+        places = torch.arange(span.start, span.stop, _steps(1, len(span))[1], device=device)[None]
         rows = places // length
         columns = places % length
     if scaling_mode(own) == NVFP4:
@@ -131,10 +110,10 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     elements = form.decode(codes)
     if factors.numel() > 1:
         factors = factors[rows // part.block[0], columns // part.block[1]]
-    least = factors * (form.min_normal * 2.0 ** (-form.mantissa_bits - 1))
     saturated = elements.abs() >= form.max  # the element may have been any value above the range
-    absolute = torch.where(saturated, torch.inf, least)
-    return WeightSample(elements * factors, 2.0 ** (-form.mantissa_bits - 1), absolute)
+    half_unit = 2.0 ** (-form.mantissa_bits - 1)
+    allowed = 1.001 * half_unit * (elements * factors).abs() + factors * form.min_normal * half_unit
+    return WeightSample(elements * factors, torch.where(saturated, torch.inf, allowed))
 
 
 class BatchedMeasurements:
@@ -142,64 +121,37 @@ class BatchedMeasurements:
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Measure, list[tuple[tuple[torch.Tensor, ...], object, str]]]] = {}
-        self._launched: list[tuple[torch.Tensor, list[tuple[object, str]]]] = []
+        self._launched: list[_Launched] = []
+        self._pending: list[_Launched] = []
 
-    def add(self, key: Hashable, measure: Measure, tensors: tuple[torch.Tensor, ...], row: object, column: str) -> None:
+    def add(self, measure: Measure, tensors: tuple[torch.Tensor, ...], row: object, column: str) -> None:
         """Add a measurement.
 
         Args:
-            key: equal for equal measurements, which are stacked.
-            measure: takes stacks of the tensors; returns [rows], or [rows, numbers] for a tuple of numbers.
+            measure: takes stacks of the tensors; returns [rows], or [rows, numbers] for lists of numbers.
             row, column: the object, and the name of its attribute that gets the result.
         """
         kinds = [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
-        self._waiting.setdefault((key, *kinds), (measure, []))[1].append((tensors, row, column))
+        self._waiting.setdefault((measure, *kinds), (measure, []))[1].append((tensors, row, column))
 
     def launch(self) -> None:
+        """Measure, and start copying the results to the host."""
         waiting = self._waiting
         self._waiting = {}
         for measure, members in waiting.values():
             stacks = [torch.stack(column) for column in zip(*(tensors for tensors, _, _ in members), strict=True)]
-            self._launched.append((measure(*stacks).float(), [(row, column) for _, row, column in members]))
+            self._launched.append((to_host(measure(*stacks)), [(row, column) for _, row, column in members]))
 
-    def start_copy(self) -> Callable[[], None] | None:
-        """Start copying the results to the host.
-
-        Returns:
-            A function that waits for the copies and sets the columns of the rows, or None without results. Called a
-            step later, it does not have to wait.
-        """
-        if not self._launched:
-            return None
-        by_device: dict[torch.device, list[tuple[torch.Tensor, list[tuple[object, str]]]]] = {}
-        for numbers, targets in self._launched:
-            by_device.setdefault(numbers.device, []).append((numbers, targets))
+    def read(self) -> bool:
+        """Set the columns that were launched before the last call, which then need not be waited for; return whether
+        there are any."""
+        ready = self._pending
+        self._pending = self._launched
         self._launched = []
-        copies = [
-            (to_host(torch.cat([numbers.flatten() for numbers, _ in of_device])), of_device)
-            for of_device in by_device.values()
-        ]
-
-        def read() -> None:
-            for copy, of_device in copies:
-                values = iter(copy())
-                for numbers, targets in of_device:
-                    for row, column in targets:
-                        if numbers.dim() == 1:
-                            setattr(row, column, next(values))
-                        else:
-                            setattr(row, column, tuple(itertools.islice(values, numbers.shape[1])))
-
-        return read
-
-
-def exceeds_rounding(
-    relative: float, values: torch.Tensor, master: torch.Tensor, absolute: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return a bool tensor, true where a sample differs from its master weight by more than the format's rounding."""
-    values = values.float()
-    allowed = 1.001 * relative * values.abs()
-    return (values - master).abs() > (allowed if absolute is None else allowed + absolute)
+        for copy, targets in ready:
+            for (row, column), result in zip(targets, copy(), strict=True):
+                setattr(row, column, result)
+        return bool(ready)
 
 
 def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
@@ -211,44 +163,15 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
         yield group, torch.stack([tensors[place] for place in group])
 
 
-def largest_of_each(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield the indices of dense tensors with elements, and their largest absolute values, which are inf or nan if an
-    element is; those of other devices and dtypes apart. The loop calls no function for a tensor."""
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kind = tensor.device, tensor.dtype
-        if kind in places:
-            places[kind] += (place,)
-        else:
-            places[kind] = [place]
-    for (device, dtype), group in places.items():
-        group = [place for place in group if tensors[place].layout is torch.strided and tensors[place].nbytes]
-        if group and dtype.is_floating_point:
-            dense = [tensors[place] for place in group]
-            if device.type != "cpu":
-                yield group, torch.stack(torch._foreach_norm(dense, float("inf")))
-            else:  # the norm takes ten times as long there
-                extremes = torch.stack([*itertools.chain.from_iterable(map(torch.aminmax, dense))])
-                yield group, extremes.abs_().view(-1, 2).amax(1)
-
-
-def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    result = list(tensors)
-    for places, stack in stack_equal(tensors):
-        for place, copy in zip(places, stack, strict=True):
-            result[place] = copy
-    return result
-
-
-def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start copying float32 values to the host; return a function that waits for the copy and returns them."""
+def to_host(values: torch.Tensor) -> Callable[[], list[Any]]:
+    """Start copying values to the host; return a function that waits for the copy and returns them."""
     event = None
     if values.device.type == "cuda":
         device = values.device
-        values = torch.empty(len(values), pin_memory=True).copy_(values, non_blocking=True)
+        values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
         event = torch.cuda.current_stream(device).record_event()
 
-    def read() -> list[float]:
+    def read() -> list[Any]:
         if event is not None and not event.query():
             event.synchronize()
         return values.tolist()

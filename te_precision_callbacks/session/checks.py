@@ -17,6 +17,7 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import OptionError, SessionError
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks
+from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.coverage.contract_keeper import (
     ContractKeeper,
@@ -38,9 +39,9 @@ from te_precision_callbacks.flight.updates import UpdateSizes
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
-from te_precision_callbacks.parameters.optimizers import SteppedWeight
-from te_precision_callbacks.parameters.parameter import Problem
+from te_precision_callbacks.parameters.parameter import Parameter, Problem
 from te_precision_callbacks.parameters.replicas import Replicas
+from te_precision_callbacks.parameters.updates import adds_eps
 from te_precision_callbacks.parameters.watch import ParameterWatch
 from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.context import RunContext
@@ -266,70 +267,66 @@ class ContractCheck:
 class ParameterChecks:
     """Checks the parameters of a run, and adds an event per result, for the rules and the records."""
 
-    def __init__(self, context: RunContext, model: ObservedModel, every_step: EveryStepCheck) -> None:
+    def __init__(
+        self, context: RunContext, model: ObservedModel, scalars: ScalarBuffer, every_step: EveryStepCheck
+    ) -> None:
         self._ranks = context.ranks
         self._events = context.events
         self._every_step = every_step
         self._failures = context.failures
         self._replicas = Replicas(model, context.ranks)
-        self._watch = ParameterWatch(model, context.failures)
-        self._problems = ParameterProblems(self._watch)
+        self.watch = ParameterWatch(model, scalars, context.failures)
+        self._problems = ParameterProblems(self.watch)
         self._checked: set[str] = set()
         self._unmatched: list[str] = []
-        self.begin = self._watch.begin
-        self.remove = self._watch.remove
-        self.stepped = self._watch.stepped
-        self.before_clipping = self._watch.before_clipping
-        self.around_backward = self._watch.clearing.around_backward
-        self.after_optimizer_step = self._watch.after_step
-        self.note_checkpoint = self._watch.note_checkpoint
 
     @torch.no_grad()
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, iteration: int, place: int) -> None:
-        """Check the gradients before an optimizer steps, at a place in the order of the iteration's GEMMs."""
+    def before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, iteration: int, place: int, *, is_collected: bool
+    ) -> None:
+        """Check the parameters before an optimizer steps; see :meth:`ParameterWatch.before_step`."""
         try:
-            if self._replicas.needs_start and self._watch.listed.stepped_by(optimizer).held:
+            if self._replicas.needs_start and self.watch.listed.stepped_by(optimizer).held:
                 self._replicas.begin()
         except Exception as error:
             self._failures.report("checking the parameters of", type(optimizer).__name__, error)
-        self._watch.before_step(optimizer, iteration, place)
-        for rise in self._watch.take_rises():
+        self.watch.before_step(optimizer, iteration, place, is_collected=is_collected)
+        for rise in self.watch.take_rises():
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
             self._events.append(Event("learning_rate_rose", text, iteration))
 
-    def end_step(self, iteration: int, stepped: Sequence[SteppedWeight]) -> None:
+    def end_step(self, iteration: int, stepped: Sequence[Parameter]) -> None:
         """Check an iteration, and exchange the problems, so that all ranks report the same.
 
         Args:
             stepped: as :meth:`stepped` returned them.
         """
-        broken, is_new = self._watch.end_step(iteration, stepped)
+        broken, is_new = self.watch.end_step(iteration, stepped)
         problems: list[Problem] = []
         with self._failures.guard("checking", "the parameters"):
-            problems = self._problems.nonfinite(broken)
+            problems = self._problems.nonfinite(broken) if broken else []
             if is_new:
                 problems = self._problems.find() + problems
         try:
-            problems = self._replicas.exchange(problems, iteration, is_due=self._watch.is_due)
+            problems = self._replicas.exchange(problems, iteration, is_due=self.watch.is_due)
         except Exception as error:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)
-        for span, names in self._watch.take_vanished().items():
+        for span, names in self.watch.take_vanished().items():
             slots = tuple(TensorSlot(layer, "wgrad") for layer in layers_of(names))
             self._events.append(_event_of_change(Change("frozen", slots, *span)))
         self._record(problems, iteration, of_all=self._ranks.are_connected)
 
     @property
-    def broken(self) -> tuple[int, int] | None:
-        return self._watch.sizes.broken
-
-    def have_updated(self, iteration: int) -> bool:
-        """Return whether an optimizer has stepped parameters of the model in an iteration."""
-        return self._watch.last_update == iteration
+    def adds_eps(self) -> bool | None:
+        """Return whether an optimizer of the model adds ``eps`` as Adam does; None before the first step."""
+        optimizers = self.watch.listed.stepped.values()
+        groups = [held.group for stepped in optimizers for held in stepped.held if held.tensor is held.parameter.weight]
+        return any(map(adds_eps, groups)) if groups else None
 
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""
-        broken = self._watch.end(iteration)
+        broken = self.watch.end(iteration)
         problems = self._problems.find(at_last=True) + self._problems.nonfinite(broken)
         self._record(self._replicas.take_news() + problems, iteration, of_all=False)
 
@@ -381,7 +378,7 @@ class EveryStepCheck:
         self._records_left = MOST_RECORDS
         self._left = dict.fromkeys(get_args(Kind), MOST_CHANGES)
 
-    def end_step(self, iteration: int, *, waits: bool, stepped: Iterable[SteppedWeight] = ()) -> None:
+    def end_step(self, iteration: int, *, waits: bool, stepped: Iterable[Parameter] = ()) -> None:
         """End a step.
 
         Args:

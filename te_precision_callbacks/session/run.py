@@ -37,7 +37,6 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.parameters.updates import UpdateWatch
 from te_precision_callbacks.runs.summary import ended_by
 from te_precision_callbacks.session.checks import (
     LEFT_FOR_PROBLEMS,
@@ -98,8 +97,7 @@ class Run:
         self.model = model
         self._loop_checks = LoopChecks(context, model)
         self._optimizer_hooks: list[RemovableHandle | ScaledStepHook] = []
-        self._updates = UpdateWatch(model, scalars, failures)
-        self._checks_updates = options.config.is_default
+        self._logs_updates = options.config.is_default
         self._collector = StepCollector(
             context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
         )
@@ -109,9 +107,9 @@ class Run:
         self._on_request = OnRequest(self._record_on_request)
         self._rules = RuleChecks(context, self._every_step)
         self._contract = ContractCheck(context)
-        self._parameters = ParameterChecks(context, model, self._every_step)
-        self.hooks.products.around_backward = self._parameters.around_backward
-        self._clipping = ClippingWatch(self._parameters.before_clipping, failures)
+        self._parameters = ParameterChecks(context, model, scalars, self._every_step)
+        self.hooks.products.around_backward = self._parameters.watch.clearing.around_backward
+        self._clipping = ClippingWatch(self._parameters.watch.before_clipping, failures)
         self.overflow = OverflowCheck(context)
         self._files = RunFiles(context, model.layers.given)
         self._facts = RunFacts(context, model)
@@ -147,7 +145,7 @@ class Run:
             self._files.attach()
             self.model.attach(model)
             self._contract.attach(self.model)
-            self._parameters.begin(context.iteration)
+            self._parameters.watch.begin(context.iteration)
             if not self._optimizer_hooks:
                 self._optimizer_hooks += hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
                 self._optimizer_hooks.append(ScaledStepHook(self._before_scaled_step))
@@ -156,10 +154,9 @@ class Run:
         ranks.settle()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._checks_updates:
-            self._updates.before_step(optimizer, is_due=bool(self.hooks.answers.watched.due))
         place = len(self.hooks.every_step.ring.order)
-        self._parameters.before_optimizer_step(optimizer, self.context.iteration, place)
+        is_collected = self._logs_updates and bool(self.hooks.answers.watched.due)
+        self._parameters.before_optimizer_step(optimizer, self.context.iteration, place, is_collected=is_collected)
         self._scale_restore.before_step(optimizer)
 
     def _before_scaled_step(self, optimizer: Any) -> None:
@@ -170,9 +167,8 @@ class Run:
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._loop_checks.note(optimizer)
         self.hooks.products.note_optimizer_step(optimizer)
-        self._updates.after_step(optimizer)
-        self._parameters.after_optimizer_step(optimizer)
-        if self._parameters.have_updated(self.context.iteration):
+        self._parameters.watch.after_step(optimizer)
+        if self._parameters.watch.last_update == self.context.iteration:
             self.hooks.every_step.note_update()
         # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
         table = self.context.results.table
@@ -255,11 +251,11 @@ class Run:
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
-        stepped = self._parameters.stepped(iteration)
+        stepped = self._parameters.watch.stepped(iteration)
         self._every_step.end_step(iteration, waits=self.observation.engine.has_news, stepped=stepped)
         self.model.end_step()
         self.hooks.padding.end_step()
-        self._updates.end_step()
+        self._parameters.watch.updates.end_step()
         self._start_sinks()
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks = self.context.ranks
@@ -280,7 +276,7 @@ class Run:
         # Record the dumps and the results of checks over all ranks.
         self.context.events.extend(dump_events(self.observation.recorder.take_written()))
         self._parameters.end_step(iteration, stepped)
-        self._every_step.add_held(iteration, self._parameters.broken)
+        self._every_step.add_held(iteration, self._parameters.watch.sizes.broken)
         try:
             self._contract.end_step(iteration)
         finally:
@@ -335,7 +331,7 @@ class Run:
         results = self.context.results
         records = self._files.records
         try:
-            results.adds_eps = self._updates.adds_eps
+            results.adds_eps = self._parameters.adds_eps
             if at_last and records is not None and results.iterations.last is not None:
                 records.last = results.iterations.last
             if not self._facts.has_changed(at_last=at_last, has_statistics=has_statistics):
@@ -430,7 +426,7 @@ class Run:
         """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
         iteration = self.context.iteration
         self.context.results.diagnosis.note_checkpoint(iteration, file)
-        self._parameters.note_checkpoint()
+        self._parameters.watch.note_checkpoint()
         text = f"A checkpoint was saved before debug iteration {iteration}."
         self._send(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
 
@@ -590,8 +586,7 @@ class Run:
             then.callback(self._on_request.end)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)
-            then.callback(self._updates.clear)
-            then.callback(self._parameters.remove)
+            then.callback(self._parameters.watch.remove)
             then.callback(self._clipping.remove)
             then.callback(self.resume_audit.end)
             self.context.results.iteration = self.context.iteration

@@ -17,8 +17,8 @@ from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
 from te_precision_callbacks.diagnosis.rules.parameter_problems import ENDS_BY_A_GRADIENT
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
+from te_precision_callbacks.parameters.gradients import largest_magnitudes
 from te_precision_callbacks.parameters.parameter import ParameterProblem
-from te_precision_callbacks.parameters.weight_samples import largest_of_each
 from te_precision_callbacks.session import InspectSession, running_session
 from tests.conftest import statistics
 from tests.diagnosis.planted import Loss, in_fp8, outside, trained
@@ -514,7 +514,7 @@ def test_gradients_that_are_0_at_the_step(tmp_path: Path) -> None:
     verdict = train(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     (finding,) = (finding for finding in of_parameters(verdict) if finding.severity != "note")
     assert finding.rule == "frozen-weight"
-    assert "sampled gradient elements of" in finding.seen
+    assert "all gradient elements of" in finding.seen
     assert "zero_grad()" in of_parameters(verdict)[0].remedy
 
 
@@ -576,12 +576,6 @@ def remove(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.param_groups.pop()
 
 
-def drop(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
-    if step == 12:
-        for parameter in model.head.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-
-
 @pytest.mark.parametrize(
     ("change", "steps", "place", "seen"),
     [
@@ -594,14 +588,12 @@ def drop(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
         ),
         (skip, 80, ("missing-gradient", "note", 12, OF_BLOCK_1), ""),  # it may be meant, as in training by phases
         (remove, 25, ("missing-gradient", "warning", 12, ("head",)), ""),
-        (drop, 40, ("missing-gradient", "warning", 12, ("head",)), "none since step 12"),
     ],
     ids=[
         "an optimizer stops",
         "a block is cut off",
         "a block is no longer called",
         "a group leaves the optimizer",
-        "gradients are removed",
     ],
 )
 def test_what_changes_in_a_run(tmp_path: Path, change: Any, steps: int, place: tuple[Any, ...], seen: str) -> None:
@@ -863,8 +855,7 @@ def test_masters_that_do_not_reach_the_weights_are_found(tmp_path: Path, kind: s
         )
     )
     assert [(item.rule, item.severity) for item in result] == [("frozen-weight", "error")] * (copies != "at once")
-    text = "one step earlier" if copies == "late" else "more than rounding"
-    assert all(text in item.seen for item in result)
+    assert all("more than rounding" in item.seen for item in result)
 
 
 def quantized_blocks(blocks: int = 3) -> torch.nn.Sequential:
@@ -1092,8 +1083,7 @@ def test_largest_magnitudes_are_those_of_the_norm() -> None:
         values = ([1.0, -3.0, 2.0], [math.nan, 1.0], [-math.inf, math.nan], [-math.inf, 1.0], [0.0, -0.0], [[-2.0]])
         tensors = [torch.tensor(of_tensor, dtype=dtype) for of_tensor in values]
         tensors.append(torch.randn(8, 6).to(dtype).t()[::2])
-        ((places, largest),) = largest_of_each(tensors)
-        assert places == [*range(len(tensors))]
+        largest = largest_magnitudes(tensors)
         expected = torch.stack([torch.linalg.vector_norm(tensor, math.inf) for tensor in tensors])
         assert largest.dtype == dtype
         assert torch.equal(largest.nan_to_num(-1.0), expected.nan_to_num(-1.0))

@@ -5,11 +5,10 @@ The rules themselves, which describe the problems, are in ``parameters.py``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from te_precision_callbacks.layers.folding import form_of, numbers_of
 from te_precision_callbacks.parameters.parameter import (
@@ -98,9 +97,9 @@ class ParameterProblems:
         found = [
             *idle.values(),
             *self._arrived(),
-            *_decays(parameters),
+            *self._decays(),
             *_missing_gradients(parameters, [(one, gap) for one, gap in without if one not in idle]),
-            *_of_weights(parameters, watch.ended),
+            *_of_weights(parameters),
             *self._of_optimizers(at_last=at_last),
             *_of_nearly_all(parameters, watch.sizes.zeros),
             *self._kept_gradients(parameters),
@@ -108,7 +107,7 @@ class ParameterProblems:
         ]
         problems = [problem for problem in found if (problem.what, problem.name) not in self._reported]
         self._reported.update((problem.what, problem.name) for problem in problems)
-        if any(row.changed > 0 or row.movable > 0 for parameter in parameters for row in parameter.rows):
+        if any(row.changed > 0 or row.moved > 0 for parameter in parameters for row in parameter.rows):
             self.checked.add("frozen-weight")
         if watch.schedules:
             self.checked.add("learning-rate")
@@ -145,6 +144,14 @@ class ParameterProblems:
                 yield Problem("arrived", name, gap.since, gap.steps)
         self._watch.ended_gaps.clear()
 
+    def _decays(self) -> Iterator[Problem]:
+        for optimizer in self._watch.listed.stepped.values():
+            for parameter, _, group, _ in optimizer.held:
+                share = group.get("lr", 0.0) * group.get("weight_decay", 0.0)
+                is_share = optimizer.decays or group.get("decoupled_weight_decay")
+                if is_share and isinstance(share, float) and share >= DECAYS:
+                    yield Problem("decays", parameter.name, self._watch.ended, 100 * share)
+
     def _of_optimizers(self, *, at_last: bool) -> Iterator[Problem]:
         watch = self._watch
         steps = watch.ended - watch.last_update
@@ -175,10 +182,9 @@ class ParameterProblems:
         if self.unmatched or self._watch.steps < WITHOUT_GRADIENT:
             return
         unheld = self._watch.listed.unheld()
-        if not all(self._has_reported(parameter.name, "not_held", "converted") for parameter in unheld):
-            for parameter in self._watch.listed.in_no_optimizer(unheld):
-                what: ParameterProblem = "converted" if parameter.is_converted else "not_held"
-                yield Problem(what, parameter.name, parameter.held_until + 1, len(unheld))
+        for parameter in unheld:
+            what: ParameterProblem = "converted" if parameter.is_converted else "not_held"
+            yield Problem(what, parameter.name, parameter.held_until + 1, len(unheld))
 
 
 def _is_left_out(parameter: Parameter) -> bool:
@@ -212,13 +218,6 @@ def _idle(parameters: Sequence[Parameter], zeros: Mapping[str, ZeroGradients]) -
     return idle
 
 
-def _decays(parameters: Iterable[Parameter]) -> Iterator[Problem]:
-    for parameter in parameters:
-        iteration, share = parameter.decay
-        if share >= DECAYS:
-            yield Problem("decays", parameter.name, iteration, 100 * share)
-
-
 def _missing_gradients(parameters: Iterable[Parameter], without: Sequence[tuple[Parameter, Gap]]) -> Iterator[Problem]:
     forms = {form_of(parameter.name) for parameter in parameters if parameter.has_gradient and without}
     for parameter, gap in without:
@@ -237,12 +236,9 @@ def _missing_gradients(parameters: Iterable[Parameter], without: Sequence[tuple[
             yield Problem(problem, parameter.name, gap.since, gap.steps)
 
 
-def _of_weights(parameters: Iterable[Parameter], iteration: int) -> Iterator[Problem]:
+def _of_weights(parameters: Iterable[Parameter]) -> Iterator[Problem]:
     """Find weights that do not change, that differ from their master weights, or that other code has written."""
     for parameter in parameters:
-        since, version = parameter.removed or (iteration, -1)
-        if iteration - since >= LOST and version == parameter.version:
-            yield Problem("lost_gradient", parameter.name, since, iteration - since)
         if parameter.master_rows or parameter.rows:
             yield from _unchanged(parameter)
         overwritten = next(filter(None, map(_overwritten, parameter.writes)), None)
@@ -252,31 +248,21 @@ def _of_weights(parameters: Iterable[Parameter], iteration: int) -> Iterator[Pro
 
 
 def _unchanged(parameter: Parameter) -> Iterator[Problem]:
-    """Find a weight that does not follow its master weight, or that does not change.
-
-    At first, a weight that is never copied is as far from its master weight as one that is copied late.
-    """
-    has_moved = any(row.changed > 0 for row in parameter.rows)
-    measured = [row for row in parameter.master_rows if row.apart][-APART_CHECKS:]
-    apart = [row for row in measured if row.apart[0] >= APART]
-    is_late = all(row.apart[1] < row.apart[0] / 8 for row in apart)
+    """Find a weight that does not follow its master weight, or that does not change."""
+    measured = [row for row in parameter.master_rows if not math.isnan(row.apart)][-APART_CHECKS:]
+    apart = [row for row in measured if row.apart >= APART]
     if len(apart) >= APART_CHECKS:
-        first = next((row.iteration for row in parameter.rows), 0)
-        is_open = is_late and not has_moved and apart[-1].iteration - first < SPAN
-        if not is_open:
-            what: ParameterProblem = "late" if is_late and has_moved else "apart"
-            yield Problem(what, parameter.name, apart[0].iteration, 100 * max(row.apart[0] for row in apart))
-    movable = [row.iteration for row in parameter.rows if row.movable > 0]
-    if not has_moved and not apart and len(movable) >= UNCHANGED and movable[-1] - movable[0] >= SPAN:
-        yield Problem("unchanged", parameter.name, movable[0], len(movable))
+        yield Problem("apart", parameter.name, apart[0].iteration, 100 * max(row.apart for row in apart))
+    moves = [row.iteration for row in parameter.rows if row.moved > 0]
+    if not parameter.has_moved and not apart and len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:
+        yield Problem("unchanged", parameter.name, moves[0], len(moves))
 
 
 def _overwritten(row: WriteRow) -> tuple[ParameterProblem, int, int] | None:
     """Return the problem of a weight that was written, the iteration, and the one of the sample; or None."""
-    points = len(row.sampled) + 2
-    if len(row.distances) != points**2:
+    distances = row.distances
+    if not distances:
         return None
-    distances = np.reshape(row.distances, (points, points))
     *_, size_of_last, size = distances[0]
     *to_earlier, to_last, _ = distances[-1][1:]
     last = row.sampled[-1]
@@ -313,7 +299,7 @@ def _still_steps(parameter: Parameter) -> range:
     to stay the same."""
     rows = parameter.rows
     compared = [row for row in rows if row.changed <= FEW_CHANGED]
-    must_move = any(row.movable > 0 for row in rows) and not any(row.changed > 0 for row in compared)
+    must_move = any(row.moved > 0 for row in rows) and not parameter.has_moved
     if not compared or not parameter.is_float32 or parameter.is_settled or must_move:
         return range(0)
     since = next((row.iteration for row in reversed(compared) if row.rate == 0), rows[0].iteration)

@@ -10,9 +10,21 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
-from te_precision_callbacks.diagnosis.rules.parameter_problems import ENDS_BY_A_GRADIENT
+from te_precision_callbacks.diagnosis.rules.parameter_problems import (
+    APART,
+    APART_CHECKS,
+    ENDS_BY_A_GRADIENT,
+    IDLE,
+    LOST,
+    MOST_IDLE,
+    NEARLY_ALL,
+    SPAN,
+    UNCHANGED,
+    UNSTEPPED,
+    WITHOUT_GRADIENT,
+)
 from te_precision_callbacks.layers.folding import fold_for_sentence
-from te_precision_callbacks.parameters.parameter import ParameterProblem
+from te_precision_callbacks.parameters.parameter import FEW_CHANGED, ParameterProblem
 from te_precision_callbacks.sinks.step_records import Event
 
 _MOST_NAMES = 8
@@ -90,8 +102,7 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
             "warning",
         ),
         "zeroed": _Kind(
-            "all sampled gradient elements of {names}, and of nearly all other weights, were 0 at {number:.0f} sampled"
-            " optimizer steps",
+            "all gradient elements of {names}, and of nearly all other weights, were 0 at {number:.0f} optimizer steps",
             "Look for zero_grad() between backward() and the optimizer step, and for a loss or gradient multiplied"
             " by 0",
             "warning",
@@ -105,13 +116,8 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         "apart": _Kind(
             "{number:.3g} % of the sampled elements of {names} differ from the optimizer's master weights by more than"
             " rounding",
-            "Copy the master weights into the weights after each optimizer step. After loading a checkpoint, copy the"
-            " weights into the master weights",
-        ),
-        "late": _Kind(
-            "the forward uses the master weights of {names} from one step earlier ({number:.3g} % of the sampled"
-            " elements)",
-            "Copy the master weights into the weights after the optimizer step and before the next forward",
+            "Copy the master weights into the weights after each optimizer step, before the next forward. After loading"
+            " a checkpoint, copy the weights into the master weights",
         ),
     },
     "learning-rate": {
@@ -238,13 +244,13 @@ RULES = (
         subject="layer",
         needs="at least 6 steps of a torch.optim optimizer, or a gradient for each of its parameters",
         collect=_COLLECT,
-        condition="""
-            a parameter receives no gradient in 6 steps of its optimizer, or in 64 steps if its module does not run
-            while a similar parameter has a gradient. Or a parameter that had gradients receives none in 8 steps in
-            which its module runs, twice its longest gap so far. Or a parameter has gradients, and no optimizer of the
-            process contains it. A parameter with requires_grad=False in an optimizer is a note, and so is one without a
-            gradient other than 0 for 60 steps while similar ones have others, as of an expert without tokens. A
-            gradient that comes later makes the finding a note
+        condition=f"""
+            a parameter receives no gradient in {WITHOUT_GRADIENT} steps of its optimizer, or in {MOST_IDLE} steps if
+            its module does not run while a similar parameter has a gradient. Or a parameter that had gradients receives
+            none in {LOST} steps in which its module runs, twice its longest gap so far. Or a parameter has gradients,
+            and no optimizer of the process contains it. A parameter with requires_grad=False in an optimizer is a note,
+            and so is one without a gradient other than 0 for {IDLE} steps while similar ones have others, as of an
+            expert without tokens. A gradient that comes later makes the finding a note
         """,
         silent="""
             frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less often
@@ -269,14 +275,15 @@ RULES = (
         subject="layer",
         needs="some sampled steps of a torch.optim optimizer",
         collect=_COLLECT,
-        condition="""
-            a weight with gradients is bit-identical after 3 sampled steps within at least 6 steps, although an update
-            as large as the learning rate would change a sampled element by at least 4 units in the last place. Or, in 2
-            consecutive checks, at least 1 % of its sampled elements differ from the optimizer's float32 master weight
-            by more than rounding. The finding is a warning in three cases. (1) For 20 steps, optimizers that stepped
-            before do not step, or step with a learning rate of 0. (2) The sampled gradients of at least 90 % of the
-            matrices are 0 in 3 consecutive sampled steps within at least 6 steps. (3) In at least 6 steps, at most 5 %
-            of the sampled elements of at least 90 % of the float32 matrices change
+        condition=f"""
+            a weight is bit-identical before {UNCHANGED} sampled steps within at least {SPAN} steps, although each of
+            them changed it, or the copy of it that the optimizer holds. Or, in {APART_CHECKS} consecutive checks, at
+            least {100 * APART:g} % of its sampled elements differ from the optimizer's float32 master weight by more
+            than rounding. The finding is a warning in three cases. (1) For {UNSTEPPED} steps, optimizers that stepped
+            before do not step, or step with a learning rate of 0. (2) The gradients of at least {100 * NEARLY_ALL:g} %
+            of the matrices are 0 in {SPAN + 1} steps in a row. (3) In at least {SPAN} steps, at most
+            {100 * FEW_CHANGED:g} % of the sampled elements of at least {100 * NEARLY_ALL:g} % of the float32 matrices
+            change
         """,
         silent="""
             updates of 16-bit weights lost in rounding (see lost-updates); frozen weights; steps that a GradScaler
