@@ -148,7 +148,7 @@ def other_steps_of_run(run: RecordedRun) -> list[str]:
 
 
 def columns_of(product: Product) -> dict[str, Any]:
-    """Return the columns of records, except for the operands, which have a table of their own."""
+    """Return the columns of records, except for the operands, which have another table."""
     columns = {field.name: getattr(product, field.name) for field in fields(product) if field.name != "operands"}
     return {**columns, "precision": product.precision, "reason": product.reason and product.reason.name}
 

@@ -100,7 +100,7 @@ def _facts(run: RecordedRun) -> Iterator[_Call]:
 
 
 def _logged(run: RecordedRun) -> Iterator[_Call]:
-    """What the trainer has logged, the events, the findings of other ranks, and how the last start of the run ended."""
+    """The trainer's metrics, the events, the findings of other ranks, and how the last start of the run ended."""
     scalars: dict[int, dict[str, float]] = {}
     for part in run.scalars.to_batches(max_chunksize=1 << 16):  # Python objects take ten times the memory
         columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
@@ -141,7 +141,7 @@ def _logged(run: RecordedRun) -> Iterator[_Call]:
 
 
 def _steps(run: RecordedRun, chosen: Ints, rank_of_series: Ints, rank: int | None) -> Iterator[_Call]:
-    """The values of some series; ``rank``: the rank of those that are not reduced."""
+    """The values of some series; ``rank``: the rank of series that are not reduced."""
     table = run.values(chosen.tolist())
     if run.missing_contents:
         table = table.filter(pa.array(_are_known(run, table["series"].to_numpy(), table["value"].to_numpy())))

@@ -102,7 +102,7 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table of rules. Rows with the same id are variants of a rule, with texts and checks of their own. A
+    """A row of the table of rules. Rows with the same id are variants of a rule, each with texts and a check. A
     text may have several lines; ``condition`` names thresholds of the check, as in ``{limit:g}``.
 
     Attributes:

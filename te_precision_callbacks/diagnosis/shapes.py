@@ -36,7 +36,7 @@ class OfStatistic(RuleCheck):
     Attributes:
         tensor: the only tensor that is checked; empty for all.
         also: further statistics that it needs.
-        is_strict: True if it is not checked in runs to which it may not apply.
+        is_strict: True if it checks only the runs that it applies to.
         lacks_in: returns why a run lacks the statistic; empty for no reason.
     """
 
@@ -216,7 +216,7 @@ class Reported(RuleCheck):
 
     Attributes:
         kinds: the kinds of events.
-        find: yields the sightings of an event, or why it says that something could not be checked; the first one stays.
+        find: yields the sightings of an event, or why something could not be checked; the first one stays.
         is_of_all: whether the rule applies to all runs instead, and is checked in those with a step.
     """
 

@@ -70,7 +70,7 @@ class Frame(NamedTuple):
     Attributes:
         sign: ``>`` for an input of a module's forward or backward, ``<`` for an output, ``=`` for a parameter or label.
         module: :data:`NO_MODULE` for a label.
-        inputs: the inputs of the call of which this is an output or parameter.
+        inputs: the inputs of the call, if this is its output or a parameter.
     """
 
     kind: Literal["forward", "gradient", "label"]

@@ -84,7 +84,7 @@ class _Call:
     """An outermost call of a watched module, with the calls inside it.
 
     Attributes:
-        frames: the list that gets its frames; None if it has none, like a recomputed forward.
+        frames: the list that gets its frames; None without frames, as in a recomputed forward.
         gradients: whether its tensors' gradients are watched.
         open: the calls that have not ended, each with its inputs.
     """

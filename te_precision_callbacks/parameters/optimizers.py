@@ -89,7 +89,7 @@ class SteppedParameters:
 
 
 class ParameterList:
-    """The parameters of a model in its order, by id, and those that each optimizer steps."""
+    """The parameters of a model in its order, by id, and the parameters of each optimizer."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.parameters: dict[int, Parameter] = {}
@@ -204,7 +204,7 @@ def _match_masters(masters: Sequence[torch.Tensor], parameters: Sequence[Paramet
 
     All or none are found, since tensors of another model may have some values in common, such as norms of 1. If weights
     of a shape are left out of the optimizer, values decide. Matrices come first: a module without a master weight for
-    its matrix has none for its biases, which are often all 0.
+    its matrix has no master weights for its biases, which are often all 0.
     """
     shapes = sorted(dict.fromkeys(master.shape for master in masters), key=len, reverse=True)
     owners: dict[int, Parameter] = {}

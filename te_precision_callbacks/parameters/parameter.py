@@ -176,14 +176,14 @@ class Parameter:
     slot: int | None = None
     is_unwatched: bool = False
     stepped_sample: torch.Tensor | None = None
+    is_matrix: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_matrix = self.weight.dim() > 1  # a property would be a call for each parameter
 
     @property
     def is_trained(self) -> bool:
         return self.weight.requires_grad
-
-    @property
-    def is_matrix(self) -> bool:
-        return self.weight.dim() > 1
 
     @property
     def is_float32(self) -> bool:

@@ -108,7 +108,7 @@ class ParameterWatch:
     """Measures the parameters of a model from :meth:`begin` to :meth:`remove`.
 
     Attributes:
-        listed: the parameters, and those that each optimizer steps.
+        listed: the parameters, in total and of each optimizer.
         clearing: whether gradients are cleared between steps.
         sizes: the largest magnitudes of gradients.
         updates: the effects of optimizer steps in collection steps.
@@ -276,7 +276,7 @@ class ParameterWatch:
 
     @torch.no_grad()
     def end_step(self, iteration: int, stepped: Sequence[Parameter]) -> tuple[list[Broken], bool]:
-        """End an iteration; return what was not finite, and whether there are new measurements."""
+        """End an iteration; return the problems of inf and nan, and whether there are new measurements."""
         self.ended = iteration
         broken: list[Broken] = []
         is_new = True
@@ -284,8 +284,8 @@ class ParameterWatch:
             if not self.steps:
                 if not self.listed.parameters:
                     self.listed.refresh()
-                trained = [(parameter, parameter.weight) for parameter in self.parameters if parameter.is_trained]
-                self.ended_gaps += check_gradients(trained, iteration)
+                weights = [(parameter, parameter.weight) for parameter in self.parameters]
+                self.ended_gaps += check_gradients([one for one in weights if one[1].requires_grad], iteration)
             rising = sum([schedule.rises_again for schedule in self.schedules.values()])
             is_new = self._weights.batch.read() or self._has_sampled or self.is_due or rising != self._rising
             self._rising = rising

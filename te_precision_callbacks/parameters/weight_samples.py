@@ -163,6 +163,15 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
         yield group, torch.stack([tensors[place] for place in group])
 
 
+def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors, with an operation for each device, dtype and shape."""
+    copies = list(tensors)
+    for places, stack in stack_equal(tensors):
+        for place, copy in zip(places, stack.unbind(), strict=True):
+            copies[place] = copy
+    return copies
+
+
 def to_host(values: torch.Tensor) -> Callable[[], list[Any]]:
     """Start copying values to the host; return a function that waits for the copy and returns them."""
     event = None

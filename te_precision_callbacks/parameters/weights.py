@@ -14,9 +14,10 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from te_precision_callbacks.parameters.optimizers import Held, SteppedParameters, master_of
-from te_precision_callbacks.parameters.parameter import MasterRow, WeightRow, WriteRow
+from te_precision_callbacks.parameters.parameter import MasterRow, Parameter, WeightRow, WriteRow
 from te_precision_callbacks.parameters.weight_samples import (
     BatchedMeasurements,
+    copy_all,
     is_narrow,
     local_part,
     raw_codes,
@@ -50,33 +51,42 @@ class WeightSamples:
     def before_step(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
         """Sample weights and master weights before a step."""
         self._stepping.clear()
+        sampled: list[Parameter] = []
+        values: list[torch.Tensor] = []
+        compared: list[Held] = []
+        elements: list[torch.Tensor] = []
         for held in stepped.held:
             parameter = held.parameter
-            weight = local_part(parameter.weight)
+            weight = parameter.weight
             self._compare_with_master(optimizer, held, iteration)
-            if not parameter.is_trained:
+            if not weight.requires_grad:
                 continue
             # Optimizers may share a parameter.
             is_new = not parameter.samples or parameter.samples[-1][0] < iteration
-            if is_new and parameter.is_matrix and not is_quantized(weight):
-                first, *later = *parameter.samples, (iteration, sampled_view(weight, THIN).clone())
-                parameter.samples = [first, *later[1 - SAMPLES :]]
+            if is_new and parameter.is_matrix and not is_quantized(own := local_part(weight)):
+                sampled.append(parameter)
+                values.append(sampled_view(own, THIN))
             if parameter.is_settled:
                 parameter.reference = None
             else:
-                self._compare_with_reference(held, iteration)
+                compared.append(held)
+                elements.append(sampled_view(raw_codes(weight)))
+        for parameter, copy in zip(sampled, copy_all(values), strict=True):
+            first, *later = *parameter.samples, (iteration, copy)
+            parameter.samples = [first, *later[1 - SAMPLES :]]
+        for held, codes in zip(compared, copy_all(elements), strict=True):
+            self._compare_with_reference(held, codes, iteration)
 
-    def _compare_with_reference(self, held: Held, iteration: int) -> None:
-        """Compare a weight with its first sample; after the step, :meth:`after_step` compares the stepped tensor."""
+    def _compare_with_reference(self, held: Held, codes: torch.Tensor, iteration: int) -> None:
+        """Compare a copy of a weight's sample with its first one; :meth:`after_step` compares the stepped tensor."""
         parameter, tensor, group, _ = held
         weight = parameter.weight
         rate = group.get("lr")
         row = WeightRow(iteration, rate if isinstance(rate, float) else 1.0)
         parameter.rows.append(row)
-        codes = sampled_view(raw_codes(weight))
         reference = parameter.reference
         if reference is None:
-            parameter.reference = codes.clone()
+            parameter.reference = codes
         elif (reference.shape, reference.dtype) == (codes.shape, codes.dtype):
             self.batch.add(_share_changed, (codes, reference), row, "changed")
         else:
@@ -86,7 +96,8 @@ class WeightSamples:
             if tensor.grad is None and weight.grad is not None:
                 row.moved = 1.0  # the optimizer steps a copy that gets no gradient
             else:
-                self._stepping.append((row, tensor, sampled_view(raw_codes(tensor)).clone()))
+                before = codes if tensor is weight else sampled_view(raw_codes(tensor)).clone()
+                self._stepping.append((row, tensor, before))
 
     def after_step(self) -> None:
         for row, tensor, codes in self._stepping:

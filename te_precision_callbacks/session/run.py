@@ -331,7 +331,8 @@ class Run:
         results = self.context.results
         records = self._files.records
         try:
-            results.adds_eps = self._parameters.adds_eps
+            adds_eps = self._parameters.adds_eps
+            results.adds_eps = results.adds_eps if adds_eps is None else adds_eps  # the optimizer may be gone
             if at_last and records is not None and results.iterations.last is not None:
                 records.last = results.iterations.last
             if not self._facts.has_changed(at_last=at_last, has_statistics=has_statistics):

@@ -132,7 +132,7 @@ class ModuleRow(NamedTuple):
         """GEMM, and index of the layer before it -> index of its layer; None if the layers do not run in turn.
 
         LayerNormMLP's forward, also when recomputed, runs fc1 before fc2; its backward runs fc2 before fc1, and dgrad
-        before wgrad in each. -1 is the start of a forward, 2 that of a backward.
+        before wgrad in each. A forward starts with -1, a backward with 2.
         """
         return _MLP_ORDER if self.is_mlp else None
 

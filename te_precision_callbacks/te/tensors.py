@@ -173,7 +173,7 @@ def read_either(tensor: Any) -> Stored | None:
 
 
 def any_codes(tensor: Any) -> torch.Tensor:
-    """Return the codes of a quantized tensor, rowwise or else columnwise, in the shape in which they are stored."""
+    """Return the codes of a quantized tensor, rowwise or else columnwise, in the shape in memory."""
     names = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")
     stored: torch.Tensor = next(codes for name in names if (codes := getattr(tensor, name, None)) is not None)
     return stored

@@ -107,7 +107,9 @@ class ParameterProblems:
         ]
         problems = [problem for problem in found if (problem.what, problem.name) not in self._reported]
         self._reported.update((problem.what, problem.name) for problem in problems)
-        if any(row.changed > 0 or row.moved > 0 for parameter in parameters for row in parameter.rows):
+        if "frozen-weight" not in self.checked and any(
+            row.changed > 0 or row.moved > 0 for parameter in parameters for row in parameter.rows
+        ):
             self.checked.add("frozen-weight")
         if watch.schedules:
             self.checked.add("learning-rate")
@@ -146,11 +148,13 @@ class ParameterProblems:
 
     def _decays(self) -> Iterator[Problem]:
         for optimizer in self._watch.listed.stepped.values():
-            for parameter, _, group, _ in optimizer.held:
-                share = group.get("lr", 0.0) * group.get("weight_decay", 0.0)
-                is_share = optimizer.decays or group.get("decoupled_weight_decay")
+            for decaying in optimizer.groups:
+                share = decaying.get("lr", 0.0) * decaying.get("weight_decay", 0.0)
+                is_share = optimizer.decays or decaying.get("decoupled_weight_decay")
                 if is_share and isinstance(share, float) and share >= DECAYS:
-                    yield Problem("decays", parameter.name, self._watch.ended, 100 * share)
+                    for parameter, _, group, _ in optimizer.held:
+                        if group is decaying:
+                            yield Problem("decays", parameter.name, self._watch.ended, 100 * share)
 
     def _of_optimizers(self, *, at_last: bool) -> Iterator[Problem]:
         watch = self._watch
@@ -200,7 +204,7 @@ def _idle(parameters: Sequence[Parameter], zeros: Mapping[str, ZeroGradients]) -
     """
     since: dict[Parameter, int] = {}
     for parameter in parameters:
-        run = zeros.get(parameter.name) if parameter.is_matrix else None
+        run = zeros.get(parameter.name) if zeros and parameter.is_matrix else None
         if run is not None and run.last - run.since >= IDLE:
             since[parameter] = run.since
         elif parameter.gap is not None and _is_left_out(parameter):
@@ -241,20 +245,24 @@ def _of_weights(parameters: Iterable[Parameter]) -> Iterator[Problem]:
     for parameter in parameters:
         if parameter.master_rows or parameter.rows:
             yield from _unchanged(parameter)
-        overwritten = next(filter(None, map(_overwritten, parameter.writes)), None)
-        if overwritten is not None:
-            what, since, sampled = overwritten
-            yield Problem(what, parameter.name, since, sampled)
+        if parameter.writes:
+            overwritten = next(filter(None, map(_overwritten, parameter.writes)), None)
+            if overwritten is not None:
+                what, since, sampled = overwritten
+                yield Problem(what, parameter.name, since, sampled)
 
 
 def _unchanged(parameter: Parameter) -> Iterator[Problem]:
     """Find a weight that does not follow its master weight, or that does not change."""
-    measured = [row for row in parameter.master_rows if not math.isnan(row.apart)][-APART_CHECKS:]
-    apart = [row for row in measured if row.apart >= APART]
-    if len(apart) >= APART_CHECKS:
-        yield Problem("apart", parameter.name, apart[0].iteration, 100 * max(row.apart for row in apart))
+    if parameter.master_rows:
+        measured = [row for row in parameter.master_rows if not math.isnan(row.apart)][-APART_CHECKS:]
+        apart = [row for row in measured if row.apart >= APART]
+        if len(apart) >= APART_CHECKS:
+            yield Problem("apart", parameter.name, apart[0].iteration, 100 * max(row.apart for row in apart))
+        if apart:
+            return
     moves = [row.iteration for row in parameter.rows if row.moved > 0]
-    if not parameter.has_moved and not apart and len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:
+    if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN and not parameter.has_moved:
         yield Problem("unchanged", parameter.name, moves[0], len(moves))
 
 
@@ -288,8 +296,9 @@ def _of_nearly_all(parameters: Iterable[Parameter], zeros: Mapping[str, ZeroGrad
     if len(zeroed) >= NEARLY_ALL * len(trained):
         for parameter, run in zeroed:
             yield Problem("zeroed", parameter.name, run.since, run.steps)
-    still = [(parameter, span) for parameter in trained if len(span := _still_steps(parameter)) >= SPAN]
-    if len(still) >= NEARLY_ALL * sum([bool(parameter.rows) for parameter in trained]):
+    sampled = [parameter for parameter in trained if parameter.rows]
+    still = [(parameter, span) for parameter in sampled if len(span := _still_steps(parameter)) >= SPAN]
+    if len(still) >= NEARLY_ALL * len(sampled):
         for parameter, span in still:
             yield Problem("still", parameter.name, span.start, len(span))
 
@@ -298,9 +307,11 @@ def _still_steps(parameter: Parameter) -> range:
     """Return the steps in which a float32 weight hardly changes at a learning rate above 0, although it does not have
     to stay the same."""
     rows = parameter.rows
+    if len(rows) < 2 or rows[-1].iteration - rows[0].iteration < SPAN or not parameter.is_float32:
+        return range(0)
     compared = [row for row in rows if row.changed <= FEW_CHANGED]
-    must_move = any(row.moved > 0 for row in rows) and not parameter.has_moved
-    if not compared or not parameter.is_float32 or parameter.is_settled or must_move:
+    moved = [row for row in rows if row.moved > 0]
+    if not compared or parameter.is_settled or (moved and not parameter.has_moved):
         return range(0)
     since = next((row.iteration for row in reversed(compared) if row.rate == 0), rows[0].iteration)
     return range(since, compared[-1].iteration)

@@ -189,7 +189,7 @@ def _first_loss(metrics: Metrics) -> tuple[str, float] | None:
 
 
 def _is_sum(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
-    """Compare the first loss with that of a uniform guess, times the number of micro-batches."""
+    """Compare the first loss with the loss of a uniform guess, times the number of micro-batches."""
     count = _micro_batches(facts)
     iteration, name, loss, _ = history[0]
     for head in facts.heads:
