@@ -117,6 +117,7 @@ class ParameterWatch:
         ended_gaps: the gaps that have ended; the caller clears it.
         last_update: the last iteration with an optimizer step at a learning rate above 0, or the first iteration.
         has_updated: whether there was one.
+        stepped_at: the last iteration with a step of an optimizer.
     """
 
     def __init__(self, model: TrainedModel, scalars: ScalarBuffer, failures: ObservationFailures) -> None:
@@ -133,7 +134,7 @@ class ParameterWatch:
         self._failures = failures
         self._first: int | None = None
         self._stepped: dict[int, SteppedParameters] = {}  # by id, in the iteration of the last step
-        self._stepped_at = -1
+        self.stepped_at = -1
         self._rises: list[RateRise] = []
         self._rises_left = MOST_RISES
         self._rising = 0  # schedules that rise again
@@ -179,8 +180,8 @@ class ParameterWatch:
                 return
             stepped.steps += 1
             self._note_rates(optimizer, stepped, iteration)
-            if self._stepped_at != iteration:
-                self._stepped_at = iteration
+            if self.stepped_at != iteration:
+                self.stepped_at = iteration
                 self._stepped.clear()
             self._stepped[id(stepped)] = stepped
             for parameter in stepped.parameters:
@@ -237,7 +238,7 @@ class ParameterWatch:
             self.updates.after_step()
             if self._is_sampled:
                 self._weights.after_step()
-                self.clearing.begin(optimizer, stepped, self._stepped_at)
+                self.clearing.begin(optimizer, stepped, self.stepped_at)
 
     def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         if not self.listed.parameters:
@@ -266,7 +267,7 @@ class ParameterWatch:
 
     def stepped(self, iteration: int) -> Sequence[Parameter]:
         """Return what optimizers have stepped in an iteration, unless it is quantized, in the order of the model."""
-        if self._stepped_at != iteration:
+        if self.stepped_at != iteration:
             return []
         in_order = [stepped.in_order for stepped in self._stepped.values()]
         if len(in_order) == 1:

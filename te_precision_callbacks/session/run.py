@@ -501,8 +501,8 @@ class Run:
 
     def _check_parameters(self) -> None:
         last = self.context.results.iterations.last
-        if last is not None:
-            self._parameters.end(last)
+        if last is not None:  # an exception may have ended the run after a step of an optimizer
+            self._parameters.end(max(last, self._parameters.watch.stepped_at))
             self._send()
 
     def _check_contract(self, error: BaseException | None) -> None:

@@ -300,6 +300,17 @@ def test_a_nan_norm_of_gradients(how: str, severity: str, tmp_path: Path) -> Non
     assert diagnose(tmp_path) == session.findings
 
 
+def test_an_exception_after_the_step_of_the_optimizer_hides_no_place(tmp_path: Path) -> None:
+    def after(step: int, model: Blocks) -> None:
+        if step == 6:
+            raise RuntimeError("before the end of the iteration")
+
+    with pytest.raises(RuntimeError, match="the iteration"):
+        train(Blocks("current"), 10, tmp_path, nan_at("between", 6, 0), after)
+    (finding,) = (finding for finding in diagnose(tmp_path) if finding.rule == "nonfinite")
+    assert (finding.layers, finding.tensor, finding.since, finding.last_good) == (("linear",), "activation", 6, 5)
+
+
 def put_into_weight(number: float) -> Callable[[int, Blocks], None]:
     def after(step: int, model: Blocks) -> None:
         if step == 6:
