@@ -351,14 +351,13 @@ def _describe_quantized(
 def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, torch.Tensor]]:
     side = direction_name(part.columnwise)
     data = f"{side}_data"
-    per_side = f"{side}_"
-    scale = f"{per_side}block_scale_inv"
+    scale = f"{side}_block_scale_inv"
     amax = None
     scale_format = FLOAT32
     if part.scale_format is not None:
         scale_format = part.scale_format.name
     if part.mode == PER_TENSOR:
-        scale = f"{per_side}scale_inv"
+        scale = scale.replace("block_", "")
         if one_object:
             data = "data"
             if part.columnwise:

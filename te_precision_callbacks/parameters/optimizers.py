@@ -71,6 +71,7 @@ class SteppedParameters:
         are_plain: whether all tensors are parameters of the model, of a plain class.
         are_matched: whether all tensors of the optimizer are found among the weights.
         decays: whether weight decay removes a share of the weights, instead of adding to the gradients.
+        adds_eps: whether it adds ``eps`` as Adam does; None if it steps no weight of the model itself.
         steps: number of the optimizer's steps.
         versions: the version of each parameter after the last step; empty before it.
     """
@@ -84,6 +85,7 @@ class SteppedParameters:
     are_plain: bool
     are_matched: bool
     decays: bool
+    adds_eps: bool | None
     steps: int = 0
     versions: Sequence[int] = ()
 
@@ -149,6 +151,7 @@ class ParameterList:
             if id(tensor) in owners
         ]
         are_held = {entry.parameter for entry in held}
+        of_weights = [entry.group for entry in held if entry.tensor is entry.parameter.weight]
         return SteppedParameters(
             ids=ids,
             held=held,
@@ -163,6 +166,7 @@ class ParameterList:
             are_plain=all(entry.tensor is entry.parameter.weight and type(entry.tensor) in PLAIN for entry in held),
             are_matched=bool(masters) or not unknown,
             decays=isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)),
+            adds_eps=any(map(adds_eps, of_weights)) if of_weights else None,
             steps=steps,
         )
 
@@ -269,6 +273,10 @@ def master_of(optimizer: Optimizer, held: Held) -> torch.Tensor | None:
         return None
     master = local_part(tensor)
     return master if held.start is not None or master.shape == local_part(weight).shape else None
+
+
+def adds_eps(group: Mapping[str, Any]) -> bool:
+    return "betas" in group and bool(group.get("eps"))
 
 
 def gradients_of(all_held: Iterable[Held]) -> list[torch.Tensor | None]:

@@ -190,10 +190,6 @@ class Parameter:
         return self.reference is not None and str(self.reference.dtype) == "torch.float32"
 
     @property
-    def has_moved(self) -> bool:
-        return any([row.changed > 0 for row in self.rows])  # noqa: C419  # no call each
-
-    @property
     def is_settled(self) -> bool:
         """Return whether a sample differs in many elements from the first one."""
         return any([row.changed > FEW_CHANGED for row in self.rows])  # noqa: C419  # no call each

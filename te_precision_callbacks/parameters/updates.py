@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from te_precision_callbacks.base.devices import current_stream, follow
 from te_precision_callbacks.base.scalars import ScalarBuffer
-from te_precision_callbacks.parameters.optimizers import SteppedParameters
+from te_precision_callbacks.parameters.optimizers import SteppedParameters, adds_eps
 from te_precision_callbacks.parameters.weight_samples import is_narrow, local_part, raw_codes, sampled_view, stack_equal
 from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 
@@ -86,10 +86,6 @@ class UpdateShares:
         for weights, codes, counted in before:
             codes_now = torch.stack([sampled_view(raw_codes(weight)) for weight in weights])  # which are detached
             self._count(UNCHANGED, codes_now == codes, counted)
-
-
-def adds_eps(group: Mapping[str, Any]) -> bool:
-    return "betas" in group and bool(group.get("eps"))
 
 
 def _compensates_rounding(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> bool:

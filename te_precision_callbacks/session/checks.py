@@ -41,7 +41,6 @@ from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.parameters.parameter import Parameter, Problem
 from te_precision_callbacks.parameters.replicas import Replicas
-from te_precision_callbacks.parameters.updates import adds_eps
 from te_precision_callbacks.parameters.watch import ParameterWatch
 from te_precision_callbacks.runs.recording import FactTables
 from te_precision_callbacks.session.context import RunContext
@@ -130,9 +129,12 @@ class RuleChecks:
         self._stopping = []
         text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
         by_length = sorted(findings, key=lambda finding: len(finding.remedy))
-        longest = {finding.title: f"{finding.rule}: {finding.remedy}." for finding in by_length}
-        parts = [longest[title] for title in dict.fromkeys(finding.title for finding in findings)]
-        remedies = "".join(f" For {part}" if len(parts) > 1 else f" {part.partition(': ')[2]}" for part in parts)
+        longest = {finding.title: finding for finding in by_length}
+        advising = [longest[title] for title in dict.fromkeys(finding.title for finding in findings)]
+        remedies = "".join(
+            f" For {finding.rule}: {finding.remedy}." if len(advising) > 1 else f" {finding.remedy}."
+            for finding in advising
+        )
         message = f"A finding stops the training (on_finding=): {text}.{remedies}"
         raise PrecisionFindingError(message, findings)
 
@@ -320,9 +322,8 @@ class ParameterChecks:
     @property
     def adds_eps(self) -> bool | None:
         """Return whether an optimizer of the model adds ``eps`` as Adam does; None before the first step."""
-        optimizers = self.watch.listed.stepped.values()
-        groups = [held.group for stepped in optimizers for held in stepped.held if held.tensor is held.parameter.weight]
-        return any(map(adds_eps, groups)) if groups else None
+        known = [stepped.adds_eps for stepped in self.watch.listed.stepped.values() if stepped.adds_eps is not None]
+        return any(known) if known else None
 
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""

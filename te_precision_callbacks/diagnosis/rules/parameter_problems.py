@@ -261,8 +261,13 @@ def _unchanged(parameter: Parameter) -> Iterator[Problem]:
             yield Problem("apart", parameter.name, apart[0].iteration, 100 * max(row.apart for row in apart))
         if apart:
             return
-    moves = [row.iteration for row in parameter.rows if row.moved > 0]
-    if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN and not parameter.has_moved:
+    moves: list[int] = []
+    for row in parameter.rows:  # no call each
+        if row.changed > 0:
+            return
+        if row.moved > 0:
+            moves += (row.iteration,)
+    if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:
         yield Problem("unchanged", parameter.name, moves[0], len(moves))
 
 
@@ -307,11 +312,17 @@ def _still_steps(parameter: Parameter) -> range:
     """Return the steps in which a float32 weight hardly changes at a learning rate above 0, although it does not have
     to stay the same."""
     rows = parameter.rows
-    if len(rows) < 2 or rows[-1].iteration - rows[0].iteration < SPAN or not parameter.is_float32:
+    if rows[-1].iteration - rows[0].iteration < SPAN or not parameter.is_float32:
         return range(0)
-    compared = [row for row in rows if row.changed <= FEW_CHANGED]
-    moved = [row for row in rows if row.moved > 0]
-    if not compared or parameter.is_settled or (moved and not parameter.has_moved):
-        return range(0)
-    since = next((row.iteration for row in reversed(compared) if row.rate == 0), rows[0].iteration)
-    return range(since, compared[-1].iteration)
+    since = rows[0].iteration
+    until = since
+    has_changed = has_moved = False
+    for row in rows:  # no call each
+        if row.changed > FEW_CHANGED:
+            return range(0)
+        has_changed |= row.changed > 0
+        has_moved |= row.moved > 0
+        if row.changed <= FEW_CHANGED:  # it was compared
+            until = row.iteration
+            since = until if row.rate == 0 else since
+    return range(since, until) if has_changed or not has_moved else range(0)
