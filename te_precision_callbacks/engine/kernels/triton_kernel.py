@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +47,6 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     grid_of,
     is_exact,
     is_last,
-    jit,
     kept_scratch,
     launcher_of,
     loadable,
@@ -67,11 +64,9 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     store_extremes,
     store_moments,
     thread_sum,
-    tile_moments,
     total_of,
 )
 
-_MAX_DIMENSIONS = 5
 # Of a tile, per thread: enough loads in flight to hide the memory latency, but few enough elements for _REGISTERS.
 _MOST_LOADS = 2
 _MOST_ELEMENTS = 16
@@ -120,9 +115,9 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
     """Group tensors by launch: up to :data:`MOST_TOGETHER` similar dense tensors share a launch.
 
     Args:
-        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if more than 5
-            dimensions cannot be merged. A quantized value is the decoded code times ``scale_inv``, in float32. An
-            element overflows above the format's largest number (E4M3 448, E5M2 57344) times ``scale_inv`` and ROUNDING.
+        pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if they are not dense.
+            A quantized value is the decoded code times ``scale_inv``, in float32. An element overflows above the
+            format's largest number (E4M3 448, E5M2 57344) times ``scale_inv`` and ROUNDING.
     """
     groups: list[tuple[_Key | None, list[Pending]]] = []
     for tensor in pending:
@@ -143,22 +138,28 @@ def _conflict(one: Pending, other: Pending) -> bool:
     return any(place == at >= 0 for place, at in zip(one.places, other.places, strict=True))
 
 
+def _flat(one: Pending) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the values and codes in one dimension, in the same order; copied if that needs it."""
+    values = one.values.detach()
+    codes = one.codes
+    if codes is None:
+        return eager.flatten(values).contiguous(), None  # in the order of the memory
+    if codes.stride() == values.stride():
+        return eager.flatten(values).contiguous(), eager.flatten(codes).contiguous()
+    return values.contiguous().view(-1), codes.contiguous().view(-1)
+
+
 def _shared_launch(one: Pending) -> _Key | None:
     """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot.
 
     The key and the format of their codes determine the compiled kernel: all that Triton specializes on depends on
     nothing else.
     """
-    values = one.values
-    codes = one.codes
+    values, codes = _flat(one)
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
     if codes is not None and codes.data_ptr() % 16:
         return None
-    if not values.is_contiguous() or not (codes is None or codes.is_contiguous()):
-        ((_, *strides), *others) = _collapse(values, codes)
-        if others or strides != [1, 0 if codes is None else 1]:
-            return None
     return values.device, values.dtype, one.places.exponents >= 0
 
 
@@ -173,7 +174,7 @@ class _Form(NamedTuple):
 
     tile: int
     row: int
-    constants: Mapping[str, Any]
+    constants: dict[str, Any]
 
 
 def _with_codes(together: Sequence[Pending]) -> Pending:
@@ -202,9 +203,7 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
         "LARGEST": largest * ROUNDING,
         "HISTOGRAM": histogram,
         "CONVERTS": converts,
-        "ALONE": False,
-        "WHOLE_RUNS": False,
-        "SMALL": True,
+        "ALIGNED": True,
         "ROWS": rows,
         "PER_THREAD": rows * vector,
         "VECTOR": vector,
@@ -234,47 +233,25 @@ def add_group(
         The tensors, and how their kernel is launched without Triton's binder, if it can.
     """
     first = together[0]
-    values = first.values
-    codes = first.codes
-    if values.numel() == 0:
+    device = first.values.device
+    if first.values.numel() == 0:
         eager.add(together, sums, maxima)
         return together, None
     form = _form_of(together)
-    constants = form.constants
-    key = _shared_launch(first)
-    if key is not None:
-        geometry = _one_dimension(constants)
-    else:
-        dimensions = _collapse(values, codes)
-        if len(dimensions) > _MAX_DIMENSIONS:
-            codes = None if codes is None else codes.contiguous()
-            return add_group([replace(first, values=values.contiguous(), codes=codes)], sums, maxima)
-        outer, *others = dimensions
-        inner = [*reversed(others), *[(1, 0, 0)] * (_MAX_DIMENSIONS - 1 - len(others))]
-        geometry = [size for size, _, _ in inner]
-        geometry += [stride for _, stride, _ in [*inner, outer]]
-        geometry += [stride for _, _, stride in [*inner, outer]]
-        whole_runs = bool(others) and inner[0][0] % (THREADS * constants["VECTOR"]) == 0
-        constants = {
-            **constants,
-            "maxnreg": None,
-            "ALONE": True,
-            "WHOLE_RUNS": whole_runs,
-            "SMALL": values.numel() < 2**31,
-        }
-
+    is_aligned = _shared_launch(first) is not None
     padded = [*together, *[first] * (MOST_TOGETHER - len(together))]
     sizes = tuple(one.values.numel() for one in padded)
-    programs, begins = grid_of(sizes[: len(together)], form.tile, program_count(values.device), MOST_TOGETHER)
-    with torch.cuda.device(values.get_device()):
-        memory = *scratch(values.device, programs * form.row), sums, maxima
-        elements = [loadable(one.values.detach())[0] for one in padded]
+    programs, begins = grid_of(sizes[: len(together)], form.tile, program_count(device), MOST_TOGETHER)
+    with torch.cuda.device(first.values.get_device()):
+        memory = *scratch(device, programs * form.row), sums, maxima
+        elements = [loadable(_flat(one)[0])[0] for one in padded]
         quantized = _quantized(padded)
-        of_codes = [*[one.codes for one in quantized], *[one.scale_inv for one in quantized]]
+        of_codes = [*[_flat(one)[1] for one in quantized], *[one.scale_inv for one in quantized]]
+        constants = form.constants | {"ALIGNED": is_aligned}
         compiled = _measure[(programs,)](
-            *elements, *of_codes, *memory, *sizes, *begins, *_columns_of(padded), *geometry, **constants
+            *elements, *of_codes, *memory, *sizes, *begins, *_columns_of(padded), **constants
         )
-    return together, None if key is None else launcher_of(compiled)
+    return together, launcher_of(compiled) if is_aligned else None
 
 
 def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
@@ -285,11 +262,6 @@ def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
 
 def _columns_of(padded: Iterable[Pending]) -> Iterable[int]:
     return itertools.chain.from_iterable(one.places[:UNBLOCKED] for one in padded)
-
-
-# Sizes and strides of one dimension.
-def _one_dimension(constants: Mapping[str, Any]) -> list[int]:
-    return [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, int(constants["CODES"] != "")]
 
 
 def repeat_of(
@@ -307,7 +279,7 @@ def repeat_of(
         tensors = operator.itemgetter(*[indices[tensor] for tensor in padded])
         quantized = operator.itemgetter(*[indices[tensor] for tensor in _quantized(padded)])
         constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
-        arguments = [*_columns_of(padded), *_one_dimension(form.constants), *constants]
+        arguments = [*_columns_of(padded), *constants]
         size = most * MOST_TOGETHER * form.row
         launches.append(_Launch(launcher, tensors, quantized, len(group), form.tile, most, size, arguments))
     return functools.partial(_repeat, launches)
@@ -366,25 +338,6 @@ def _repeat(
     return ()
 
 
-def _collapse(values: torch.Tensor, codes: torch.Tensor | None) -> list[tuple[int, int, int]]:
-    """Merge dimensions: (size, stride of values, stride of codes), outermost first.
-
-    The order of elements does not matter, if values and codes have the same. Dimensions are therefore sorted by stride,
-    and any dense tensor, transposed or not, becomes one dimension of stride 1.
-    """
-    code_strides: Sequence[int] = [0] * values.dim() if codes is None else codes.stride()
-    dimensions = [
-        dimension for dimension in zip(values.shape, values.stride(), code_strides, strict=True) if dimension[0] != 1
-    ]
-    dimensions.sort(key=lambda dimension: dimension[1] or math.inf, reverse=True)
-    collapsed: list[tuple[int, int, int]] = []
-    for size, stride, code_stride in dimensions:
-        if collapsed and collapsed[-1][1:] == (stride * size, code_stride * size):
-            size *= collapsed.pop()[0]
-        collapsed.append((size, stride, code_stride))
-    return collapsed or [(1, 1, 1)]
-
-
 @_jit
 def _measure(
     # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them. All pointers come first.
@@ -437,21 +390,6 @@ def _measure(
     scales3: tl.tensor,
     scale_maxima3: tl.tensor,
     exponents3: tl.tensor,
-    # Sizes and strides, innermost first. The last of 5 dimensions needs no size; unused ones have size 1 and stride 0.
-    size0: tl.tensor,
-    size1: tl.tensor,
-    size2: tl.tensor,
-    size3: tl.tensor,
-    stride0: tl.tensor,
-    stride1: tl.tensor,
-    stride2: tl.tensor,
-    stride3: tl.tensor,
-    stride4: tl.tensor,
-    code_stride0: tl.tensor,
-    code_stride1: tl.tensor,
-    code_stride2: tl.tensor,
-    code_stride3: tl.tensor,
-    code_stride4: tl.tensor,
     FORMAT: tl.constexpr,
     NOT_FINITE: tl.constexpr,
     CODES: tl.constexpr,  # format of the tensors that are compared with their codes; "" if none is
@@ -460,9 +398,7 @@ def _measure(
     LARGEST_PLAIN: tl.constexpr,
     HISTOGRAM: tl.constexpr,
     CONVERTS: tl.constexpr,  # the GPU converts FP8
-    ALONE: tl.constexpr,  # one tensor; several have one dimension, and numel and addresses are multiples of 16
-    WHOLE_RUNS: tl.constexpr,  # innermost size is a multiple of THREADS * VECTOR
-    SMALL: tl.constexpr,  # every index fits int32
+    ALIGNED: tl.constexpr,  # sizes and addresses are multiples of 16, as of all tensors that share a launch
     ROWS: tl.constexpr,
     PER_THREAD: tl.constexpr,  # ROWS * VECTOR
     THREADS: tl.constexpr,
@@ -474,23 +410,24 @@ def _measure(
 
     A program reads tiles of [ROWS, THREADS, VECTOR] elements and reduces each to [THREADS] in registers; threads are
     combined only at its end, into row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES``
-    maxima. Of dense tensors, whole tiles are read as if their elements were usual; a program where this does not hold
-    reads them again. The last program of a tensor merges its rows.
+    maxima. Whole tiles are read as if their elements were usual; a program where this does not hold reads them again.
+    The last program of a tensor merges its rows.
     """
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    which = program * 0
-    begin = program * 0
-    if not ALONE:
-        which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
-        begin = select(which, 0, begin1, begin2, begin3)
-        programs = select(which, begin1, begin2, begin3, programs) - begin
-        program -= begin
-        values = tl.multiple_of(select(which, values, values1, values2, values3), 16)
-        numel = tl.multiple_of(select(which, numel, numel1, numel2, numel3), 16)
+    which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
+    begin = select(which, 0, begin1, begin2, begin3)
+    programs = select(which, begin1, begin2, begin3, tl.num_programs(0)) - begin
+    program -= begin
+    values = select(which, values, values1, values2, values3)
+    numel = select(which, numel, numel1, numel2, numel3)
+    if CODES != "":
+        codes = select(which, codes, codes1, codes2, codes3)
+        scale_inv = select(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
+    if ALIGNED:
+        values = tl.multiple_of(values, 16)
+        numel = tl.multiple_of(numel, 16)
         if CODES != "":
-            codes = tl.multiple_of(select(which, codes, codes1, codes2, codes3), 16)
-            scale_inv = select(which, scale_inv, scale_inv1, scale_inv2, scale_inv3)
+            codes = tl.multiple_of(codes, 16)
 
     run: tl.constexpr = THREADS * VECTOR
     tile: tl.constexpr = ROWS * run
@@ -519,84 +456,66 @@ def _measure(
 
     # Whole tiles, as if all their elements were finite, and their squares in float32's range.
     whole = tl.full([], 0, tl.int32)
-    with_care = whole == 0
-    if not ALONE:
-        element = (tl.arange(0, ROWS) * run)[:, None, None] + lane[None, :, :]
-        # A scalar would do, but for the interpreter of Triton 3.9.
-        has_codes = tl.where(compares, tl.full(element.shape, 1, tl.int1), tl.full(element.shape, 0, tl.int1))
-        for first in range(first_tile, numel.to(tl.int64) - (tile - 1), stride):
-            loaded = tl.load(values + first + element)
-            if CODES != "":
-                loaded_codes = tl.load(codes + first + element, mask=has_codes, other=0)
-            x = decode(loaded, FORMAT)
-            nonzero, sum_, squares, magnitudes, above, high, low = plain_moments(x, PER_THREAD)
-            nonzero_count += nonzero
-            total += sum_
-            square_sum += squares
-            abs_sum += magnitudes
-            maximum = tl.maximum(maximum, high)
-            negated_min = tl.maximum(negated_min, low)
-            above_zero = tl.maximum(above_zero, above)
-            if CODES != "":  # noqa: SIM102 - decided when Triton compiles
-                if compares:
-                    y = decode_codes(loaded_codes, CODES, CONVERTS) * scale
-                    underflows, overflows, squared_error, squared_loss = plain_comparison(x, y, largest)
-                    underflow_count += underflows
-                    overflow_count += overflows
-                    error_square_sum += squared_error
-                    underflow_square_sum += squared_loss
-            if HISTOGRAM:
-                histogram += exponent_counts(x, tile)
-            whole += 1
-        holds = are_plain(maximum, negated_min, abs_sum, SMALLEST_PLAIN, LARGEST_PLAIN)
+    element = (tl.arange(0, ROWS) * run)[:, None, None] + lane[None, :, :]
+    # A scalar would do, but for the interpreter of Triton 3.9.
+    has_codes = tl.where(compares, tl.full(element.shape, 1, tl.int1), tl.full(element.shape, 0, tl.int1))
+    for first in range(first_tile, numel.to(tl.int64) - (tile - 1), stride):
+        loaded = tl.load(values + first + element)
         if CODES != "":
-            has_errors = compares & (tl.max(tl.maximum(maximum, negated_min), 0) != 0.0)
-            holds &= is_exact(error_square_sum, has_errors)
-            holds &= is_exact(underflow_square_sum, tl.max(underflow_count, 0) > 0)
-        with_care = ~holds  # all tiles are read again
-        whole = tl.where(holds, whole, 0)
-        finite_count += whole * PER_THREAD
-        nonzero_count = tl.where(holds, nonzero_count, 0)
-        total = tl.where(holds, total, 0.0)
-        square_sum = tl.where(holds, square_sum, 0.0)
-        abs_sum = tl.where(holds, abs_sum, 0.0)
-        maximum = tl.where(holds, maximum, float("-inf"))
-        negated_min = tl.where(holds, negated_min, float("-inf"))
-        above_zero = tl.where(holds, above_zero, 0)
-        underflow_count = tl.where(holds, underflow_count, 0)
-        overflow_count = tl.where(holds, overflow_count, 0)
-        error_square_sum = tl.where(holds, error_square_sum, 0.0)
-        underflow_square_sum = tl.where(holds, underflow_square_sum, 0.0)
-        histogram = tl.where(holds, histogram, 0)
+            loaded_codes = tl.load(codes + first + element, mask=has_codes, other=0)
+        x = decode(loaded, FORMAT)
+        nonzero, sum_, squares, magnitudes, above, high, low = plain_moments(x, PER_THREAD)
+        nonzero_count += nonzero
+        total += sum_
+        square_sum += squares
+        abs_sum += magnitudes
+        maximum = tl.maximum(maximum, high)
+        negated_min = tl.maximum(negated_min, low)
+        above_zero = tl.maximum(above_zero, above)
+        if CODES != "":  # noqa: SIM102 - decided when Triton compiles
+            if compares:
+                y = decode_codes(loaded_codes, CODES, CONVERTS) * scale
+                underflows, overflows, squared_error, squared_loss = plain_comparison(x, y, largest)
+                underflow_count += underflows
+                overflow_count += overflows
+                error_square_sum += squared_error
+                underflow_square_sum += squared_loss
+        if HISTOGRAM:
+            histogram += exponent_counts(x, tile)
+        whole += 1
+    holds = are_plain(maximum, negated_min, abs_sum, SMALLEST_PLAIN, LARGEST_PLAIN)
+    if CODES != "":
+        has_errors = compares & (tl.max(tl.maximum(maximum, negated_min), 0) != 0.0)
+        holds &= is_exact(error_square_sum, has_errors)
+        holds &= is_exact(underflow_square_sum, tl.max(underflow_count, 0) > 0)
+    with_care = ~holds  # all tiles are read again
+    whole = tl.where(holds, whole, 0)
+    finite_count += whole * PER_THREAD
+    nonzero_count = tl.where(holds, nonzero_count, 0)
+    total = tl.where(holds, total, 0.0)
+    square_sum = tl.where(holds, square_sum, 0.0)
+    abs_sum = tl.where(holds, abs_sum, 0.0)
+    maximum = tl.where(holds, maximum, float("-inf"))
+    negated_min = tl.where(holds, negated_min, float("-inf"))
+    above_zero = tl.where(holds, above_zero, 0)
+    underflow_count = tl.where(holds, underflow_count, 0)
+    overflow_count = tl.where(holds, overflow_count, 0)
+    error_square_sum = tl.where(holds, error_square_sum, 0.0)
+    underflow_square_sum = tl.where(holds, underflow_square_sum, 0.0)
+    histogram = tl.where(holds, histogram, 0)
     seen = whole.to(tl.int64) * tile
 
-    # Few rows at a time need few registers, which decide how many programs a processor runs at once.
-    rows: tl.constexpr = ROWS if ALONE else 1
-    row = (tl.arange(0, rows) * run)[:, None, None].to(tl.int64)
+    # One row at a time needs few registers, which decide how many programs a processor runs at once.
     # The bounds of a loop must not depend on what was measured, or Triton loads single elements.
     for tile_begin in range(first_tile, numel, stride):
         if with_care | (numel - tile_begin < tile):
-            for part in range(ROWS // rows):
-                first = tile_begin + part * (rows * run)
-                seen += tl.maximum(tl.minimum(numel - first, rows * run), 0)
+            for part in range(ROWS):
+                first = tile_begin + part * run
+                seen += tl.maximum(tl.minimum(numel - first, run), 0)
                 # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
-                if ALONE:
-                    index = first + row + lane[None, :, :]
-                    # Divisions dominate the cost; a run within a row needs one for all its elements.
-                    divided = first + row if WHOLE_RUNS else index
-                    if SMALL:
-                        divided = divided.to(tl.int32)
-                    offset = _offset(divided, size0, size1, size2, size3, stride0, stride1, stride2, stride3, stride4)
-                    if WHOLE_RUNS:
-                        offset += lane[None, :, :].to(tl.int64) * stride0
-                    x = decode(tl.load(values + offset, mask=index < numel, other=NOT_FINITE), FORMAT)
-                    count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
-                        x, PER_THREAD, SMALLEST_PLAIN, LARGEST_PLAIN
-                    )
-                else:
-                    at = first + lane  # with a third dimension, the loads are of single elements
-                    x = decode(tl.load(values + at, mask=at < numel, other=NOT_FINITE), FORMAT)[None, :, :]
-                    count, nonzero, sum_, squares, magnitudes, above, high, low = careful_moments(x)
+                at = first + lane  # with a third dimension, the loads are of single elements
+                x = decode(tl.load(values + at, mask=at < numel, other=NOT_FINITE), FORMAT)[None, :, :]
+                count, nonzero, sum_, squares, magnitudes, above, high, low = careful_moments(x)
                 finite_count += count
                 nonzero_count += nonzero
                 total += sum_
@@ -607,24 +526,7 @@ def _measure(
                 above_zero = tl.maximum(above_zero, above)
 
                 if CODES != "":
-                    if ALONE:
-                        offset = _offset(
-                            divided,
-                            size0,
-                            size1,
-                            size2,
-                            size3,
-                            code_stride0,
-                            code_stride1,
-                            code_stride2,
-                            code_stride3,
-                            code_stride4,
-                        )
-                        if WHOLE_RUNS:
-                            offset += lane[None, :, :].to(tl.int64) * code_stride0
-                        loaded = tl.load(codes + offset, mask=index < numel, other=0)
-                    else:
-                        loaded = tl.load(codes + at, mask=at < tl.where(compares, numel, 0), other=0)[None, :, :]
+                    loaded = tl.load(codes + at, mask=at < tl.where(compares, numel, 0), other=0)[None, :, :]
                     y = decode_codes(loaded, CODES, CONVERTS) * scale
                     underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
                     underflow_count += thread_sum(underflows)
@@ -633,7 +535,7 @@ def _measure(
                     underflow_square_sum += squared_loss
 
                 if HISTOGRAM:
-                    histogram += exponent_counts(x, rows * run)
+                    histogram += exponent_counts(x, run)
 
     # In the order of the module columns.
     sums = partials + tl.program_id(0).to(tl.int64) * (COLUMNS + EXTREMES)
@@ -673,27 +575,3 @@ def _measure(
             scales_at = select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
             maxima_at = placed(maxima_at, scales_at, COLUMNS + 3, 2)
         merge_at(merged_sums, sums_at, found, merged_maxima, maxima_at, highest)
-
-
-@jit
-def _offset(
-    index: tl.tensor,
-    size0: tl.tensor,
-    size1: tl.tensor,
-    size2: tl.tensor,
-    size3: tl.tensor,
-    stride0: tl.tensor,
-    stride1: tl.tensor,
-    stride2: tl.tensor,
-    stride3: tl.tensor,
-    stride4: tl.tensor,
-) -> tl.tensor:
-    """Offset of element ``index``. Triton treats a size of 1 as a constant and drops its division."""
-    offset = (index % size0).to(tl.int64) * stride0
-    index = index // size0
-    offset += (index % size1).to(tl.int64) * stride1
-    index = index // size1
-    offset += (index % size2).to(tl.int64) * stride2
-    index = index // size2
-    offset += (index % size3).to(tl.int64) * stride3
-    return offset + (index // size3).to(tl.int64) * stride4
