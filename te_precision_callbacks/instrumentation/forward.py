@@ -46,44 +46,6 @@ from te_precision_callbacks.parameters.watch import is_due as weights_are_sample
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.te.state import debug_iteration, is_captured
 
-
-class PaddedRows:
-    """Measures the share of rows that ``te.Fp8Padding`` adds to experts' tokens, as ``<module>_padded_rows%``.
-
-    Low-precision GEMMs need these sizes. Only collection steps are counted.
-
-    Args:
-        is_due: whether this is a collection step.
-
-    Attributes:
-        names: id of a module -> its name.
-    """
-
-    def __init__(self, classify: ForwardClassifier, scalars: ScalarBuffer, is_due: Callable[[], bool]) -> None:
-        self.names: Mapping[int, str] = {}
-        self._classify = classify
-        self._scalars = scalars
-        self._is_due = is_due
-        self._rows: dict[str, tuple[int, int]] = {}
-
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def pad_and_count(module: torch.nn.Module, inp: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-            padded = forward(module, inp, *arguments, **keywords)
-            name = self.names.get(id(module))
-            if name is not None and self._is_due() and self._classify(module) is ForwardKind.OBSERVED:
-                rows, total = self._rows.get(name, (0, 0))
-                self._rows[name] = rows + len(padded[0]) - len(inp), total + len(padded[0])
-            return padded
-
-        return pad_and_count
-
-    def end_step(self) -> None:
-        for name, (rows, total) in self._rows.items():
-            self._scalars.add(f"{name}_padded_rows%", 100 * rows / max(total, 1))
-        self._rows.clear()
-
-
 _STAGE_INFERENCE = "_forward_metadata_inference"
 
 
@@ -139,7 +101,6 @@ class ForwardHooks:
         )
         self._consumers: list[Callable[[GemmEvent], None]]
         self._consumers = [self.statistics, self.selected_gemms]
-        self.padding = PaddedRows(classify, scalars, lambda: bool(self._watched.due))
         self._graphs = CudaGraphs()
         self._seams = Replacements()
         self._is_capturing = False
@@ -177,7 +138,6 @@ class ForwardHooks:
         self._observe_step()
 
     def count_products(self, model: Model, names: Mapping[int, str]) -> None:
-        self.padding.names = names
         self.products.watch_model(model, names)
         self._observe_step()
 
@@ -283,7 +243,6 @@ class ForwardHooks:
         """
         from te_precision_callbacks.te.debug import debug_quantization
         from te_precision_callbacks.te.seams import (
-            Fp8Padding,
             base,
             grouped_linear,
             layernorm_linear,
@@ -316,7 +275,6 @@ class ForwardHooks:
         self._seams.replace(
             state_manager, "autocast_enter", staticmethod(self.regions.wrap(state_manager.autocast_enter))
         )
-        self._seams.replace(Fp8Padding, "forward", self.padding.wrap(Fp8Padding.forward))
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if pipelining is not None and hasattr(pipelining.PipelineStage, _STAGE_INFERENCE):

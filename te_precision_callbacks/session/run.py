@@ -254,7 +254,6 @@ class Run:
         stepped = self._parameters.watch.stepped(iteration)
         self._every_step.end_step(iteration, waits=self.observation.engine.has_news, stepped=stepped)
         self.model.end_step()
-        self.hooks.padding.end_step()
         self._parameters.watch.updates.end_step()
         self._start_sinks()
         # Reduce the statistics over the ranks, and begin the next iteration.

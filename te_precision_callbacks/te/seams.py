@@ -15,7 +15,6 @@ from transformer_engine.pytorch import cpu_offload, cpu_offload_v1, graph, quant
 from transformer_engine.pytorch.attention.dot_product_attention import backends
 from transformer_engine.pytorch.cpp_extensions import fused_attn, gemm
 from transformer_engine.pytorch.module import _common, base, grouped_linear, layernorm_linear, layernorm_mlp, linear
-from transformer_engine.pytorch.module.fp8_padding import Fp8Padding
 from transformer_engine.pytorch.ops import fuser
 from transformer_engine.pytorch.ops.basic import BasicLinear, GroupedLinear
 from transformer_engine.pytorch.ops.op import FusedOperation

@@ -163,7 +163,7 @@ def test_grouped_te_ops_have_products_of_each_expert(recipe: Any) -> None:
     }
 
 
-def test_padded_rows_and_tokens_of_experts(tmp_path: Path) -> None:
+def test_tokens_of_experts(tmp_path: Path) -> None:
     parts = {"padding": te.Fp8Padding(3), "fc": te.GroupedLinear(3, 64, 64, bias=False)}  # as Megatron Core has them
     model = Net(lambda net, tokens, splits: net.fc(*net.padding(tokens, splits)), **parts)
     config = statistics(stats=["numel"], freq=2)
@@ -178,7 +178,6 @@ def test_padded_rows_and_tokens_of_experts(tmp_path: Path) -> None:
             if step % 2:
                 assert not values
             else:
-                assert values.pop(" padding_padded_rows%") == pytest.approx(100 * 6 / 96)
                 assert values == {"fc.gemm_0 numel": 48 * 64, "fc.gemm_1 numel": 0, "fc.gemm_2 numel": 48 * 64}
 
 

@@ -9,7 +9,7 @@ blocks, and the third the least ``order`` of a tensor with inf or nan.
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,7 +54,7 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
         _all_in_torch(tensors, row)
         return
     begin = row.data_ptr()
-    numbers: tuple[int, ...] = ()
+    numbers = array("q")
     copies = []  # until they have been read
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
@@ -66,9 +66,9 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
             copies.append(values)
         at = begin + 4 * COLUMNS * slot
         factor = 0 if scale is None else scale.data_ptr()
-        numbers += (values.data_ptr(), number, values.nbytes, factor, at + 4 * column, at + 4 * FIRST, order)
-    count = len(numbers)
-    ONE_PASS.functions["te_precision_largest"]((ctypes.c_int64 * count)(*numbers), count // 7, torch.get_num_threads())
+        numbers.extend((values.data_ptr(), number, values.nbytes, factor, at + 4 * column, at + 4 * FIRST, order))
+    address, count = numbers.buffer_info()
+    ONE_PASS.functions["te_precision_largest"](address, count // 7, torch.get_num_threads())
 
 
 def _with_triton(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
