@@ -38,7 +38,8 @@ class Forward:
         kept: values that are kept until the backward has run.
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
         micro_batch: number of the model's call, from 0; -1 if it is not known.
-        norm: 1 / RMS of each token before the norm, which the ring gets with the next GEMM; None without one.
+        unread: what the ring gets with the next GEMM of this forward or its backward: the name of the tensor, the
+            tensor, and the number of its format, as 1 / RMS of each token before a norm.
         shapes: layer index -> shape of the result of its fprop, if the forward counts as a product.
         has_wgrad: whether the wgrad of each layer runs right after its dgrad.
     """
@@ -63,7 +64,7 @@ class Forward:
     kept: Kept
     watched: set[tuple[int, str]] | None = None
     micro_batch = -1
-    norm: Any = None
+    unread: Sequence[tuple[str, torch.Tensor, int]] = ()
     shapes: dict[int, torch.Size]
     has_wgrad = False
 

@@ -35,7 +35,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     FLOAT32,
     FORMATS,
     MAGNITUDE,
-    RECIPROCAL,
     SCALE,
     LargestOf,
 )
@@ -127,14 +126,16 @@ class EveryStep:
             if gemm == "fprop":
                 # A reentrant checkpoint runs it in a backward, which may be of an earlier call.
                 forward.micro_batch = -1 if ring.is_late and is_in_backward() else ring.called
-                if forward.micro_batch != ring.turn:
-                    ring.turn_to(forward.micro_batch)
-                if forward.norm is not None:
-                    slot = ring.places[layer, "input"] if (layer, "input") in ring.places else ring.slot(layer, "input")
-                    found = [(forward.norm, RECIPROCAL, None, slot, place, MAGNITUDE)]
+            if forward.micro_batch != ring.turn:
+                ring.turn_to(forward.micro_batch)
+            if forward.unread:
+                for name, tensor, number in forward.unread:
+                    slot = ring.places[layer, name] if (layer, name) in ring.places else ring.slot(layer, name)
+                    found += ((tensor, number, None, slot, place, MAGNITUDE),)
                     order += (slot,)
                     place += 1
-                    forward.norm = None
+                forward.unread = ()
+            if gemm == "fprop":
                 adds = []
                 if layer not in self._weights:
                     self._weights.add(layer)
@@ -144,8 +145,6 @@ class EveryStep:
                     if kind_b in PLAIN:
                         ring.high.add(layer)
             else:
-                if forward.micro_batch != ring.turn:
-                    ring.turn_to(forward.micro_batch)
                 adds = []
                 if (index, "gradient") not in known:
                     is_same_in_wgrad = forward.has_wgrad and (kind_b in self._per_tensor or kind_b in PLAIN)

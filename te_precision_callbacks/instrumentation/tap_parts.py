@@ -20,6 +20,7 @@ from te_precision_callbacks.base.replaced import AnyFunction
 from te_precision_callbacks.coverage.formats import format_made_by, format_of, recipe_text
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable
+from te_precision_callbacks.engine.kernels.columns import RECIPROCAL
 from te_precision_callbacks.instrumentation.arguments import forward_arguments
 from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward, Running
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind
@@ -212,7 +213,7 @@ class UnfusedTensors:
                 unfused = functools.partial(upstream, *without_quantizer)
                 result = self._run(forward, (0, "activation"), quantizer, fused, unfused, operator.itemgetter(0))
             if forward.watched is not None:
-                forward.norm = result[2]
+                forward.unread = (("input", result[2], RECIPROCAL),)
             return result
 
         return apply_normalization
