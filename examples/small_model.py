@@ -2,8 +2,8 @@
 
     python examples/small_model.py
 
-docs/start.md runs it, and docs/tour.md imports it. With CUDA and a compiled Transformer Engine it uses those;
-otherwise the reference backend of this project.
+docs/start.md runs and imports it. With CUDA and a compiled Transformer Engine it uses those; otherwise the reference
+backend of this project.
 """
 
 from __future__ import annotations

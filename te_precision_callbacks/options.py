@@ -204,7 +204,7 @@ class SessionOptions:
         precision_features_in_eval: whether features that change precision also act in evaluation.
         allow_unmatched: warn instead of raising about sections that match no layer.
         strict: raise instead of warning about a failed observation, a layer refused by TE's debug path, or a difference
-            found by the audit of a resume (docs/resuming.md#the-audit).
+            found by the audit of a resume (docs/session.md#the-audit).
         require: a requirement on the run, such as ``"fp8 >= 95%"``, or a contract (docs/coverage.md#contract).
         on_finding: the reaction to a finding of a rule (docs/diagnosis.md#stop-on-a-finding). ``"warn"``: log each
             finding once. ``"stop"``, ``"stop: nonfinite, dead-gradient"``: raise a PrecisionFindingError on all ranks.

@@ -233,7 +233,7 @@ def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_page_lists_the_names() -> None:
-    listed = (REPOSITORY / "docs" / "troubleshooting.md").read_text().partition("\n### Environment variables\n")[2]
+    listed = (REPOSITORY / "docs" / "support.md").read_text().partition("\n### Environment variables\n")[2]
     assert set(re.findall(r"`([A-Z]\w{2,})`", listed)) == set(VARIABLES)
 
 

@@ -1,6 +1,6 @@
-"""docs/features.md, made from the schemas that check configs.
+"""The selectors and the features of docs/features.md, made from the schemas that check configs.
 
-python -m tools.features_page > docs/features.md
+python -m tools.features_page    # prints them
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMMON = (
     "start_end_list",
     "freq",
 )
-"""Keys that the introduction explains for all features, beside those of the items."""
+"""Keys that the page explains for all features, beside those of the items."""
 
 _IN_ITEMS = ("tensor", "gemm")
 
@@ -75,92 +75,16 @@ def _row(feature: FeatureEntry, key: Key) -> str:
     return f"| `{key.name}` | {takes} | {default} | {items} | {meaning} |"
 
 
-def _selectors() -> str:
+def selectors() -> str:
     """The list of the keys of ``layers``."""
     return "\n".join(_filled(f"- `{key}`: {meaning}", "  ") for key, meaning in SELECTORS.items())
 
 
-_INTRODUCTION = f"""\
-# Features
-
-The keys of a config and of each feature. Generated from the schemas that check configs:
-`python -m tools.features_page > docs/features.md`.
-
-```yaml
-statistics:                      # a section: any name
-  enabled: True
-  layers:                        # the layers it selects
-    layer_types: [layernorm_mlp]
-  transformer_engine:            # the features that act on them
-    LogTensorStats:
-      enabled: True
-      tensors: [activation]
-      stats: [max]
-```
-
-A layer may be in several sections with different features. A section or feature with `enabled: False` is not checked.
-Feature names are case-insensitive.
-
-## Select layers
-
-{_selectors()}
-
-If a section has several of these keys, `exact_layer_names` takes precedence, then `layer_name_regex_pattern`; a warning
-names the keys without effect. With `layer_numbers` and `layer_types`, a layer must match both; within each list, one
-match is enough.
-
-A section that selects no layer, or an exact name without a layer, is an error at start. With `allow_unmatched=True`, it
-is a warning.
-
-### Names
-
-A layer's name is its path in the module tree, without the parts that DDP, FSDP, torch.compile, checkpoint wrappers and
-PEFT add: `layers.3.q_proj`, or `layers.3.q_proj.lora_A.default` for an adapter. Selectors also match
-
-- the name that the script gave, as in `te.Linear(..., name="head")`;
-- the path with PEFT's parts, such as `base_model.model.layers.3.q_proj.base_layer`;
-- the path without a LightningModule's own attribute.
-
-If ranks have different layers at the same path, the names get [a prefix or Megatron's
-numbers](statistics.md#aggregation).
-
-nvidia-dlfw-inspect names some layers differently: with an attribute `layer_number`, `model.layers.3.q_proj` is
-`model.layers.4.q_proj`. For a config with its names, write `layer_names: upstream` above the sections. A warning names
-the sections that would select other layers by those names; `layer_names: path` suppresses it.
-
-## Keys of all features
-
-`te-precision features NAME` prints the keys of one feature.
-
-| key | takes | meaning |
-|---|---|---|
-| `enabled` | True or False | Required in each feature. |
-| `tensors` | a name or a list | Tensors that the feature acts on. |
-| `gemms` | a name or a list | GEMMs that the feature acts on. |
-| `tensors_struct`, `gemms_struct` | a list of mappings | Instead of `tensors` and `gemms`: a list of items, each with a `tensor` or a `gemm`, and keys that apply only to it. The keys of an item override those of the feature; the keys of a tensor override those of its GEMM. |
-| `freq` | an integer >= 1 | The feature acts in steps that are multiples of this number, by default in every step: with `freq: 10` and `start_step: 5` in steps 10, 20, ... Not for features that change precision. |
-| `start_step` | an integer >= 0 | The first step, counted from 0. |
-| `end_step` | an integer >= -1 | The last step, inclusive. -1, the default: no end. |
-| `start_end_list` | a list of [start, end] pairs | Several ranges of steps instead, ends included: `[[0, 20], [80, -1]]`. |
-
-- Steps are *debug iterations*: optimizer steps with all of their micro-batches.
-- The three GEMMs of a linear layer: `fprop` multiplies `activation` and `weight` to `output`; `dgrad` multiplies
-  `gradient` and `weight` to `dgrad`; `wgrad` multiplies `activation` and `gradient` to `wgrad`.
-- Both operands of a GEMM are quantized, or both are in high precision. PerTensorScaling quantizes; FakeQuant and the
-  Disable features use high precision. They cannot act on the same GEMM in the same step, and only one feature can
-  change a tensor of a GEMM.
-- In plain Transformer Engine, features that change precision act in every step, without keys for ranges of steps.
-
-"""  # noqa: E501
-
-
-def as_markdown() -> str:
-    """docs/features.md."""
+def sections() -> str:
+    """The features."""
     own = (feature for feature in features() if feature.namespace == NAMESPACE and feature.name in FEATURES)
-    return "\n".join([_INTRODUCTION, *map(_section, own)])
+    return "\n".join(map(_section, own))
 
 
 if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(as_markdown())
+    print(f"{selectors()}\n\n{sections()}")

@@ -1,13 +1,13 @@
-"""Renew the outputs and pictures of docs/start.md and docs/tour.md: run the pages, and insert the results.
+"""Renew the outputs and pictures of docs/start.md: run the page, and insert the results.
 
     .venv/bin/python tools/tour.py              # outputs and pictures; pictures need chromium
     .venv/bin/python tools/tour.py --outputs    # outputs alone
 
-tests/docs/test_pages.py runs the pages in the same way, and compares.
+tests/docs/test_pages.py runs the page in the same way, and compares.
 
-A page is run from top to bottom, in one folder with the other pages, in their order:
+The page is run from top to bottom, in one folder:
 
-- ``python`` blocks share the names of their page; a part of a function of examples/small_model.py is only shown;
+- ``python`` blocks share their names; a part of a function of examples/small_model.py is only shown;
 - ``bash`` blocks of ``te-precision`` and ``python`` commands run; commands that install are left to
   tests/docs/test_blocks.py;
 - a ``yaml`` block is written to a file if its first line is a comment with the file's name;
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs" / "start.md", ROOT / "docs" / "tour.md")
-"""The pages in the order in which they run."""
+PAGE = ROOT / "docs" / "start.md"
 
 WIDTH = 130
 """Columns of the terminal that commands print to."""
@@ -224,11 +223,10 @@ class Picture:
 
 
 def pictures() -> list[Picture]:
-    """Those of all pages."""
+    """Those of the page."""
     return [
-        Picture((page.parent / item["file"]).resolve(), item["report"], item["address"], *_size(item))
-        for page in PAGES
-        for item in _PICTURE.finditer(page.read_text(encoding="utf-8"))
+        Picture((PAGE.parent / item["file"]).resolve(), item["report"], item["address"], *_size(item))
+        for item in _PICTURE.finditer(PAGE.read_text(encoding="utf-8"))
     ]
 
 
@@ -284,13 +282,12 @@ def surroundings(folder: Path) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Rewrites the pages, and the pictures unless ``--outputs`` is given."""
+    """Rewrites the page, and the pictures unless ``--outputs`` is given."""
     with tempfile.TemporaryDirectory() as folder:
         with surroundings(Path(folder)):
-            for page in PAGES:
-                outputs = run(page)
-                renew(page, {output.start: output for output in outputs})
-                print(f"{page.relative_to(ROOT)}: {sum(not output.is_true for output in outputs)} outputs had changed")
+            outputs = run(PAGE)
+            renew(PAGE, {output.start: output for output in outputs})
+            print(f"{PAGE.relative_to(ROOT)}: {sum(not output.is_true for output in outputs)} outputs had changed")
         if "--outputs" in arguments:
             return
         executable = browser()

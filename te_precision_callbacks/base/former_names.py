@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
-_DIFFERENCE = "Subtract the tensors with numpy: docs/dumps.md has an example."
+_DIFFERENCE = "Subtract the tensors with numpy: docs/gemm-error.md has an example."
 
 _DUMPED_STEPS = "Choose the steps of DumpTensors with start_step, end_step and freq."
 

@@ -12,7 +12,7 @@ Usage::
 
     dumps.gemm_errors("fc1.fprop_gemm.safetensors")  # of a whole GEMM: of its kernel, and of its format
 
-``docs/dumps.md`` describes the content of a file.
+``docs/gemm-error.md`` describes the content of a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The content of a dump: named plain torch tensors, and a header that describes them.
 
-The names of the tensors follow Transformer Engine's pull request 2645; ``docs/dumps.md`` lists them. Scales are neither
-padded nor swizzled. Transformer Engine is not needed.
+The names of the tensors follow Transformer Engine's pull request 2645; ``docs/gemm-error.md`` lists them. Scales are
+neither padded nor swizzled. Transformer Engine is not needed.
 """
 
 from __future__ import annotations

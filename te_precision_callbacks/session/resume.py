@@ -58,7 +58,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 _REMEDY = (
-    "Ignore intended changes. For the others, docs/resuming.md explains how to save and load a checkpoint of FP8"
+    "Ignore intended changes. For the others, docs/session.md explains how to save and load a checkpoint of FP8"
     " training."
 )
 

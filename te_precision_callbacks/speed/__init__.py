@@ -4,7 +4,7 @@
     step = estimate_step(session.coverage(), "fp8_current_scaling", device_named("b300"))
     step.total.interval, step.without_gain
 
-docs/fp8-not-faster.md describes the model and its agreement with measured times.
+docs/check.md describes the model and its agreement with measured times.
 """
 
 from __future__ import annotations

@@ -277,16 +277,15 @@ kept:
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models, of_transformers, use = blocks(PAGE, "python")
+    models, of_transformers, use = blocks(PAGE, "python")[:3]
     (tmp_path / "config.yaml").write_text(PAGE_CONFIG)
     (tmp_path / "my_models.py").write_text(models)
     (tmp_path / "hf_models.py").write_text(of_transformers)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    outputs = [
-        [line.split() for line in run(*shlex.split(command)[2:]).splitlines()] for command in blocks(PAGE, "bash")
-    ]
-    for drawn, output in zip(blocks(PAGE, "text"), outputs[1:], strict=True):
+    commands = blocks(PAGE, "bash", "te-precision check config.yaml")
+    outputs = [[line.split() for line in run(*shlex.split(command)[2:]).splitlines()] for command in commands]
+    for drawn, output in zip(blocks(PAGE, "text")[:2], outputs[1:], strict=True):
         for line in drawn.splitlines():
             assert line.split() in output, line
     del sys.modules["my_models"], sys.modules["hf_models"]

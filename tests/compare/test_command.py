@@ -118,7 +118,7 @@ def test_wrong_use_is_told(folder: Path) -> None:
     assert "lasting= must be 1 step or more, not 0" in refusal(folder / "a", folder / "b", "--lasting", 0)
 
 
-# ------------------------------------------------------------------------ docs/comparing.md, and show in docs/report.md
+# ----------------------------------------------------------------------- docs/diverging.md, and show in docs/records.md
 
 
 def curves(seed: int, factor: float = 1.0) -> dict[tuple[str, str, str], np.ndarray]:
@@ -148,7 +148,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("page_folder")
 def test_the_commands() -> None:
     codes = []
-    for page, begin in (("docs/comparing.md", "te-precision compare bf16"), ("docs/report.md", "te-precision show")):
+    for page, begin in (("docs/diverging.md", "te-precision compare logs"), ("docs/records.md", "te-precision show")):
         for line in "".join(blocks(page, "bash", begin)).splitlines():
             program, *arguments = shlex.split(line)
             assert program == "te-precision"
@@ -158,13 +158,13 @@ def test_the_commands() -> None:
             result = CliRunner().invoke(cli.app, arguments)
             assert result.output
             codes.append(result.exit_code)
-    assert codes == [1, 0, 1, 0, 0, 0, 0]
+    assert codes == [0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.usefixtures("page_folder")
 def test_the_code(capsys: pytest.CaptureFixture[str]) -> None:
-    for code in blocks("docs/comparing.md", "python"):
-        exec(compile(code, "docs/comparing.md", "exec"), {})
+    (code,) = blocks("docs/diverging.md", "python", "from te_precision")
+    exec(code, {})
     assert Path("compare.html").stat().st_size > 1_000_000
     assert capsys.readouterr().out.splitlines() == [
         "30 layers.3.fc weight made here cur_amax",

@@ -156,7 +156,7 @@ def test_the_command_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     for name, offsets in (("bf16_", [0, 0, 0, 0]), ("fp8_", [0, 0.001, 0.0012, 0.0008])):
         runs(Path(), name, offsets)
-    (code,) = blocks("docs/comparing.md", "bash", "te-precision compare --a")
+    (code,) = blocks("docs/diverging.md", "bash", "te-precision compare --a")
     result = command(*shlex.split(code)[2:])
     assert result.exit_code == 0
     assert "+0.0472 %" in result.output

@@ -149,11 +149,6 @@ def scopes(folder: Path, code: str) -> None:
             assert [layer.name for layer in session.layers] == names
 
 
-def observing(folder: Path, code: str) -> None:
-    Path("config.yaml").write_text(str(statistics(tensors=["activation", "gradient"])))
-    assert {row.tensor for row in run(code)["records"]} == {"activation", "gradient"}
-
-
 def diagnosis(folder: Path, session: str, react: str, again: str) -> None:
     result = run(session)
     assert f"# {result['session'].findings.summary}\n" in session
@@ -175,7 +170,6 @@ PYTHON: dict[str, Callable[..., None]] = {
     "docs/diagnosis.md": diagnosis,
     "docs/gemm-error.md": gemm_error,
     "docs/lightning.md": lightning_page,
-    "docs/observing.md": observing,
     "docs/reference-backend.md": reference_backend,
     "docs/statistics.md": scopes,
 }

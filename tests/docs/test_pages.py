@@ -1,4 +1,4 @@
-"""Links, public names, the pages' statements about the code, and the outputs of docs/start.md and docs/tour.md."""
+"""Links, public names, the pages' statements about the code, and the outputs of docs/start.md."""
 
 import ast
 import importlib
@@ -9,8 +9,6 @@ import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -51,12 +49,12 @@ def test_the_site_has_every_page() -> None:
 
 LINKS = [
     ("README.md", "![a map](docs/images/map.png)", "![a map](images/map.png)"),
-    ("docs/report.md", "![a map](images/map.png)", "![a map](images/map.png)"),
+    ("docs/records.md", "![a map](images/map.png)", "![a map](images/map.png)"),
     ("docs/tour/2.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
-    ("README.md", "[a report](docs/report.md#report)", "[a report](report.md#report)"),
-    ("docs/tour/2.md", "[report.md](../report.md)", "[Look at a run](../report.md)"),
-    ("docs/report.md", "[the rules](../CONTRIBUTING.md)", "[the rules](contributing.md)"),
-    ("docs/report.md", "[a test](../tests/conftest.py)", "a test"),
+    ("README.md", "[a report](docs/records.md#report)", "[a report](records.md#report)"),
+    ("docs/tour/2.md", "[records.md](../records.md)", "[Recorded runs](../records.md)"),
+    ("docs/records.md", "[the rules](../CONTRIBUTING.md)", "[the rules](contributing.md)"),
+    ("docs/records.md", "[a test](../tests/conftest.py)", "a test"),
 ]
 
 
@@ -64,7 +62,7 @@ def test_links_and_images_of_the_site() -> None:
     pages = {
         "README.md": "index.md",
         "CONTRIBUTING.md": "contributing.md",
-        "docs/report.md": "report.md",
+        "docs/records.md": "records.md",
         "docs/tour/2.md": "tour/2.md",
     }
     between_pages = runpy.run_path(str(ROOT / "docs" / "site" / "links.py"))["between_pages"]
@@ -148,13 +146,20 @@ def test_there_are_call_paths() -> None:
 # ------------------------------------------------------------------------------------------------- tables that are made
 
 
-@pytest.mark.parametrize(("made", "page"), [(options_page, "options"), (rules_table, "diagnosis")])
-def test_the_table_of_a_page_is_made_from_the_code(made: ModuleType, page: str) -> None:
-    remedy = f"the code has changed; python -m {made.__name__} prints the table"
-    assert made.table() in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), remedy
+def test_the_table_of_options_is_made_from_the_code() -> None:
+    remedy = "the code has changed; python -m tools.options_page prints the table"
+    assert options_page.table() in (ROOT / "docs" / "options.md").read_text(encoding="utf-8"), remedy
 
 
-# ---------------------------------------------------------------------------------------------- docs/troubleshooting.md
+def test_the_tables_of_rules_are_made_from_the_code() -> None:
+    page = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
+    remedy = "the code has changed; python -m tools.rules_table prints the tables"
+    assert [
+        heading for heading, table in rules_table.tables().items() if f"## {heading}\n\n{table}\n" not in page
+    ] == [], remedy
+
+
+# ---------------------------------------------------------------------------------------------- docs/support.md
 
 
 def test_the_quoted_messages_are_in_the_sources() -> None:
@@ -164,35 +169,27 @@ def test_the_quoted_messages_are_in_the_sources() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
     symptoms = [line.split("|")[1] for line in page.splitlines() if line.startswith("|")]
     quoted = [part.strip() for cell in symptoms for text in re.findall('"([^"]+)"', cell) for part in text.split("...")]
     assert len(quoted) > 15
     assert [part for part in quoted if not any(part in text for text in texts)] == []
 
 
-# --------------------------------------------------------------------------------------- docs/start.md and docs/tour.md
+# -------------------------------------------------------------------------------------------------------- docs/start.md
 
 
-def outputs(page: str, folder: Path) -> list[Any]:
-    """The outputs of a page; the pages before it run too, since later ones go on with their runs."""
+@pytest.mark.slow  # five small trainings
+def test_the_outputs_of_the_first_page_are_current(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    before = [path.relative_to(ROOT).as_posix() for path in tour.PAGES].index(page)
-    with tour.surroundings(folder):
-        results = [tour.run(path) for path in tour.PAGES[: before + 1]]
+    with tour.surroundings(tmp_path):
+        results = tour.run(tour.PAGE)
     torch.set_num_threads(threads)
     sys.modules.pop("small_model", None)
-    return results[-1]
-
-
-@pytest.mark.slow  # eight small trainings
-@pytest.mark.parametrize("page", ["docs/start.md", pytest.param("docs/tour.md", marks=pytest.mark.extended)])
-def test_the_outputs_of_a_page_are_current(page: str, tmp_path: Path) -> None:
-    result = outputs(page, tmp_path)
-    assert len(result) == len(blocks(page, "text")) > 0
-    for output in result:
+    assert len(results) == len(blocks("docs/start.md", "text")) > 0
+    for output in results:
         remedy = "if the page should show this now: .venv/bin/python tools/tour.py"
-        assert output.is_true, f"{page} shows\n{output.shown}\nand there came\n{output.renewed}\n{remedy}"
+        assert output.is_true, f"the page shows\n{output.shown}\nand there came\n{output.renewed}\n{remedy}"
 
 
 ALIKE = [

@@ -1,4 +1,4 @@
-"""Dumps listed, shown and compared: in Python, with ``te-precision dumps``, and as in docs/dumps.md."""
+"""Dumps listed, shown and compared: in Python, with ``te-precision dumps``, and as in docs/gemm-error.md."""
 
 import dataclasses
 import json
@@ -146,13 +146,13 @@ def test_a_matrix_of_nvfp4_has_all_dimensions_beside_the_tensor(tmp_path: Path) 
 # ---------------------------------------------------------------------- the page
 
 
-PAGE = (REPOSITORY / "docs" / "dumps.md").read_text()
+PAGE = (REPOSITORY / "docs" / "gemm-error.md").read_text()
 
 
 def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    saving, reading, difference, by_hand = blocks("docs/dumps.md", "python")
+    saving, reading, difference, by_hand = blocks("docs/gemm-error.md", "python")[1:]
     names: dict[str, object] = {}
     exec(saving, names)
     exec(reading, names)
@@ -166,7 +166,7 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert error[int(result[2]), int(result[3])] == error.max() == pytest.approx(float(result[1]), rel=1e-2)
     exec(by_hand, names)
     assert sorted(os.listdir("logs")) == ["fc1.safetensors", "plain.safetensors"]
-    (commands,) = blocks("docs/dumps.md", "bash")
+    (commands,) = blocks("docs/gemm-error.md", "bash")
     codes = [CliRunner().invoke(cli.app, line.split()[1:]).exit_code for line in commands.splitlines()]
     assert codes == [0, 0]
 

@@ -1,4 +1,4 @@
-"""Take the pictures of README.md and docs/report.md: docs/images/report-*.png.
+"""Take the pictures of README.md and docs/records.md: docs/images/report-*.png.
 
 The picture of README.md shows a real training with a defect: the gradient of one block is 2^18 too small.
 

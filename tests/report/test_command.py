@@ -85,7 +85,7 @@ def test_a_damaged_part_is_told(report: Any, log_dir: Path) -> None:
     assert re.search(rf"note:.*{part.name}", out, re.DOTALL)
 
 
-# ------------------------------------------------------------------------------------------------------- docs/report.md
+# ------------------------------------------------------------------------------------------------------ docs/records.md
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commands(logs: Path, report: Any) -> None:
-    lines = [line for block in blocks("docs/report.md", "bash", "te-precision report") for line in block.splitlines()]
+    lines = [line for block in blocks("docs/records.md", "bash", "te-precision report") for line in block.splitlines()]
     assert len(lines) == 2
     for line in lines:
         code, _, error = report(*shlex.split(line)[2:])
@@ -106,7 +106,7 @@ def test_the_commands(logs: Path, report: Any) -> None:
 
 
 def test_the_code(logs: Path) -> None:
-    (code,) = blocks("docs/report.md", "python")
+    (code,) = blocks("docs/records.md", "python", "from te_precision_callbacks.views")
     exec(code, {})
     assert (logs / "report.html").stat().st_size > 1_000_000
 

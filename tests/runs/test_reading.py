@@ -30,7 +30,7 @@ from tests.runs.making import write_run
 
 FOLDER = "my logs"
 TAB = " \t\t\t\t "
-PANDAS, POLARS, DUCKDB, OPEN, LOOP = blocks("docs/records.md", "python")
+_, OPEN, PANDAS, POLARS, DUCKDB, LOOP = blocks("docs/records.md", "python")
 
 
 @pytest.fixture(autouse=True)

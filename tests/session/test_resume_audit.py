@@ -347,7 +347,7 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
     assert session.state_dict() == {"iteration": 3}, "the session does not keep the model"
 
 
-# ---------------------------------------------------------------------- the warning of docs/resuming.md
+# ---------------------------------------------------------------------- the warning of docs/session.md
 
 
 def test_the_warning_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -373,7 +373,7 @@ def test_the_warning_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     del state["model"]["0._extra_state"], state["model"]["1._extra_state"]
     caplog.clear()
     resumed(tmp_path, state, DELAYED)
-    shown = [text for text in blocks("docs/resuming.md", "text") if "differs from" in text]
+    shown = [text for text in blocks("docs/session.md", "text") if "differs from" in text]
     run_id = r"run \d{8}-\d{6}-\d{3}-[0-9a-f]{6}"
     (said,) = warned(caplog)
     assert re.sub(run_id, "run", shown[0].strip()) == re.sub(run_id, "run", said.rpartition("\n")[0])

@@ -1,4 +1,4 @@
-"""Statements of docs/resuming.md: on the state of recipes, which is Transformer Engine's, and on start_step."""
+"""Statements of docs/session.md: on the state of recipes, which is Transformer Engine's, and on start_step."""
 
 import io
 from collections.abc import Iterator

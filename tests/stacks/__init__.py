@@ -1,1 +1,1 @@
-"""The trainers and strategies of docs/start.md that shard a model over ranks."""
+"""The trainers and strategies of docs/support.md that shard a model over ranks."""

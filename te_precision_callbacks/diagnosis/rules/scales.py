@@ -286,7 +286,7 @@ RULES = (
         disproof="the earlier steps ran in high precision, or with another recipe",
         remedy="""
             Save and load the whole state_dict(), with the keys that end in _extra_state, and without strict=False.
-            docs/resuming.md explains how to save and load a checkpoint of FP8 training
+            docs/session.md explains how to save and load a checkpoint of FP8 training
         """,
         recipes=("fp8_delayed_scaling",),
         check=partial(Reported, kinds=("resume_audited",), find=_lost_scales),

@@ -517,7 +517,7 @@ RULES = (
             only magnitudes are compared
         """,
         severity="error",
-        source="calibrated on trainings of small models: docs/proof.md; the thresholds are this project's",
+        source="calibrated on trainings of small models: docs/rules.md; the thresholds are this project's",
         why="a run whose loss has left its level seldom recovers, and its other statistics grow too",
         disproof="the data or the loss function changed at that step, and the loss falls again",
         remedy="""
