@@ -56,7 +56,6 @@ RUN_BY = {
     ("docs/gemm-error.md", "python", "import numpy"): "tests/dumps/test_reading.py",
     ("docs/gemm-error.md", "python", "from safetensors"): "tests/dumps/test_reading.py",
     ("docs/gemm-error.md", "bash", ""): "tests/dumps/test_reading.py",
-    ("docs/features.md", "bash", ""): "tests/docs/test_task_pages.py",
     ("docs/features.md", "yaml", "# config.yaml"): "tests/docs/test_task_pages.py",
     ("docs/features.md", "yaml", "forward_in_bf16_at"): "tests/docs/test_task_pages.py",
     ("docs/records.md", "python", "from te_precision_callbacks.views"): "tests/report/test_command.py",

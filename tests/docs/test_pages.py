@@ -179,7 +179,7 @@ def test_the_quoted_messages_are_in_the_sources() -> None:
 # -------------------------------------------------------------------------------------------------------- docs/start.md
 
 
-@pytest.mark.slow  # five small trainings
+@pytest.mark.slow  # three small trainings
 def test_the_outputs_of_the_first_page_are_current(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     with tour.surroundings(tmp_path):

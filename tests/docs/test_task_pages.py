@@ -97,11 +97,11 @@ def build():
 def test_a_layer_in_high_precision() -> None:
     page = "docs/features.md"
     Path("my_models.py").write_text(MODELS)
-    (check,) = blocks(page, "bash")
+    check = "te-precision check config.yaml --model my_models:build --recipe fp8_current_scaling --tokens 64"
     Path("config.yaml").write_text(*blocks(page, "yaml", "# config.yaml"))
-    is_shown(page, command(check))
+    assert "FP8 in 82.1 % of the multiply-adds (fprop 98.5, dgrad 73.8, wgrad 73.8)" in command(check)
     Path("config.yaml").write_text(*blocks(page, "yaml", "forward_in_bf16_at"))
-    is_shown(page, command(check), 1)
+    is_shown(page, command(check))
 
 
 def test_fp8_is_not_faster() -> None:
@@ -109,7 +109,7 @@ def test_fp8_is_not_faster() -> None:
     Path("large_model.py").write_text(*blocks(page, "python", "# large_model.py"))
     Path("statistics.yaml").write_text("{}\n")
     (check,) = blocks(page, "bash", "te-precision check statistics.yaml")
-    is_shown(page, command(check), 2)
+    is_shown(page, command(check), 1)
 
 
 def test_a_job_that_is_preempted_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:
