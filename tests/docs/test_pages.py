@@ -50,9 +50,9 @@ def test_the_site_has_every_page() -> None:
 LINKS = [
     ("README.md", "![a map](docs/images/map.png)", "![a map](images/map.png)"),
     ("docs/records.md", "![a map](images/map.png)", "![a map](images/map.png)"),
-    ("docs/tour/2.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
+    ("docs/parts/2.md", "![a map](../images/map.png)", "![a map](../images/map.png)"),
     ("README.md", "[a report](docs/records.md#report)", "[a report](records.md#report)"),
-    ("docs/tour/2.md", "[records.md](../records.md)", "[Recorded runs](../records.md)"),
+    ("docs/parts/2.md", "[records.md](../records.md)", "[Recorded runs](../records.md)"),
     ("docs/records.md", "[the rules](../CONTRIBUTING.md)", "[the rules](contributing.md)"),
     ("docs/records.md", "[a test](../tests/conftest.py)", "a test"),
 ]
@@ -63,7 +63,7 @@ def test_links_and_images_of_the_site() -> None:
         "README.md": "index.md",
         "CONTRIBUTING.md": "contributing.md",
         "docs/records.md": "records.md",
-        "docs/tour/2.md": "tour/2.md",
+        "docs/parts/2.md": "parts/2.md",
     }
     between_pages = runpy.run_path(str(ROOT / "docs" / "site" / "links.py"))["between_pages"]
     for page, text, on_the_site in LINKS:
