@@ -22,32 +22,14 @@ class SpeedError(PrecisionDebugError, ValueError):
 
 
 KERNEL_OF_RECIPE: Mapping[str, str] = {
+    "": HIGH,
     "fp8_delayed_scaling": "fp8",
     "fp8_current_scaling": "fp8",
     "fp8_block_scaling": "fp8_block",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
-"""Recipe -> the kernels that multiply its operands, as in ``Constants.kernel``."""
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """Relative standard deviations of measured times from the model's times.
-
-    Attributes:
-        kernel: of the kernel of one shape.
-        cast: of its casts, including launches.
-        run: of all times in a run, for example by its clocks.
-        transfer: of a speed-up on a similar device without measurements.
-        quantile: quantile of Student's t for a 95 % interval, at the degrees of freedom of the estimate.
-    """
-
-    kernel: float
-    cast: float
-    run: float
-    transfer: float
-    quantile: float
+"""Recipe, or an empty string for BF16 -> the kernels that multiply its operands, as in ``Constants.kernel``."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +37,7 @@ class Constants:
     """Constants measured on one device, and used for similar devices.
 
     Attributes:
-        kernel: kernels (:data:`KERNEL_OF_RECIPE`, and ``bf16``) -> share of the peak.
+        kernel: kernels (:data:`KERNEL_OF_RECIPE`) -> share of the peak.
         cast: recipe -> share of the memory bandwidth reached by its casts.
         launch_ms: milliseconds for each kernel of a cast, in addition to the time of its bytes.
         bandwidth: share of the memory bandwidth reached by other kernels.
@@ -66,7 +48,6 @@ class Constants:
     cast: Mapping[str, float]
     launch_ms: float
     bandwidth: float
-    scatter: Scatter
 
 
 @dataclass(frozen=True)
@@ -88,13 +69,8 @@ class Device:
     bandwidth_tbs: float
     constants: Constants
 
-    @property
-    def is_measured(self) -> bool:
-        """True if its constants were measured on this device, not on a similar one."""
-        return self.constants.measured_on == self.title
-
     def peak_tflops(self, kernel: str) -> float:
-        """Return the peak of kernels: ``bf16``, or a value of :data:`KERNEL_OF_RECIPE`."""
+        """Return the peak of kernels, a value of :data:`KERNEL_OF_RECIPE`."""
         return {HIGH: self.bf16_tflops, "nvfp4": self.fp4_tflops}.get(kernel, self.fp8_tflops)
 
     def check_recipe(self, recipe: str) -> None:
@@ -104,35 +80,32 @@ class Device:
         """
         if recipe not in RECIPES:
             raise SpeedError(f"There is no recipe {recipe!r}.{suggestion(recipe, RECIPES)}")
-        why = ""
         if recipe in ("mxfp8", "nvfp4") and self.capability < (10, 0):
             why = "it needs compute capability 10.0, but this device has {}.{}".format(*self.capability)
         elif recipe == "mxfp8" and self.capability >= (12, 0):
             why = "Transformer Engine does not run MXFP8 on compute capability 12.0 and later"
-        if why:
-            raise SpeedError(f"{self.title} does not run {recipe}: {why}. Choose another recipe, or another device.")
+        else:
+            return
+        raise SpeedError(f"{self.title} does not run {recipe}: {why}. Choose another recipe, or another device.")
 
 
 @functools.cache
 def known_devices() -> Mapping[str, Device]:
     """Return the devices by name."""
-    constants = {}
-    for name, fields in _read("constants.yaml").items():
-        constants[name] = Constants(**{**fields, "scatter": Scatter(**fields["scatter"])})
+    constants = {name: Constants(**fields) for name, fields in _read("constants.yaml").items()}
     devices = {}
     for name, fields in _read("devices.yaml").items():
-        capability = tuple(fields["capability"])
-        devices[name] = Device(**{**fields, "capability": capability, "constants": constants[fields["constants"]]})
+        fields = {**fields, "capability": tuple(fields["capability"]), "constants": constants[fields["constants"]]}
+        devices[name] = Device(**fields)
     return devices
 
 
 def device_named(name: str) -> Device:
     """Return a device by its name, such as ``h200`` or ``NVIDIA H200 NVL``; raises SpeedError."""
     word = name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")
-    titles = known_devices()
-    if word not in titles:
-        raise SpeedError(f"There is no device {name!r}.{suggestion(word, titles)}")
-    return titles[word]
+    if word not in known_devices():
+        raise SpeedError(f"There is no device {name!r}.{suggestion(word, known_devices())}")
+    return known_devices()[word]
 
 
 def _read(name: str) -> Any:

@@ -1,249 +1,192 @@
-"""Expected times of GEMMs, in BF16 and as they run, with a confidence interval of the speed-up.
+"""Expected times of GEMMs, in BF16 and as they run.
+
+    time_products([(product, "fp8_current_scaling") for product in products], device_named("b300"))
+
+A kernel takes the time of its operations at a share of the peak, or of its bytes at a share of the bandwidth,
+whichever is longer, and at least the time of a launch. A cast takes the time of its bytes, and a launch for each of its
+kernels. The shares and the launch time are :class:`~te_precision_callbacks.speed.devices.Constants`.
 
 The input, the weight and the gradient of a layer are cast once for its three GEMMs, in the directions that its GEMMs in
 low precision read: the weight once per optimizer step, as with ``is_first_microbatch``, the others once per
 micro-batch. The time of a cast is added to the first GEMM that reads it: fprop for the input and the weight, dgrad for
 the gradient.
+
+Bytes of a cast, per element of two bytes. A direction is rowwise or columnwise. Codes with one scale per tensor are
+written once if the GPU multiplies every layout (Blackwell), and otherwise once for each direction.
+
+=================== ================================ ============================= =====================================
+recipe              read                             written for each direction    kernels
+=================== ================================ ============================= =====================================
+fp8_delayed_scaling 2                                1                             cast, which also finds the amax
+fp8_current_scaling 2 (amax), 2 (cast)               1                             zero, amax, scale, cast
+fp8_block_scaling   2                                1 + 4/128 (weights 4/128^2)   cast
+mxfp8               2                                1 + 1/32                      cast; swizzles of the scales
+nvfp4               2 (amax), 2 (cast); columnwise   1/2 + 1/16                    zero, amax, cast; Hadamard cast of
+                    activations and gradients 2 more                               activations and gradients; swizzles
+=================== ================================ ============================= =====================================
+
+A swizzle reads and writes a direction's scales. Blackwell emulates block scaling by MXFP8, with MXFP8's casts.
+
+Read from Transformer Engine 2.20.2: ``pytorch/csrc/quantizer.cpp``,
+``common/gemm/cublaslt_gemm.cu``, and ``pytorch/module/linear.py`` for the directions.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, get_args
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.vocabulary import (
-    COLUMNWISE,
-    GEMMS,
-    ONE_SCALE,
-    OPERANDS,
-    RECIPES,
-    ROWWISE,
-    OperandName,
-)
+from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes, takes_any_layout
+from te_precision_callbacks.base.vocabulary import COLUMNWISE, ONE_SCALE, RECIPES, ROWWISE
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.speed.costs import CastTime, Shape, cast_time, gemm_ms
-from te_precision_callbacks.speed.devices import Device
+from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Device
 
-Interval: TypeAlias = tuple[float, float]
+_HIGH_BYTES = 2
 
-UNKNOWN = "unknown"
+_LEAST_MS = 0.002
+"""Time of the smallest kernel: torchao's ``roofline_utils.py``, measured on an H100."""
+
+_BYTES_OF_KERNEL = {"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
 
 @dataclass(frozen=True)
-class Times:
-    """Expected times of one or more GEMMs, in milliseconds per step.
+class ProductTime:
+    """Expected time of a GEMM in a step, over its calls, in milliseconds.
 
     Attributes:
+        recipe: its recipe; empty in high precision.
         high_ms: in BF16.
-        gemm_ms: in their actual precision, without casts; nan if unknown.
-        cast_ms: the casts of their operands, with launches.
-        launch_ms: the launches of these casts.
-        interval: the 95 % confidence interval of the speed-up; (nan, nan) without a GEMM in low precision.
+        gemm_ms: in its actual precision, without casts; nan if its recipe is unknown.
+        cast_ms: the casts that it is the first to need, with launches.
     """
 
+    product: Product
+    recipe: str
     high_ms: float
     gemm_ms: float
     cast_ms: float
-    launch_ms: float
-    interval: Interval
 
     @property
     def low_ms(self) -> float:
         return self.gemm_ms + self.cast_ms
 
-    @property
-    def speedup(self) -> float:
-        return self.high_ms / self.low_ms if self.low_ms else math.nan
 
-    @property
-    def is_low(self) -> bool:
-        return not math.isnan(self.interval[0])
+@dataclass(frozen=True)
+class Times:
+    """The sums of several GEMMs; one in high precision adds its time in BF16 to both sums.
 
-    @property
-    def verdict(self) -> str:
-        """``faster`` or ``slower``; ``not resolved`` if the interval includes 1; empty in high precision."""
-        low, high = self.interval
-        if not self.is_low:
-            return ""
-        if low > 1:
-            return "faster"
-        if high < 1:
-            return "slower"
-        return "not resolved"
+    Attributes:
+        low_ms: in their actual precision, with casts.
+        speedup: of low precision; nan without it, and with an unknown recipe.
+        why_no_gain: the reason for no gain from low precision; empty with a gain, and in high precision.
+    """
 
-    @property
-    def why_no_gain(self) -> str:
-        """The reason for no gain from low precision; empty with a gain, and in high precision."""
-        saved = self.high_ms - self.gemm_ms
-        if not self.is_low or self.cast_ms < saved:
-            return ""
-        if saved <= 0:
-            return "too small: the GEMMs take as long as in BF16"
-        if self.launch_ms >= saved:
-            return "launch-bound: the launches of the casts take longer than the GEMMs save"
-        return "too small: the casts take longer than the GEMMs save"
+    high_ms: float
+    low_ms: float
+    cast_ms: float
+    speedup: float
+    why_no_gain: str
+
+    @classmethod
+    def of(cls, times: Sequence[ProductTime]) -> Times:
+        high_ms = sum(time.high_ms for time in times)
+        cast_ms = sum(time.cast_ms for time in times)
+        gemm_ms = sum(time.gemm_ms for time in times)
+        low_ms = gemm_ms + cast_ms
+        if not any(time.recipe for time in times):
+            return cls(high_ms, low_ms, cast_ms, math.nan, "")
+        why = ""
+        if gemm_ms >= high_ms:
+            why = "too small: the GEMMs take as long as in BF16"
+        elif low_ms >= high_ms:
+            why = "too small: the casts take longer than the GEMMs save"
+        return cls(high_ms, low_ms, cast_ms, high_ms / low_ms, why)
 
     def figures(self) -> dict[str, float | None]:
-        low, high = self.interval
-        figures = {
-            "high_ms": self.high_ms,
-            "low_ms": self.low_ms,
-            "cast_ms": self.cast_ms,
-            "speedup": self.speedup,
-            "speedup_low": low,
-            "speedup_high": high,
-        }
+        figures = {"high_ms": self.high_ms, "low_ms": self.low_ms, "cast_ms": self.cast_ms, "speedup": self.speedup}
         return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 
-@dataclass(frozen=True)
-class ProductTime(Times):
-    """Expected time of a GEMM in a step, over its calls.
-
-    Attributes:
-        product: the GEMM.
-        recipe: its recipe; empty for high precision, :data:`UNKNOWN` if unknown.
-    """
-
-    product: Product
-    recipe: str
-
-    @property
-    def layer(self) -> str:
-        return self.product.layer
-
-    @property
-    def shape(self) -> Shape:
-        return shape_of(self.product)
-
-
-def shape_of(product: Product) -> Shape:
-    """Return the shape of a product; m are the rows of the result, which ``Product`` calls n."""
-    return Shape(product.n, product.k, product.m, product.batch)
-
-
-def with_recipes(products: Iterable[Product], recipe_of_layers: str) -> list[tuple[Product, str]]:
-    """Return the GEMMs that take time, and the recipe of each: empty in high precision, or :data:`UNKNOWN`.
-
-    The recipe follows from the operands' formats, except for FP8 with one scale: then it is ``recipe_of_layers``.
-    """
-    timed = []
-    for product in products:
-        if not product.macs or product.gemm not in GEMMS:
-            continue
-        recipe = ""
-        if product.is_low:
-            recipe = recipe_of_layers if recipe_of_layers in RECIPES else UNKNOWN
-            for name in ("mxfp8", "nvfp4", "fp8_block_scaling"):
-                formats = (text.rpartition("->")[2].strip() for text in product.operands.values())
-                if all(text.startswith(RECIPES[name].format) for text in formats):
-                    recipe = name
-        timed.append((product, recipe))
-    return timed
-
-
 def time_products(products: Iterable[tuple[Product, str]], device: Device) -> list[ProductTime]:
-    """Return the expected times of GEMMs with their recipes, grouped by layer.
+    """Return the expected times of GEMMs with their recipes, empty in high precision, grouped by layer.
 
     Raises:
         SpeedError: the device does not run a recipe.
     """
     times = []
     for gemms in group_by_key((product.layer, (product, recipe)) for product, recipe in products).values():
-        casts = _casts_of_layer(gemms, device)
+        low = {product.gemm for product, recipe in gemms if recipe in RECIPES}
         for product, recipe in gemms:
-            shape = shape_of(product)
-            calls = _calls_of(product)
-            high = gemm_ms(shape, "", device) * calls
-            low = high
-            cast = casts.get(product.gemm, CastTime(0.0, 0.0))
-            interval = math.nan, math.nan
-            if recipe == UNKNOWN:
-                low = math.nan
-            elif recipe:
-                low = gemm_ms(shape, recipe, device) * calls
-                interval = speedup_interval(high, low + cast.ms, [(high, low, cast.ms)], device)
-            times.append(ProductTime(high, low, *cast, interval, product, recipe))
+            tokens, columns, rows = layer_sizes(product.gemm, product.n, product.m, product.k)
+            elements = {"activation": tokens * columns, "weight": rows * columns, "gradient": tokens * rows}
+            # In units of the largest call of the step, since other calls may be smaller.
+            calls = product.macs / (product.n * product.m * product.k * product.batch)
+            cast_ms = 0.0
+            for operand, reader in ROWWISE.items():
+                is_first = product.gemm == reader or (product.gemm == COLUMNWISE[operand] and reader not in low)
+                if is_first and recipe in RECIPES:
+                    cast_ms += cast_time(
+                        recipe,
+                        operand,
+                        elements[operand] * product.batch,
+                        device,
+                        # Transformer Engine always casts a gradient, and an operand with one scale, rowwise.
+                        rowwise=reader in low or operand == "gradient" or recipe in ONE_SCALE,
+                        columnwise=COLUMNWISE[operand] in low,
+                    ) * (1 if operand == "weight" else calls)
+            high_ms, actual_ms = (
+                calls * gemm_ms(product.n, product.k, product.m, used, device, product.batch) for used in ("", recipe)
+            )
+            times.append(ProductTime(product, recipe, high_ms, actual_ms, cast_ms))
     return times
 
 
-def _calls_of(product: Product) -> float:
-    """Return the calls in a step, in units of the largest call, since other calls may be smaller."""
-    return product.macs / (product.n * product.m * product.k * product.batch)
+def gemm_ms(rows: int, k: int, columns: int, recipe: str, device: Device, batch: int = 1) -> float:
+    """Return the time of ``batch`` GEMMs without casts, each of rows x k by k x columns; an empty recipe means BF16.
 
-
-def _casts_of_layer(gemms: Iterable[tuple[Product, str]], device: Device) -> dict[str, CastTime]:
-    """Return the time of the casts that each GEMM pays for.
-
-    Transformer Engine always casts a gradient, and an operand with one scale, rowwise.
+    The time of an unknown recipe is nan. Raises SpeedError if the device does not run the recipe.
     """
-    low = {product.gemm: (product, recipe) for product, recipe in gemms if recipe in RECIPES}
-    casts: dict[str, CastTime] = {}
-    operand: OperandName
-    for operand in get_args(OperandName):
-        readers = [gemm for gemm in (ROWWISE[operand], COLUMNWISE[operand]) if gemm in low]
-        if not readers:
-            continue
-        first = readers[0]
-        product, recipe = low[first]
-        shape = shape_of(product)
-        elements = shape.m * shape.k if operand == OPERANDS[first][0] else shape.k * shape.n
-        cast = cast_time(
-            recipe,
-            operand,
-            elements * shape.batch,
-            device,
-            rowwise=ROWWISE[operand] in low or operand == "gradient" or recipe in ONE_SCALE,
-            columnwise=COLUMNWISE[operand] in low,
-        )
-        calls = 1.0 if operand == "weight" else _calls_of(product)
-        ms, launch_ms = casts.get(first, (0.0, 0.0))
-        casts[first] = CastTime(ms + cast.ms * calls, launch_ms + cast.launch_ms * calls)
-    return casts
+    kernel = KERNEL_OF_RECIPE.get(recipe)
+    if kernel is None:
+        return math.nan
+    if recipe:
+        device.check_recipe(recipe)
+    constants = device.constants
+    operations_ms = 2 * batch * rows * k * columns / (device.peak_tflops(kernel) * 1e9 * constants.kernel[kernel])
+    moved = batch * ((rows + columns) * k * _BYTES_OF_KERNEL[kernel] + rows * columns * _HIGH_BYTES)
+    return max(operations_ms, moved / (device.bandwidth_tbs * 1e9 * constants.bandwidth), _LEAST_MS)
 
 
-def speedup_interval(high: float, low: float, parts: Iterable[Sequence[float]], device: Device) -> Interval:
-    """Return the confidence interval of a speed-up, from the scatter of published times around the model.
+def cast_time(
+    recipe: str, operand: str, elements: int, device: Device, *, rowwise: bool = True, columnwise: bool = True
+) -> float:
+    """Return the milliseconds of a cast of elements of two bytes, with its launches."""
+    moved, kernels = cast_bytes(recipe, operand, device.capability, rowwise=rowwise, columnwise=columnwise)
+    constants = device.constants
+    bytes_ms = elements * moved / (device.bandwidth_tbs * 1e9 * constants.cast[recipe])
+    return bytes_ms + kernels * constants.launch_ms
 
-    Errors of kernels and casts are relative, and independent between parts; each run adds an error, and so do constants
-    from another device. The interval is symmetric in the logarithm.
+
+def cast_bytes(
+    recipe: str, operand: str, capability: tuple[int, int], *, rowwise: bool = True, columnwise: bool = True
+) -> tuple[float, int]:
+    """Return the bytes that a cast reads and writes for each element, and the number of kernels that it launches.
 
     Args:
-        high, low: the time in BF16 and in the actual precision, in milliseconds.
-        parts: for GEMMs with independent errors: time in BF16, of the kernel in low precision, and of the casts.
+        operand: a weight has blocks in two dimensions, and no Hadamard transform.
+        rowwise, columnwise: whether a GEMM reads the rowwise and the columnwise data.
     """
-    scatter = device.constants.scatter
-    variance = 2 * scatter.run**2
-    for high_part, kernel, cast in parts:
-        variance += (scatter.kernel * high_part / high) ** 2 + (scatter.kernel * kernel / low) ** 2
-        variance += (scatter.cast * cast / low) ** 2
-    if not device.is_measured:
-        variance += scatter.transfer**2
-    width = scatter.quantile * math.sqrt(variance)
-    return high / low * math.exp(-width), high / low * math.exp(width)
-
-
-def total(times: Iterable[ProductTime], device: Device) -> Times:
-    """Return the total time of several GEMMs.
-
-    A GEMM in high precision adds its time in BF16 to both sums. Errors of the model are assumed equal for GEMMs of one
-    shape and recipe, and otherwise independent.
-    """
-    high = low = casts = launches = 0.0
-    parts: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for time in times:
-        high += time.high_ms
-        low += time.gemm_ms
-        casts += time.cast_ms
-        launches += time.launch_ms
-        if time.is_low:
-            part = parts[time.shape, time.recipe]
-            part[:] = part[0] + time.high_ms, part[1] + time.gemm_ms, part[2] + time.cast_ms
-    interval = math.nan, math.nan
-    if parts:
-        interval = speedup_interval(high, low + casts, parts.values(), device)
-    return Times(high, low, casts, launches, interval)
+    directions = rowwise + columnwise
+    if recipe == "nvfp4":
+        hadamard = columnwise and rowwise and operand != "weight"
+        return _HIGH_BYTES * (2 + hadamard) + directions * (0.5 + 3 / 16), 3 + hadamard + directions
+    if recipe == "mxfp8" or (recipe == "fp8_block_scaling" and capability >= (10, 0)):
+        return _HIGH_BYTES + directions * (1 + 3 / 32), 1 + directions
+    if recipe == "fp8_block_scaling":
+        return _HIGH_BYTES + directions * (1 + 4 / (128**2 if operand == "weight" else 128)), 1
+    written = 1 if takes_any_layout(capability) else directions
+    if recipe == "fp8_current_scaling":
+        return 2 * _HIGH_BYTES + written, 4
+    return _HIGH_BYTES + written, 1

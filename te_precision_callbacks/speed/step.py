@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rich.text import Text
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -18,7 +15,7 @@ from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import fold_names, form_of
 from te_precision_callbacks.speed.devices import Device, SpeedError
-from te_precision_callbacks.speed.expected import UNKNOWN, ProductTime, Times, time_products, total, with_recipes
+from te_precision_callbacks.speed.expected import ProductTime, Times, time_products
 
 _MOST_ROWS = 60
 _MOST_NAMES = 4
@@ -39,27 +36,25 @@ class StepTimes:
     attention: Sequence[str]
     not_counted: Sequence[str]
 
-    @functools.cached_property
+    @property
     def total(self) -> Times:
         """The time of all GEMMs with known times."""
-        return total((time for time in self.times if not math.isnan(time.low_ms)), self.device)
+        return Times.of([time for time in self.times if not math.isnan(time.low_ms)])
 
     @functools.cached_property
     def by_layer(self) -> Mapping[str, Sequence[ProductTime]]:
-        return group_by_key((time.layer, time) for time in self.times)
+        return group_by_key((time.product.layer, time) for time in self.times)
 
-    @functools.cached_property
+    @property
     def without_gain(self) -> Mapping[str, str]:
         """Layer -> why low precision does not make it faster."""
-        reasons = {layer: total(times, self.device).why_no_gain for layer, times in self.by_layer.items()}
+        reasons = {layer: Times.of(times).why_no_gain for layer, times in self.by_layer.items()}
         return {layer: why for layer, why in reasons.items() if why}
 
     def notes(self) -> Iterator[str]:
-        if self.total.is_low and not self.device.is_measured:
-            yield (
-                f"The model was fitted to times of {self.device.constants.measured_on}, not of {self.device.title}, so"
-                " the intervals are wider."
-            )
+        fitted = self.device.constants.measured_on
+        if fitted != self.device.title:
+            yield f"The model was fitted to times of {fitted}, not of {self.device.title}."
         if self.attention:
             yield (
                 f"Not included: attention ({', '.join(fold_names(self.attention, most=_MOST_NAMES))}). It depends on"
@@ -67,7 +62,7 @@ class StepTimes:
             )
         if self.not_counted:
             yield f"Not included: {', '.join(fold_names(self.not_counted, most=_MOST_NAMES))}."
-        unknown = sum(math.isnan(time.low_ms) for time in self.times)
+        unknown = sum(math.isnan(time.gemm_ms) for time in self.times)
         if unknown:
             yield f"Not in the total: {many(unknown, 'GEMM')} with an unknown recipe."
         wide = sum(not time.product.is_low and time.product.precision not in ("bf16", "fp16") for time in self.times)
@@ -77,21 +72,20 @@ class StepTimes:
     def as_json(self) -> dict[str, Any]:
         products = []
         for time in self.times:
-            shape = time.shape
-            names = {"layer": time.layer, "gemm": time.product.gemm, "m": shape.m, "n": shape.n, "k": shape.k}
-            products.append({**names, "recipe": time.recipe or None, **time.figures()})
+            product = time.product
+            sizes = {"m": product.n, "n": product.m, "k": product.k, "recipe": time.recipe or None}
+            products.append({"layer": product.layer, "gemm": product.gemm, **sizes, **Times.of([time]).figures()})
         return {
             "device": self.device.title,
             "products": products,
             "total": self.total.figures(),
             "without_gain": self.without_gain,
-            "notes": [*self.notes()],
+            "notes": list(self.notes()),
         }
 
 
 def estimate_step(
     products: Iterable[Product],
-    recipe: str,
     device: Device,
     *,
     attention: Sequence[str] = (),
@@ -101,13 +95,13 @@ def estimate_step(
 
     Args:
         products: the products of the step, such as the coverage of a plan or a session.
-        recipe: the recipe of the layers.
         device: the device, which need not be on this machine.
 
     Raises:
         SpeedError: the device does not run the recipe, or there are no GEMMs.
     """
-    times = time_products(with_recipes(products, recipe), device)
+    timed = [product for product in products if product.macs and product.gemm in GEMMS]
+    times = time_products(((product, product.recipe if product.is_low else "") for product in timed), device)
     if not times:
         raise SpeedError("No GEMM of the model could be planned, so no times can be estimated.")
     return StepTimes(device, tuple(times), attention, not_counted)
@@ -116,60 +110,44 @@ def estimate_step(
 def show(step: StepTimes) -> None:
     """Print a row for each kind of layer, longest first, the total, and the layers that gain nothing."""
     terminal.show_text(f"{step.device.title}. Expected milliseconds per step, in BF16 / as run with casts.")
-    groups: dict[object, list[str]] = defaultdict(list)
+    kinds: dict[object, list[str]] = {}
     for layer, times in step.by_layer.items():
-        kind = [(time.product.gemm, time.shape, time.product.macs, time.recipe, time.product.why) for time in times]
-        groups[form_of(layer), tuple(kind)].append(layer)
-    rows = sorted(groups.values(), key=lambda layers: -len(layers) * _high_ms(step.by_layer[layers[0]]))
-    table = terminal.table("layer", "tokens x in x out", *GEMMS, "all", "times as fast", "result, or reason")
+        kind: list[object] = [form_of(layer)]
+        for time in times:
+            product = time.product
+            kind.append((product.gemm, product.n, product.m, product.k, product.macs, time.recipe, product.why))
+        kinds.setdefault(tuple(kind), []).append(layer)
+    rows = sorted(kinds.values(), key=lambda layers: -len(layers) * Times.of(step.by_layer[layers[0]]).high_ms)
+    table = terminal.table("layer", "tokens x in x out", *GEMMS, "all", "times as fast", "reason")
     for layers in rows[:_MOST_ROWS]:
-        table.add_row(*_cells(layers, step.by_layer[layers[0]], step.device))
+        times = step.by_layer[layers[0]]
+        of_layer = Times.of(times)
+        reasons = dict.fromkeys([of_layer.why_no_gain, *(time.product.why for time in times)])
+        first = times[0].product
+        by_gemm = group_by_key((time.product.gemm, time) for time in times)
+        table.add_row(
+            terminal.cell_lines(fold_names(layers, most=_MOST_NAMES)),
+            "x".join(map(str, layer_sizes(first.gemm, first.n, first.m, first.k))),
+            *(_format_times(Times.of(by_gemm[gemm]), len(layers)) if gemm in by_gemm else "" for gemm in GEMMS),
+            _format_times(of_layer, len(layers)),
+            "" if math.isnan(of_layer.speedup) else f"{of_layer.speedup:.2f}",
+            terminal.cell_lines(filter(None, reasons)),
+        )
     terminal.show(table, optional=(*GEMMS, "tokens x in x out"))
     if rows[_MOST_ROWS:]:
         terminal.show_text(f"and {many(len(rows) - _MOST_ROWS, 'more row')}; --json lists all layers.")
-    text = f"All GEMMs: {_format_times([step.total], 1)} ms"
-    if step.total.is_low:
-        text += f", {_format_speedup(step.total)} times as fast as BF16"
-    terminal.show_text(f"{text}.")
+    faster = "" if math.isnan(step.total.speedup) else f", {step.total.speedup:.2f} times as fast as BF16"
+    terminal.show_text(f"All GEMMs: {_format_times(step.total)} ms{faster}.")
     for why, layers in group_by_key((why, layer) for layer, why in step.without_gain.items()).items():
         terminal.show_text(f"No gain: {', '.join(fold_names(layers, most=_MOST_NAMES))} ({why}).", hanging=2)
     terminal.show_notes(step.notes())
 
 
-def _cells(layers: Sequence[str], times: Sequence[ProductTime], device: Device) -> Iterator[Text]:
-    """Yield the cells of layers with the same times."""
-    layer_total = total(times, device)
-    first = times[0].product
-    tokens, in_features, out_features = layer_sizes(first.gemm, first.n, first.m, first.k)
-    yield terminal.cell_lines(fold_names(layers, most=_MOST_NAMES))
-    yield terminal.cell(f"{tokens}x{in_features}x{out_features}")
-    for gemm in GEMMS:
-        yield terminal.cell(_format_times([time for time in times if time.product.gemm == gemm], len(layers)))
-    yield terminal.cell(_format_times([layer_total], len(layers)))
-    yield terminal.cell(_format_speedup(layer_total))
-    reasons = dict.fromkeys(time.product.why for time in times)
-    yield terminal.cell_lines(filter(None, [layer_total.verdict, *reasons]))
-
-
-def _high_ms(times: Iterable[Times]) -> float:
-    return sum(time.high_ms for time in times)
-
-
-def _format_times(times: Sequence[Times], layers: int) -> str:
-    if not times:
-        return ""
-    low = sum(time.low_ms for time in times)
-    return " / ".join(map(_format_ms, (layers * _high_ms(times), layers * low)))
+def _format_times(times: Times, layers: int = 1) -> str:
+    return f"{_format_ms(layers * times.high_ms)} / {_format_ms(layers * times.low_ms)}"
 
 
 def _format_ms(value: float) -> str:
     if math.isnan(value):
-        return UNKNOWN
+        return "unknown"
     return f"{value:.3f}" if value < 100 else f"{value:,.0f}"
-
-
-def _format_speedup(times: Times) -> str:
-    if not times.is_low:
-        return ""
-    low, high = times.interval
-    return f"{times.speedup:.2f} ({low:.2f} to {high:.2f})"

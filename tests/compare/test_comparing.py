@@ -12,11 +12,13 @@ import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs.index import Subject as RunSubject
 from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
-from te_precision_callbacks.views.compare.noise import LEVEL, MAGNITUDE, SQUARE, NoiseScale
+from te_precision_callbacks.views.compare.noise import Families
 from te_precision_callbacks.views.compare.result import FactDifference
+from te_precision_callbacks.views.compare.values import Numbers
 from te_precision_callbacks.views.compare.wording import (
     describe_first,
     describe_losses,
@@ -409,11 +411,15 @@ def test_the_factor_of_a_number_is_that_of_its_magnitude(
     assert difference(compare(a, b).first.strongest) == said
 
 
-@pytest.mark.parametrize("scale", [MAGNITUDE, SQUARE, LEVEL])
-def test_a_limit_is_drawn_at_its_value(scale: NoiseScale) -> None:
+@pytest.mark.parametrize("statistic", ["cur_amax", "mse", "mean", "nonfinite_num", "underflows%", "sqnr_db"])
+def test_a_limit_is_drawn_at_its_value(statistic: str) -> None:
     values = np.array([-3e4, -1e-3, 0.0, 2e-3, 1.0, 70.0])
-    magnitudes = np.full(len(values), 0.25)
-    assert scale.values(scale.places(values, magnitudes), magnitudes) == pytest.approx(values)
+    series = np.zeros(len(values), np.int64)
+    subject = RunSubject("", "fc", "weight", "", statistic, None)
+    families = Families.of([subject], [Numbers(series, np.arange(len(values)), values)])
+    places = families.places(series, values)
+    assert (np.diff(places) > 0).all()
+    assert families.values(series, places) == pytest.approx(values)
 
 
 @pytest.mark.parametrize(

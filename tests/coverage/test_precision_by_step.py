@@ -19,8 +19,7 @@ from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, context, running_session
-from te_precision_callbacks.speed.devices import device_named
-from te_precision_callbacks.speed.expected import time_products, with_recipes
+from te_precision_callbacks.speed import device_named, estimate_step
 from tests.conftest import feature
 from tests.coverage.test_coverage import Net, counted, found
 from tests.instrumentation.steps import stepped
@@ -694,8 +693,8 @@ def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
                 loss = model(torch.randn(sum(splits), WIDTH), list(splits))
             loss.backward()
         session.step()
-    times = time_products(with_recipes(session.coverage(), "fp8_current_scaling"), device_named("H100"))
-    return {f"{time.layer} {time.product.gemm}": time.high_ms for time in times}
+    times = estimate_step(session.coverage(), device_named("H100")).times
+    return {f"{time.product.layer} {time.product.gemm}": time.high_ms for time in times}
 
 
 def test_an_expert_without_rows_in_the_first_micro_batch() -> None:

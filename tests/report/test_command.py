@@ -18,7 +18,8 @@ from te_precision_callbacks.cli import main
 from te_precision_callbacks.runs import RecordedRun, list_runs, open_run
 from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.runs.tables import STEP0
-from te_precision_callbacks.views.report import facts, write_report
+from te_precision_callbacks.views.report import write_report
+from te_precision_callbacks.views.report.data import duration
 from tests.conftest import feature, statistics
 from tests.docs.pages import blocks
 from tests.lightning.models import Plain, loader, trainer
@@ -209,7 +210,7 @@ def test_the_run_is_one_with_three_segments(resumed: RecordedRun) -> None:
 
 def test_a_step_takes_what_a_step_takes(resumed: RecordedRun) -> None:
     """Not what lies between two steps with records."""
-    took = facts.duration(resumed)
+    took = duration(resumed)
     times = resumed.steps["wall_time"].to_pylist()
     assert took["median_step_seconds"] == pytest.approx((times[3] - times[1]).total_seconds() / 2 / FREQ)
 

@@ -24,10 +24,9 @@ from te_precision_callbacks.sinks.metrics import SeriesChoice
 from te_precision_callbacks.sinks.worst import comparable_values
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
-from te_precision_callbacks.views.report.data import page_data, worst_layers
-from te_precision_callbacks.views.report.facts import events
+from te_precision_callbacks.views.report.data import events, page_data, worst_layers
 from te_precision_callbacks.views.report.overview import Columns, heat_map_columns, histograms, overviews, pieces
-from te_precision_callbacks.views.report.packing import INF, LEVELS, NAN, ZERO, PackedScale
+from te_precision_callbacks.views.report.packing import bfloat16
 from te_precision_callbacks.views.report.subjects import Subjects
 from te_precision_callbacks.views.show.view import read_view as look_at
 from tests.conftest import Keeper, feature
@@ -122,8 +121,7 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
     assert [(worst.layer, worst.rank) for worst in overview.worst_layers(2)] == [(0, REDUCED), (1, REDUCED)]
     (cells,) = overview.cells
     assert math.isnan(cells[0, 0])
-    levels = PackedScale.of(cells).bytes(cells, overview.present[0])
-    assert (levels[0, 0], levels[1, 0]) == (NAN, INF)
+    assert math.isinf(cells[1, 0])
     assert math.isnan(page_data(run, 10**7)[0]["worst_layers"][0]["items"][0]["value"])
 
 
@@ -142,38 +140,11 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     assert page_data(run, 10**7)[0]["worst_layers"] == [{"family": 0, "items": [], "counted": True}]
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        (np.linspace(3, 40, 500), "linear"),
-        (np.geomspace(1e-6, 100, 500), "log"),
-        (np.concatenate([-np.geomspace(1e-7, 5, 300), np.geomspace(1e-7, 5, 300)]), "asinh"),
-        (np.full(7, 2.5), "linear"),
-    ],
-)
-def test_a_level_is_near(values: np.ndarray, kind: str) -> None:  # type: ignore[type-arg]
-    scale = PackedScale.of(values, centred=kind == "asinh")
-    assert scale.kind == kind
-    assert scale.centred == (kind == "asinh")
-    levels = scale.bytes(values, np.ones(values.shape, bool))
-    assert levels.min() >= 1
-    assert levels.max() <= LEVELS
-    ends = {"linear": (float, float), "log": (np.log, np.exp), "asinh": (np.arcsinh, np.sinh)}
-    place, value = (np.vectorize(function) for function in ends[kind])
-    low, high = place(np.array([scale.low, scale.high]) / scale.bend)
-    result = scale.bend * value(low + (levels - 1.0) / (LEVELS - 1) * (high - low))  # as the page reads them
-    if kind == "linear":
-        assert np.abs(result - values).max() <= np.ptp(values) / (LEVELS - 1) / 2 + 1e-12
-    else:
-        large = np.abs(values) > (scale.bend if kind == "asinh" else 0)
-        assert np.abs(result[large] / values[large] - 1).max() < 0.08
-
-
-def test_zero_has_a_byte_of_its_own_on_a_logarithmic_scale() -> None:
-    values = np.array([0.0, 1e-9, 1.0])
-    scale = PackedScale.of(values)
-    assert scale.bytes(values, np.array([True, True, True])).tolist() == [ZERO, 1, LEVELS]
-    assert scale.bytes(values, np.array([False, True, True]))[0] == 0
+def test_the_numbers_of_cells_have_three_digits() -> None:
+    values = np.concatenate([-np.geomspace(1e-30, 1e30, 500), [0.0, 1.0, 100.0, 448.0, math.inf, math.nan]])
+    result = (bfloat16(values).astype(np.uint32) << 16).view(np.float32)  # as the page reads them
+    assert result[500:].tolist() == pytest.approx([0.0, 1.0, 100.0, 448.0, math.inf, math.nan], rel=0, nan_ok=True)
+    np.testing.assert_allclose(result, values, rtol=0.006)
 
 
 @pytest.mark.processes
@@ -189,8 +160,7 @@ def test_worst_layers_leave_out_what_is_as_good_as_can_be() -> None:
 def test_histograms_are_added_up_by_column() -> None:
     run = drifting(blocks=1, steps=4)
     (series, *_) = run.select(statistic="exponent_histogram", tensor="weight")
-    family = next(histogram for histogram in Subjects(run).histograms if histogram.family.tensor == "weight")
-    ((_, _, lowest, counts),) = histograms(run, family, Columns.of(run, 2), {series})
+    ((_, _, lowest, counts),) = histograms(run, [series], Columns.of(run, 2))
     expected = np.zeros((2, counts.shape[1]))
     for step, row in enumerate(run.vectors([series]).to_pylist()):
         expected[step // 2, np.array(row["bin"]) - lowest] += row["count"]

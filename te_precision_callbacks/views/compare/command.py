@@ -129,13 +129,12 @@ def _open_runs(paths: list[str], names: list[str], *, as_json: bool) -> list[Rec
 def _compare_runs(opened: list[RecordedRun], lasting: int, report: Path | None, *, as_json: bool) -> None:
     """Compare the second run with the first; the others are the noise."""
     from te_precision_callbacks.views.compare.comparison import compare
+    from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers, write_comparison
     from te_precision_callbacks.views.compare.wording import show
+    from te_precision_callbacks.views.report.page import output_path
 
     numbers = None
     if report is not None:
-        from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers, write_comparison
-        from te_precision_callbacks.views.report.page import output_path
-
         output_path(report)
         numbers = ComparedNumbers()
     result = compare(opened[0], opened[1], noise=opened[2:], lasting=lasting, numbers=numbers)
@@ -149,10 +148,7 @@ def _compare_runs(opened: list[RecordedRun], lasting: int, report: Path | None, 
         if report is not None:
             typer.echo()
             terminal.show_text(f"{report}: {report.stat().st_size / 1e6:.1f} MB")
-    for recorded in opened:
-        recorded.require_undamaged()
-    if result.has_findings:
-        raise typer.Exit(1)
+    _end(opened, is_good=not result.has_findings)
 
 
 def _compare_seeds(seeds_a: list[str], seeds_b: list[str], tolerance: float | None, *, as_json: bool) -> None:
@@ -166,7 +162,11 @@ def _compare_seeds(seeds_a: list[str], seeds_b: list[str], tolerance: float | No
         terminal.show_json(vars(result))
     else:
         show_seeds(result)
-    for recorded in (*side_a, *side_b):
+    _end([*side_a, *side_b], is_good=result.paired.decision == "within")
+
+
+def _end(opened: list[RecordedRun], *, is_good: bool) -> None:
+    for recorded in opened:
         recorded.require_undamaged()
-    if result.paired.decision != "within":
+    if not is_good:
         raise typer.Exit(1)

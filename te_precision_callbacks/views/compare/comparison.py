@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +32,12 @@ from te_precision_callbacks.views.compare.result import (
     compare_verdicts,
 )
 from te_precision_callbacks.views.compare.values import Side
-from te_precision_callbacks.views.report.facts import readable
+from te_precision_callbacks.views.report.data import readable
 
 if TYPE_CHECKING:
     from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers
 
 _TABLES = ("layers", "gemms", "operands", "plan", "series", "events")
-
-_MOST_PREFIXES = 8
 
 
 def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
@@ -51,42 +48,35 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     """
     names_a = set(filter(None, pc.unique(a.series["layer"]).to_pylist()))
     names_b = set(filter(None, pc.unique(b.series["layer"]).to_pylist()))
-    if not names_a or not names_b or names_a & names_b:
+    if names_a & names_b:
         return b, ""
-
-    def matches(prefixes: tuple[str, str]) -> int:
-        return len(_without(prefixes[0], names_a) & _without(prefixes[1], names_b))
-
-    pairs = sorted(itertools.product(_prefixes(names_a), _prefixes(names_b)), key=lambda pair: len("".join(pair)))
-    prefix_a, prefix_b = pair = max(pairs, key=matches)
-    count = matches(pair)
-    if 2 * count < min(len(names_a), len(names_b)):
-        return b, ""
-    note = f"{count} layers are paired without their prefixes: {prefix_b!r} in {b.path}, {prefix_a!r} in {a.path}."
-    return replace(b, **{name: _with_prefix(getattr(b, name), prefix_a, prefix_b) for name in _TABLES}), note
-
-
-def _prefixes(names: Collection[str]) -> list[str]:
-    """Return the prefixes that at least half of the names have, with a final dot; first the empty prefix."""
-    counts: Counter[str] = Counter()
-    for name in names:
-        parts = name.split(".")
-        counts.update(".".join(parts[:end]) + "." for end in range(1, min(len(parts), _MOST_PREFIXES)))
-    return ["", *(prefix for prefix, count in counts.items() if 2 * count >= len(names))]
+    by_end = {end: name for name in names_b for end in _ends(name)}
+    prefixes: Counter[tuple[str, str]] = Counter()
+    for name in names_a:
+        end = next((end for end in _ends(name) if end in by_end), None)
+        if end is not None:
+            prefixes[name.removesuffix(end), by_end[end].removesuffix(end)] += 1
+    for (prefix_a, prefix_b), count in prefixes.most_common(1):
+        if 2 * count >= min(len(names_a), len(names_b)):
+            tables = {name: _with_prefix(getattr(b, name), prefix_a, prefix_b) for name in _TABLES}
+            paired = f"{count} layers are paired without their prefixes"
+            return replace(b, **tables), f"{paired}: {prefix_b!r} in {b.path}, {prefix_a!r} in {a.path}."
+    return b, ""
 
 
-def _without(prefix: str, names: Collection[str]) -> set[str]:
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+def _ends(name: str) -> list[str]:
+    """The name without more and more of its first parts."""
+    parts = name.split(".")
+    return [".".join(parts[number:]) for number in range(len(parts))]
 
 
 def _with_prefix(table: pa.Table, new: str, old: str) -> pa.Table:
+    names = table["layer"].cast(pa.string())
+    renamed = pc.binary_join_element_wise(new, pc.utf8_slice_codeunits(names, len(old)), "")
+    names = pc.if_else(pc.starts_with(names, old), renamed, names)
     number = table.schema.get_field_index("layer")
-    if number < 0 or not len(table):
-        return table
-    names = table["layer"].to_pylist()
-    names = [new + name.removeprefix(old) if name and name.startswith(old) else name for name in names]
     field = table.schema.field(number)
-    return table.set_column(number, field, pa.array(names, pa.string()).cast(field.type))
+    return table.set_column(number, field, names.cast(field.type))
 
 
 _OF_EVERY_RUN = frozenset(
@@ -109,8 +99,8 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
         names = dict(settings_a.items() ^ settings_b.items()).keys() - {"config_hash"}
         ordered = sorted(names, key=_rank)
         differences += [FactDifference(name, settings_a.get(name, ""), settings_b.get(name, "")) for name in ordered]
-    precision_b = _state_types(b) | _coverage(b)
-    for name, text in (_state_types(a) | _coverage(a)).items():
+    precision_b = _precision(b)
+    for name, text in _precision(a).items():
         if precision_b.get(name, text) != text:
             differences.append(FactDifference(name, text, precision_b[name]))
     for (what, text_a, text_b), layers in _changed_layer_facts(a, b).items():
@@ -143,16 +133,15 @@ def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield str(name), value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
-def _state_types(run: RecordedRun) -> dict[str, str]:
-    types = group_by_key((row["subject"] or "", row["dtype"] or "") for row in run.states.to_pylist())
-    return {f"type of {subject.replace('_', ' ')}": ", ".join(sorted(set(types[subject]))) for subject in types}
-
-
-def _coverage(run: RecordedRun) -> dict[str, str]:
+def _precision(run: RecordedRun) -> dict[str, str]:
+    """The types of what the training keeps, and the shares of the precisions."""
+    texts = {}
+    for subject, types in group_by_key((row["subject"], row["dtype"]) for row in run.states.to_pylist()).items():
+        texts[f"type of {(subject or '').replace('_', ' ')}"] = ", ".join(sorted({dtype or "" for dtype in types}))
     shares = precision_shares(run)
-    if not shares:
-        return {}
-    return {"coverage": ", ".join(f"{name.upper()} {percent(share)} %" for name, share in shares.items())}
+    if shares:
+        texts["coverage"] = ", ".join(f"{name.upper()} {percent(share)} %" for name, share in shares.items())
+    return texts
 
 
 def _changed_layer_facts(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str, str], list[str]]:
@@ -206,16 +195,20 @@ def compare(
     first, other, *others = (Side.of(run, _name(run, runs)) for run in runs)
     paired = [subject for subject in first.subjects if subject in other.subjects]
     apart = _explain_unpaired(first, other)
-    for reason in (apart if not paired else "", *(_explain_unpaired(first, side) for side in others if not apart)):
-        if reason:
-            raise ComparisonError(reason)
+    reasons = [] if apart else [_explain_unpaired(first, side) for side in others]
+    for reason in filter(None, reasons if paired else [apart]):
+        raise ComparisonError(reason)
     collect = None if numbers is None else numbers.collect_from(first, other)
     search = Search(first, other, others, lasting, collect)
     departures = search.run(paired)
     if search.without_steps == len(paired):
+        spans = []
+        for side in (first, other):
+            series = side.run.series
+            spans.append(f"{side.name} has steps {pc.min(series['first'])} to {pc.max(series['last'])}")
         raise ComparisonError(
-            f"{first.name} and {other.name} have {len(paired)} series in common, but no common steps: {_span(first)},"
-            f" {_span(other)}.{first.run.notes_sentence}{other.run.notes_sentence}"
+            f"{first.name} and {other.name} have {len(paired)} series in common, but no common steps:"
+            f" {', '.join(spans)}.{first.run.notes_sentence}{other.run.notes_sentence}"
         )
     pairing = _pairing(first, other, paired, search)
     # Published bounds are for equal batches.
@@ -226,28 +219,26 @@ def compare(
     for side in (first, other, *others):
         notes += [f"{side.name}: {note}" for note in side.run.notes]
     return Comparison(
-        first.name,
-        other.name,
-        tuple(facts_that_differ(a, b)),
-        pairing,
-        lasting,
-        Floor(tuple(side.name for side in others), search.without_noise) if others else None,
-        order.seen,
-        tuple(partings(departures, order)),
-        search.all_equal,
-        compare_losses(first, other, others, shares),
-        tuple(notes),
-        same_run,
-        None if same_run else compare_verdicts(a, b),
-        apart and f"{apart} Only trainer metrics are compared.",
+        a=first.name,
+        b=other.name,
+        facts=tuple(facts_that_differ(a, b)),
+        pairing=pairing,
+        lasting=lasting,
+        floor=Floor(tuple(side.name for side in others), search.without_noise) if others else None,
+        ordered=order.seen,
+        parted=tuple(partings(departures, order)),
+        all_equal=search.all_equal,
+        loss=compare_losses(first, other, others, shares),
+        notes=tuple(notes),
+        same_run=same_run,
+        verdicts=None if same_run else compare_verdicts(a, b),
+        layers_apart=apart and f"{apart} Only trainer metrics are compared.",
     )
 
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    several = any(other.path == run.path and other.run_id != run.run_id for other in runs)
-    if several:
-        return f"{run.path} ({run.run_id})"
-    return str(run.path)
+    several = len({other.run_id for other in runs if other.path == run.path}) > 1
+    return f"{run.path} ({run.run_id})" if several else str(run.path)
 
 
 def _explain_unpaired(first: Side, other: Side) -> str:
@@ -277,31 +268,21 @@ def _explain_unpaired(first: Side, other: Side) -> str:
     )
 
 
-def _span(side: Side) -> str:
-    first = side.run.series["first"].to_pylist()
-    last = side.run.series["last"].to_pylist()
-    return f"{side.name} has steps {min(first)} to {max(last)}"
-
-
 def _pairing(first: Side, other: Side, paired: Sequence[Subject], search: Search) -> Pairing:
-    layers_a = first.layers
-    layers_b = other.layers
     statistics_a = {subject.statistic for subject in first.subjects}
     statistics_b = {subject.statistic for subject in other.subjects}
-    resized = [
-        layer
-        for (what, _, _), layers in _changed_layer_facts(first.run, other.run).items()
-        if what == _ROWS
-        for layer in layers
-    ]
+    resized: list[str] = []
+    for (what, _, _), layers in _changed_layer_facts(first.run, other.run).items():
+        if what == _ROWS:
+            resized += layers
     return Pairing(
         series=len(paired) - search.without_steps,
         without_steps=search.without_steps,
         only_a=len(first.subjects) - len(paired),
         only_b=len(other.subjects) - len(paired),
-        layers=sum(layer in layers_b for layer in layers_a),
-        layers_only_a=tuple(name for scope, name in layers_a if (scope, name) not in layers_b),
-        layers_only_b=tuple(name for scope, name in layers_b if (scope, name) not in layers_a),
+        layers=len(first.layers.keys() & other.layers.keys()),
+        layers_only_a=tuple(name for scope, name in first.layers if (scope, name) not in other.layers),
+        layers_only_b=tuple(name for scope, name in other.layers if (scope, name) not in first.layers),
         statistics_only_a=tuple(sorted(statistics_a - statistics_b)),
         statistics_only_b=tuple(sorted(statistics_b - statistics_a)),
         first=int(search.iterations[0]),

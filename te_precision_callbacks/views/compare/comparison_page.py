@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from te_precision_callbacks.runs.index import REDUCED, Subject
+from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.compare.departures import ComparedValues
 from te_precision_callbacks.views.compare.loss import loss_curves
-from te_precision_callbacks.views.compare.result import ComparedVerdicts, Comparison, Parting
+from te_precision_callbacks.views.compare.result import Comparison
 from te_precision_callbacks.views.compare.values import Side
 from te_precision_callbacks.views.compare.wording import (
     FACT_NAMES,
+    departure_texts,
     describe_first,
     describe_losses,
     describe_pairing,
-    difference,
     first_lines,
-    number,
     origin,
-    times,
 )
 from te_precision_callbacks.views.report.data import finding_on_page
 from te_precision_callbacks.views.report.packing import PackedArrays
@@ -86,24 +84,25 @@ class ComparedNumbers:
         return sorted(in_order, key=lambda curve: (not curve.departs, -curve.strength))
 
     def _collect(self, values: ComparedValues) -> None:
+        series, iterations, a, b = values.joined
         strength = np.abs(values.difference) / values.limit
-        begin_of = dict(zip(values.series[values.begins].tolist(), values.begins.tolist(), strict=True))
-        for series in np.unique(values.series).tolist():
-            begin, end = np.searchsorted(values.series, (series, series + 1)).tolist()
+        begin_of = dict(zip(series[values.begins].tolist(), values.begins.tolist(), strict=True))
+        for row in np.unique(series).tolist():
+            begin, end = np.searchsorted(series, (row, row + 1)).tolist()
             every = math.ceil((end - begin) / _MOST_POINTS)
             shown = np.arange(begin, end, every)
-            if series in begin_of:
-                shown = np.union1d(shown, begin_of[series])
+            if row in begin_of:
+                shown = np.union1d(shown, begin_of[row])
             curve = ComparedSeries(
-                values.subjects[series],
-                series in begin_of,
+                values.subjects[row],
+                row in begin_of,
                 float(strength[begin:end].max()),
                 every,
-                values.iterations[shown],
-                values.a[shown],
-                values.b[shown],
-                values.below[shown],
-                values.above[shown],
+                iterations[shown],
+                a[shown],
+                b[shown],
+                values.nearest(shown, -1),
+                values.nearest(shown, 1),
             )
             self._curves.append(curve)
         if len(self._curves) >= 2 * _MOST_CURVES:
@@ -127,62 +126,36 @@ def write_comparison(
 
 
 def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any]:
-    return {
-        "a": result.a,
-        "b": result.b,
-        "floor": None if result.floor is None else result.floor.sides,
-        "lost": list(first_lines(result)),
-        "facts": [(FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b) for fact in result.facts],
-        "what": list(describe_pairing(result)),
-        "first": list(describe_first(result)),
-        "notes": result.notes,
-        "verdicts": None if result.verdicts is None else _verdicts(result.verdicts, numbers.subjects),
-        "parted": [_parting(parting, numbers.subjects) for parting in result.parted[:_MOST_PARTINGS]],
-        "parted_total": len(result.parted),
-        "loss": _loss(result, numbers, packed),
-        "layers": numbers.subjects.layers,
-        "curves": list(_curves(numbers, packed)),
-    }
-
-
-def _verdicts(verdicts: ComparedVerdicts, subjects: Subjects) -> dict[str, Any]:
-    return {
-        **verdicts.as_json(),
-        "partial": verdicts.a.is_partial or verdicts.b.state == "not enough checked",
-        "only_b": [finding_on_page(finding, subjects) for finding in verdicts.only_b],
-    }
-
-
-def _tensor(tensor: Subject | Parting, subjects: Subjects) -> dict[str, Any]:
-    return {
-        "layer": subjects.number_of_layer.get(layer_name(tensor.scope, tensor.layer), -1),  # -1: a trainer's metric
-        "tensor": tensor.tensor,
-        "rank": REDUCED if tensor.rank is None else tensor.rank,
-    }
-
-
-def _parting(parting: Parting, subjects: Subjects) -> dict[str, Any]:
-    departures = []
-    for departure in parting.departures:
-        texts = {
-            "a": number(departure.a),
-            "b": number(departure.b),
-            "difference": difference(departure),
-            "times": times(departure),
-        }
-        departures.append({**vars(departure), **texts})
-    place = {"iteration": parting.iteration, "origin": origin(parting)}
-    return {**_tensor(parting, subjects), **place, "departures": departures}
-
-
-def _curves(numbers: ComparedNumbers, packed: PackedArrays) -> Iterator[dict[str, Any]]:
+    subjects = numbers.subjects
+    parted = []
+    for parting in result.parted[:_MOST_PARTINGS]:
+        names = {"layer": layer_name(parting.scope, parting.layer), "origin": origin(parting)}
+        departures = [{**vars(departure), **departure_texts(departure)} for departure in parting.departures]
+        parted.append({**vars(parting), **names, "departures": departures})
+    curves = []
     for curve in numbers.curves:
         arrays = packed.try_put_curve(curve.iterations, curve.a, curve.b, curve.below, curve.above)
         if arrays is not None:
-            subject = curve.subject
-            names = {"gemm": subject.gemm, "statistic": subject.statistic}
-            facts = {"departs": curve.departs, "every": curve.every, "arrays": arrays}
-            yield {**_tensor(subject, numbers.subjects), **names, **facts}
+            names = {**curve.subject._asdict(), "layer": layer_name(curve.subject.scope, curve.subject.layer)}
+            curves.append({**names, "departs": curve.departs, "every": curve.every, "arrays": arrays})
+    verdicts = None
+    if result.verdicts is not None:
+        is_partial = result.verdicts.a.is_partial or result.verdicts.b.state == "not enough checked"
+        only_b = [finding_on_page(finding, subjects) for finding in result.verdicts.only_b]
+        verdicts = {**result.verdicts.as_json(), "partial": is_partial, "only_b": only_b}
+    return {
+        **vars(result),
+        "facts": [(FACT_NAMES.get(fact.name, fact.name), fact.a, fact.b) for fact in result.facts],
+        "lost": list(first_lines(result)),
+        "what": list(describe_pairing(result)),
+        "first": list(describe_first(result)),
+        "verdicts": verdicts,
+        "parted": parted,
+        "parted_total": len(result.parted),
+        "loss": _loss(result, numbers, packed),
+        "layers": subjects.layers,
+        "curves": curves,
+    }
 
 
 def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any] | None:

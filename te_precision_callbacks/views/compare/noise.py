@@ -1,27 +1,30 @@
 """Scales for differences, and the noise floor: how far runs of one config are apart.
 
 Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02), shares by points (6 % is as far from
-5 % as 2 % from 1 %).
+5 % as 2 % from 1 %). The scale of magnitudes is asinh(value / resolution), which is the logarithm of values far above
+the resolution, and has a place for 0 and for negative values.
 
 One pair of runs has a single sample of a constant difference, such as between two initializations. Therefore the spread
 of the noise is estimated for a *family* (one statistic of one tensor in all layers) from all its series, separately for
 each part of the run. The first parts are short, since runs of one seed are equal before the first update. A series with
-a larger spread than its family keeps its own spread.
+a larger spread than its family keeps its own spread. A spread is the median of the magnitudes over 0.6745, the standard
+deviation of normal noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.views.compare.values import Joined, Numbers
-
-ZERO_BELOW = 20.0
-"""How many powers of two the number 0 is below the smallest other number of a series."""
 
 _INFINITE = 2000.0
 _NAN = 4000.0
@@ -31,71 +34,33 @@ NO_NUMBER = 1000.0
 """A difference beyond it is one with inf or nan."""
 
 
-def _same(values: Floats, magnitudes: Floats) -> Floats:
-    return values
-
-
-@dataclass(frozen=True)
-class NoiseScale:
+class Scale(NamedTuple):
     """A scale for differences of a statistic.
 
     Attributes:
         least: the minimum spread, however small the observed noise.
         bound: the smallest difference that counts without a noise floor.
-        onto: finite values, and the magnitude of each value's series -> positions on the scale.
-        back: positions and magnitudes -> values.
+        step: the width of a unit on the scale of magnitudes; nan on the scale of shares.
+        resolution: what the resolution of magnitudes follows from.
     """
 
     unit: str
     least: float
     bound: float
-    onto: Callable[[Floats, Floats], Floats] = _same
-    back: Callable[[Floats, Floats], Floats] = _same
-
-    def places(self, values: Floats, magnitudes: Floats) -> Floats:
-        """Map values to positions on the scale, including inf and nan.
-
-        ``magnitudes`` are positive, and constant within a series: for :data:`LEVEL` its mean magnitude, otherwise its
-        smallest magnitude above 0.
-        """
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            places = self.onto(values, magnitudes)
-        places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
-        return np.where(np.isnan(values), _NAN, places)
-
-    def values(self, places: Floats, magnitudes: Floats) -> Floats:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return self.back(places, magnitudes)
+    step: float = math.nan
+    resolution: Literal["smallest", "usual", "elements", ""] = ""
 
 
-def _powers(values: Floats, magnitudes: Floats) -> Floats:
-    above = np.log2(np.abs(values)) - np.log2(magnitudes) + ZERO_BELOW
-    return np.where(values == 0, 0.0, np.sign(values) * above)
+_BELOW_SMALLEST = 2.0**-19
+"""The resolution of magnitudes, relative to the smallest one of a series: 0 is 20 powers of two below that."""
 
-
-def _from_powers(places: Floats, magnitudes: Floats) -> Floats:
-    return np.asarray(np.where(places == 0, 0.0, np.sign(places) * magnitudes * 2.0 ** (np.abs(places) - ZERO_BELOW)))
-
-
-MAGNITUDE = NoiseScale("powers of two", 0.01, 1.0, _powers, _from_powers)
-SQUARE = NoiseScale("powers of two", 0.01, 2.0, _powers, _from_powers)
-LEVEL = NoiseScale(
-    "of its size",
-    0.02,
-    6.0,
-    lambda values, sizes: np.arcsinh(values / sizes),
-    lambda places, sizes: sizes * np.sinh(places),
-)
-SHARE = NoiseScale("points", 0.02, 5.0)
-DECIBELS = NoiseScale("dB", 0.1, 3.0)
-POWERS = NoiseScale("powers of two", 0.05, 12.0)
-COUNT = NoiseScale(
-    "powers of two",
-    0.01,
-    1.0,
-    lambda values, sizes: np.log2(1 + np.abs(values)),
-    lambda places, sizes: 2.0 ** np.fmax(places, 0.0) - 1,
-)
+MAGNITUDE = Scale("powers of two", 0.01, 1.0, math.log(2), "smallest")
+SQUARE = MAGNITUDE._replace(bound=2.0)
+COUNT = MAGNITUDE._replace(resolution="elements")
+LEVEL = Scale("of its size", 0.02, 6.0, 1.0, "usual")
+SHARE = Scale("points", 0.02, 5.0)
+DECIBELS = Scale("dB", 0.1, 3.0)
+POWERS = Scale("powers of two", 0.05, 12.0)
 
 _BY_UNIT = {
     "of the tensor": MAGNITUDE,
@@ -107,47 +72,82 @@ _BY_UNIT = {
 }
 
 
-def scale_of(tensor: str, statistic: str) -> NoiseScale:
+def scale_of(tensor: str, statistic: str) -> Scale:
     """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a custom feature."""
     request = logged_request(statistic) if tensor else None
     if request is None:
-        if statistic.endswith("%"):
-            return SHARE
-        return LEVEL
+        return SHARE if statistic.endswith("%") else LEVEL
     if request.statistic.signed:
         return LEVEL
     return _BY_UNIT.get(request.statistic.unit, LEVEL)
 
 
-def smallest_magnitudes(sides: Sequence[Numbers], count: int) -> Floats:
-    """[series]: the smallest nonzero magnitude on any side; 1 without one."""
-    smallest = np.full(count, np.inf)
-    for numbers in sides:
-        magnitudes = np.abs(numbers.values)
-        magnitudes[~(magnitudes > 0)] = np.inf
-        np.minimum.at(smallest, numbers.series, magnitudes)
-    return np.where(np.isfinite(smallest), smallest, 1.0)
+@dataclass(frozen=True)
+class Families:
+    """The series of a search by family, with their scales.
+
+    Attributes:
+        scales: [families].
+        number: [series]: the family of each series.
+        step, resolution: [series]: as in :class:`Scale`.
+    """
+
+    scales: Sequence[Scale]
+    number: Ints
+    step: Floats
+    resolution: Floats
+
+    @classmethod
+    def of(cls, subjects: Sequence[Subject], sides: Sequence[Numbers]) -> Families:
+        """``sides``: the values of both runs, then of the baselines."""
+        names: dict[tuple[str, str, str], int] = {}
+        number = np.array([names.setdefault(family(subject), len(names)) for subject in subjects], np.int64)
+        scales = [scale_of(tensor, statistic) for tensor, _, statistic in names]
+        smallest = np.full(len(subjects), np.inf)
+        for side in sides:
+            magnitudes = np.abs(side.values)
+            above = magnitudes > 0
+            np.minimum.at(smallest, side.series[above], magnitudes[above])
+        usual = _median(sides[0].series, np.abs(sides[0].values), len(subjects))
+        resolution = np.full(len(subjects), np.nan)
+        for own, scale in enumerate(scales):
+            rows = number == own
+            if scale.resolution == "elements":
+                resolution[rows] = 2.0
+            elif scale.resolution:
+                sizes = smallest[rows] * _BELOW_SMALLEST if scale.resolution == "smallest" else usual[rows]
+                resolution[rows] = np.where(np.isfinite(sizes) & (sizes > 0), sizes, 1.0)
+        step = np.array([scale.step for scale in scales])[number]
+        return cls(scales, number, step, resolution)
+
+    def bounds(self, series: Ints) -> Floats:
+        return np.array([scale.bound for scale in self.scales])[self.number[series]]
+
+    def places(self, series: Ints, values: Floats) -> Floats:
+        """Map values to places on the scales of their series, including inf and nan; both [n]."""
+        step = self.step[series]
+        with np.errstate(over="ignore", invalid="ignore"):
+            places = np.arcsinh(values / self.resolution[series]) / step
+        places = np.where(np.isnan(step), values, places)
+        places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
+        return np.where(np.isnan(values), _NAN, places)
+
+    def values(self, series: Ints, places: Floats) -> Floats:
+        """Map places of finite values back to values; both [n]."""
+        step = self.step[series]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.where(np.isnan(step), places, self.resolution[series] * np.sinh(places * step))
+
+    def differences(self, pair: Joined) -> Floats:
+        return self.places(pair.series, pair.b) - self.places(pair.series, pair.a)
 
 
-def mean_magnitudes(sides: Sequence[Numbers], count: int) -> Floats:
-    """[series]: the mean magnitude on the first side that has one above 0; 1 without one."""
-    usual = np.zeros(count)
-    for numbers in sides:
-        magnitudes = np.abs(numbers.values)
-        finite = np.isfinite(magnitudes)
-        counts = np.bincount(numbers.series[finite], minlength=count)
-        mean = np.bincount(numbers.series[finite], magnitudes[finite], count) / np.maximum(counts, 1)
-        usual = np.where(usual > 0, usual, mean)
-    return np.where((usual > 0) & np.isfinite(usual), usual, 1.0)
+def family(subject: Subject) -> tuple[str, str, str]:
+    return subject.tensor, subject.gemm, subject.statistic
 
 
-_CLIPPED_AT = 0.9
-
-_OF_CLIPPED = 0.9118
-"""The root mean square of standard normal numbers that are clipped so."""
-
-_WILD = 3.0
-"""A series whose spread is more than so many times the median of its family's counts as that in the family's."""
+_MEDIAN_OF_NORMAL = NormalDist().inv_cdf(0.75)
+"""The median magnitude of standard normal numbers."""
 
 _MOST_PARTS = 16
 
@@ -158,107 +158,83 @@ _BEYOND_NOISE = 1.25
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """The spread of the noise in a family.
+    """The spread of the noise.
 
     Attributes:
+        families: of the series.
         edges: [parts - 1]: the first iteration of each part of the run but the first.
-        by_part: [parts]: the spread of the family.
+        by_part: [families, parts]: the spread of each family.
         ratio: [series]: the spread of the series, relative to its family; 1 or more; nan without noise.
-        bound: the smallest difference that counts, in spreads.
+        bound: [families]: the smallest difference that counts, in spreads.
     """
 
+    families: Families
     edges: Ints
     by_part: Floats
     ratio: Floats
-    bound: float
+    bound: Floats
 
     @classmethod
-    def measure(
-        cls, pairs: Sequence[Joined], scale: NoiseScale, magnitudes: Floats, edges: Ints, lasting: int
-    ) -> NoiseFloor:
+    def measure(cls, pairs: Sequence[Joined], families: Families, lasting: int) -> NoiseFloor:
         """Estimate the spread from the pairs of runs of one config.
 
         Args:
-            magnitudes: [series].
-            edges: see :func:`part_edges`.
             lasting: the minimum number of steps of a difference.
         """
-        parts = len(edges) + 1
-        count = len(magnitudes)
-        columns = [(pair.series, pair.iterations, _differences(pair, scale, magnitudes)) for pair in pairs]
-        if not any(len(pair.series) for pair in pairs):
-            return cls(edges, np.full(parts, np.nan), np.full(count, np.nan), np.nan)
-        series, iterations, differences = map(np.concatenate, zip(*columns, strict=True))
-        part = np.searchsorted(edges, iterations, "right")
-        by_series = _grouped_spread(series * parts + part, differences, count * parts)
-        measured = np.flatnonzero(~np.isnan(by_series))
-        medians = grouped_quantile(measured % parts, by_series[measured], parts, 0.5)
-        usual = np.minimum(by_series[measured], _WILD * medians[measured % parts])
-        by_part = np.maximum(_max_with_neighbors(_grouped_spread(measured % parts, usual, parts)), scale.least)
-        ratio = np.maximum(_grouped_spread(series, differences / by_part[part], count), 1.0)
-        floor = cls(edges, by_part, ratio, _LEAST_BOUND)
-        largest = max(
-            _largest_lasting(series, differences / floor.spread(series, iterations), lasting)
-            for series, iterations, differences in columns
-        )
-        return cls(edges, by_part, ratio, max(_LEAST_BOUND, _BEYOND_NOISE * largest))
+        count = len(families.scales)
+        empty = np.empty(0, np.int64)
+        series = np.concatenate([empty, *(pair.series for pair in pairs)])
+        iterations = np.concatenate([empty, *(pair.iterations for pair in pairs)])
+        sizes = np.abs(np.concatenate([np.empty(0), *map(families.differences, pairs)]))
+        edges = _part_edges(np.unique(iterations), lasting)
+        part = families.number[series] * (len(edges) + 1) + np.searchsorted(edges, iterations, "right")
+        by_part = _median(part, sizes, count * (len(edges) + 1)).reshape(count, -1) / _MEDIAN_OF_NORMAL
+        padded = np.pad(by_part, ((0, 0), (1, 1)), constant_values=np.nan)
+        by_part = np.fmax(np.fmax(padded[:, :-2], padded[:, 2:]), by_part)  # a beginning may be in the part before
+        least = np.array([scale.least for scale in families.scales])
+        by_part = np.maximum(by_part, least[:, None])
+        medians = _median(series, sizes / by_part.ravel()[part], len(families.number))
+        ratio = np.maximum(medians / _MEDIAN_OF_NORMAL, 1.0)
+        floor = cls(families, edges, by_part, ratio, np.full(count, _LEAST_BOUND))
+        for pair in pairs:
+            floor._raise_bounds(pair, lasting)
+        return floor
 
     def spread(self, series: Ints, iterations: Ints) -> Floats:
         """[n]: the spread of the noise, given series and iteration of each difference; nan without noise."""
-        return self.by_part[np.searchsorted(self.edges, iterations, "right")] * self.ratio[series]
+        part = np.searchsorted(self.edges, iterations, "right")
+        return self.by_part[self.families.number[series], part] * self.ratio[series]
+
+    def _raise_bounds(self, pair: Joined, lasting: int) -> None:
+        """Put the bounds of families above the largest lasting differences, in one direction, within the noise."""
+        if len(pair.series) < lasting:
+            return
+        multiples = self.families.differences(pair) / self.spread(pair.series, pair.iterations)
+        windows = np.lib.stride_tricks.sliding_window_view(multiples, lasting)
+        least = np.maximum(windows.min(1), -windows.max(1))  # negative where the direction changes
+        same = pair.series[lasting - 1 :] == pair.series[: len(windows)]
+        families = self.families.number[pair.series[: len(windows)][same]]
+        np.maximum.at(self.bound, families, _BEYOND_NOISE * least[same])
 
 
-def _differences(pair: Joined, scale: NoiseScale, magnitudes: Floats) -> Floats:
-    sizes = magnitudes[pair.series]
-    return scale.places(pair.b, sizes) - scale.places(pair.a, sizes)
-
-
-def part_edges(steps: Ints, lasting: int) -> Ints:
+def _part_edges(steps: Ints, lasting: int) -> Ints:
     """The first iteration of each part of the run but the first.
 
     The first parts have 1, 1, 2, 4, ... steps, up to the width of the others: noise changes fastest at the beginning.
     """
+    if not len(steps):
+        return steps
     parts = int(np.clip(len(steps) // (4 * lasting), 1, _MOST_PARTS))
     width = len(steps) // parts
     early = 2 ** np.arange(width.bit_length() - 1)
     return np.asarray(steps[np.concatenate([early, (np.arange(1, parts) * len(steps)) // parts])])
 
 
-def _max_with_neighbors(by_part: Floats) -> Floats:
-    """The maximum of each part and its neighbors; a part without noise gets the value of the nearest other part."""
-    measured = np.flatnonzero(~np.isnan(by_part))
-    distances = np.abs(np.arange(len(by_part))[:, None] - measured)
-    padded = np.pad(by_part[measured[distances.argmin(1)]], 1, mode="edge")
-    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, 3).max(1))
-
-
-def grouped_quantile(groups: Ints, values: Floats, count: int, share: float) -> Floats:
-    """A quantile of each group's values, by the nearest rank; nan for an empty group. ``groups``: [n], from 0 to
-    ``count`` - 1.
-    """
-    counts = np.bincount(groups, minlength=count)
+def _median(groups: Ints, values: Floats, count: int) -> Floats:
+    """[count]: the upper median of each group; nan for an empty one. ``groups``, ``values``: [n]."""
     ordered = values[np.lexsort((values, groups))]
-    ranks = np.cumsum(counts) - counts + np.minimum((counts * share).astype(np.int64), counts - 1)
-    quantiles = np.full(count, np.nan)
+    counts = np.bincount(groups, minlength=count)
+    medians = np.full(count, np.nan)
     has = counts > 0
-    quantiles[has] = ordered[ranks[has]]
-    return quantiles
-
-
-def _grouped_spread(groups: Ints, values: Floats, count: int) -> Floats:
-    """The standard deviation of each group's values about 0, with the largest tenth clipped; nan for an empty group."""
-    magnitudes = np.abs(values)
-    clipped = np.minimum(magnitudes, grouped_quantile(groups, magnitudes, count, _CLIPPED_AT)[groups])
-    with np.errstate(invalid="ignore"):
-        squares = np.bincount(groups, clipped**2, count) / np.bincount(groups, minlength=count)
-    return np.asarray(np.sqrt(squares) / _OF_CLIPPED)
-
-
-def _largest_lasting(series: Ints, multiples: Floats, lasting: int) -> float:
-    """The largest difference that lasts, in one direction, within the noise of a pair of runs."""
-    if len(multiples) < lasting:
-        return 0.0
-    windows = np.lib.stride_tricks.sliding_window_view(multiples, lasting)
-    same = series[lasting - 1 :] == series[: len(windows)]
-    least = np.maximum(windows.min(1), -windows.max(1))  # negative where the direction changes
-    return float(least[same].max(initial=0.0))
+    medians[has] = ordered[(np.cumsum(counts) - counts + counts // 2)[has]]
+    return medians

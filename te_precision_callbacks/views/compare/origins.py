@@ -20,8 +20,7 @@ from typing import NamedTuple
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.index import Subject
-from te_precision_callbacks.views.compare.departures import SeriesDeparture
-from te_precision_callbacks.views.compare.result import Parting
+from te_precision_callbacks.views.compare.result import Parting, StatisticDeparture
 
 FORWARD = 0
 BACKWARD = 1
@@ -100,115 +99,99 @@ def _stage(scope: str) -> int:
     return int(numbers.get("vpp", 0)) * 1_000_000 + int(numbers.get("pp", 0))
 
 
-_Tensor = tuple[str, str, str, int | None]
-
-
-def _tensor_of(subject: Subject) -> _Tensor:
-    # Metrics of the trainer or of a custom feature have no source, so the statistic is part of the key.
-    return subject.scope, subject.layer, subject.tensor or f"\0{subject.statistic}", subject.rank
-
-
-def partings(departures: Iterable[SeriesDeparture], order: Order) -> list[Parting]:
+def partings(departures: Iterable[tuple[Subject, StatisticDeparture]], order: Order) -> list[Parting]:
     """Return the tensors that depart, by iteration, then by execution order."""
-    tensors = group_by_key((_tensor_of(departed.subject), departed) for departed in departures)
+    # Metrics of the trainer or of a custom feature have no source, so the statistic is part of the key.
+    tensors = group_by_key(
+        (subject._replace(gemm="", statistic="" if subject.tensor else subject.statistic), departure)
+        for subject, departure in departures
+    )
     for group in tensors.values():
-        group.sort(key=lambda departed: -departed.departure.strength)
+        group.sort(key=lambda departure: -departure.strength)
     sources = _Sources(tensors, order)
-    source_of = {tensor: sources.find(group) for tensor, group in tensors.items()}
-    began = _first_iterations(tensors, source_of)
-    ordered = sorted(tensors, key=lambda tensor: (began[tensor], order.place(tensors[tensor][0].subject)))
-    return [_parting(tensors[tensor], source_of[tensor]) for tensor in ordered]
-
-
-def _first_iterations(
-    tensors: Mapping[_Tensor, Sequence[SeriesDeparture]], source_of: Mapping[_Tensor, SeriesDeparture | None]
-) -> dict[_Tensor, int]:
-    """The iteration of each tensor's first difference; a source is moved before the tensors that inherit from it.
-
-    For example, a weight with values in every fifth step may seem to depart after the activations it affects.
-    """
-    began = {tensor: _first(group).departure.iteration for tensor, group in tensors.items()}
+    source_of = {tensor: sources.find(tensor) for tensor in tensors}
+    began = {tensor: _first(group).iteration for tensor, group in tensors.items()}
+    # A source is moved before the tensors that inherit from it: a weight with values in every fifth step may seem to
+    # depart after the activations that it affects.
     for _ in range(_MOST_LINKS):
-        previous = dict(began)
         for tensor, source in source_of.items():
             if source is not None:
-                origin = _tensor_of(source.subject)
-                began[origin] = min(began[origin], max(source.since, began[tensor]))
-        if began == previous:
-            break
-    return began
+                began[source.tensor] = min(began[source.tensor], max(source.departure.since, began[tensor]))
+    parted = []
+    for tensor in sorted(tensors, key=lambda tensor: (began[tensor], order.place(tensor))):
+        first = _first(tensors[tensor])
+        source = source_of[tensor]
+        parting = Parting(
+            tensor.scope,
+            tensor.layer,
+            tensor.tensor,
+            tensor.rank,
+            first.iteration,
+            first.since,
+            tuple(tensors[tensor]),
+            "made here" if source is None else "inherited",
+            "" if source is None else f"{source.tensor.layer} {source.tensor.tensor}",
+        )
+        parted.append(parting)
+    return parted
 
 
-def _first(group: Sequence[SeriesDeparture]) -> SeriesDeparture:
-    return min(group, key=lambda departed: departed.departure.iteration)
+def _first(group: Sequence[StatisticDeparture]) -> StatisticDeparture:
+    return min(group, key=lambda departure: departure.iteration)
 
 
-def _parting(group: Sequence[SeriesDeparture], source: SeriesDeparture | None) -> Parting:
-    subject = group[0].subject
-    first = _first(group)
-    return Parting(
-        subject.scope,
-        subject.layer,
-        subject.tensor,
-        subject.rank,
-        first.departure.iteration,
-        first.since,
-        tuple(departed.departure for departed in group),
-        "made here" if source is None else "inherited",
-        "" if source is None else f"{source.subject.layer} {source.subject.tensor}",
-    )
+class _Source(NamedTuple):
+    tensor: Subject
+    departure: StatisticDeparture
 
 
 class _Sources:
     """Finds where a difference between two runs comes from: an earlier tensor that differs first."""
 
-    def __init__(self, tensors: Mapping[_Tensor, Sequence[SeriesDeparture]], order: Order) -> None:
+    def __init__(self, tensors: Mapping[Subject, Sequence[StatisticDeparture]], order: Order) -> None:
         self._tensors = tensors
         self._order = order
-        placed = [
-            (self._place(departed, tensor), departed, tensor)
-            for tensor in _THROUGH_LAYERS
-            for departed in itertools.chain(*tensors.values())
-            if departed.subject.tensor in _SOURCES[tensor]
-        ]
-        self._lines = group_by_key(
-            ((tensor, departed.subject.rank, departed.subject.statistic), (place, departed))
-            for place, departed, tensor in sorted(placed, key=itemgetter(0))
-        )
+        # What the activations and gradients of later layers inherit from, by rank and statistic.
+        self._lines: dict[tuple[str, int | None, str], list[tuple[StepPlace, _Source]]] = {}
+        for kind in _THROUGH_LAYERS:
+            for tensor in tensors:
+                if tensor.tensor in _SOURCES[kind]:
+                    place = order.place(tensor._replace(tensor=kind))
+                    for departure in tensors[tensor]:
+                        line = self._lines.setdefault((kind, tensor.rank, departure.statistic), [])
+                        line.append((place, _Source(tensor, departure)))
+        for line in self._lines.values():
+            line.sort(key=itemgetter(0))
 
-    def find(self, group: Sequence[SeriesDeparture]) -> SeriesDeparture | None:
+    def find(self, tensor: Subject) -> _Source | None:
         """Find the source of a tensor's difference, by the strongest statistic that departs in a source too."""
-        for departed in group:
-            candidates = list(self._candidates(departed))
-            own = departed.departure.difference
-            for source in candidates:
-                difference = source.departure.difference
-                if difference * own > 0 and abs(difference) >= _SHARE * abs(own):
+        for departure in self._tensors[tensor]:
+            has_candidate = False
+            for source in self._candidates(tensor, departure):
+                other = source.departure
+                if tensor.tensor == "weight":  # the optimizer has run between them
+                    existed = other.iteration < departure.since
+                else:
+                    existed = other.since <= departure.iteration <= other.until
+                same_sign = other.difference * departure.difference > 0
+                if existed and same_sign and abs(other.difference) >= _SHARE * abs(departure.difference):
                     return source
-            if candidates:
+                has_candidate |= existed
+            if has_candidate:
                 break
         return None
 
-    def _place(self, departed: SeriesDeparture, tensor: str) -> StepPlace:
-        return self._order.place(departed.subject._replace(tensor=tensor))
-
-    def _candidates(self, departed: SeriesDeparture) -> Iterator[SeriesDeparture]:
-        """Yield differences of the same statistic at that time, of earlier layers, nearest first; for outputs and
-        weights, of the same layer.
+    def _candidates(self, tensor: Subject, departure: StatisticDeparture) -> Iterator[_Source]:
+        """Yield differences of the same statistic, of earlier layers, nearest first; for outputs and weights, of the
+        same layer.
         """
-        scope, layer, tensor, _, statistic, rank = departed.subject
-        if tensor in _THROUGH_LAYERS:
-            line = self._lines.get((tensor, rank, statistic), [])
-            end = bisect_left(line, self._place(departed, tensor), key=itemgetter(0))
-            sources = [source for _, source in reversed(line[:end])]
-        else:
-            names = [(scope, layer, source_tensor, rank) for source_tensor in _SOURCES.get(tensor, ())]
-            in_layer = itertools.chain(*(self._tensors.get(name, ()) for name in names))
-            sources = [source for source in in_layer if source.subject.statistic == statistic]
-        for source in sources:
-            if tensor == "weight":  # the optimizer has run between them
-                existed = source.departure.iteration < departed.since
-            else:
-                existed = source.since <= departed.departure.iteration <= source.departure.until
-            if existed:
-                yield source
+        if tensor.tensor in _THROUGH_LAYERS:
+            line = self._lines.get((tensor.tensor, tensor.rank, departure.statistic), [])
+            for number in reversed(range(bisect_left(line, self._order.place(tensor), key=itemgetter(0)))):
+                yield line[number][1]
+            return
+        for kind in _SOURCES.get(tensor.tensor, ()):
+            source = tensor._replace(tensor=kind)
+            for other in self._tensors.get(source, ()):
+                if other.statistic == departure.statistic:
+                    yield _Source(source, other)

@@ -109,6 +109,7 @@ class StatisticDeparture:
             sign.
         spread: the noise floor of the statistic, in ``unit``; None without one.
         bound: the threshold of a difference, in ``unit``.
+        since: its possible beginning, right after the last value without it.
     """
 
     statistic: str
@@ -123,6 +124,7 @@ class StatisticDeparture:
     unit: str
     spread: float | None
     bound: float
+    since: int
 
     @property
     def strength(self) -> float:

@@ -33,11 +33,6 @@ class Joined(NamedTuple):
     a: Floats
     b: Floats
 
-    def of_series(self, first: int, end: int) -> Joined:
-        """Return the rows of consecutive series, which are numbered from 0 on."""
-        rows = slice(*np.searchsorted(self.series, (first, end)))
-        return Joined(self.series[rows] - first, self.iterations[rows], self.a[rows], self.b[rows])
-
 
 def join(a: Numbers, b: Numbers) -> Joined:
     stride = 1 + max(a.iterations.max(initial=0), b.iterations.max(initial=0))
@@ -74,9 +69,7 @@ class Side:
 
     def place_in_records(self, subject: Subject) -> float:
         number = self.subjects[subject]
-        if number is None:
-            return math.inf
-        return number
+        return math.inf if number is None else number
 
     def count(self, subject: Subject) -> int:
         number = self.subjects[subject]

@@ -12,7 +12,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many, some_of, without_exponents
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import fold_names, form_of
-from te_precision_callbacks.views.compare.noise import NO_NUMBER, ZERO_BELOW
+from te_precision_callbacks.views.compare.noise import NO_NUMBER
 from te_precision_callbacks.views.compare.paired import PairedDifference, SeedComparison
 from te_precision_callbacks.views.compare.result import (
     ComparedVerdicts,
@@ -162,10 +162,8 @@ def difference(departure: StatisticDeparture, *, in_sentence: bool = False) -> s
     if departure.unit == "powers of two":
         if departure.a * departure.b < 0:
             return "another sign"
-        if abs(value) >= ZERO_BELOW and 0 in (departure.a, departure.b):
-            if departure.a == 0:
-                return "from 0"
-            return "to 0"
+        if 0 in (departure.a, departure.b):
+            return "from 0" if departure.a == 0 else "to 0"
         factor = f"{2.0 ** abs(value):.3g} times {'smaller' if value < 0 else 'larger'}"
         if in_sentence:
             return without_exponents(factor)
@@ -179,6 +177,12 @@ def times(departure: StatisticDeparture) -> str:
         return ""
     measure = departure.bound if departure.spread is None else departure.spread
     return f"{abs(departure.difference) / measure:.3g} x"
+
+
+def departure_texts(departure: StatisticDeparture) -> dict[str, str]:
+    """The values of a row, for the terminal and the page."""
+    values = {"a": number(departure.a), "b": number(departure.b)}
+    return {**values, "difference": difference(departure), "times": times(departure)}
 
 
 def number(value: float) -> str:
@@ -281,10 +285,7 @@ def _show_departures(comparison: Comparison) -> None:
             worst.iteration,
             where if worst.rank is None else f"{where} (rank {worst.rank})",
             departure.statistic + (f", {len(worst.departures) - 1} more" if worst.departures[1:] else ""),
-            number(departure.a),
-            number(departure.b),
-            difference(departure),
-            times(departure),
+            *departure_texts(departure).values(),
             origin(worst) if len(parted) == 1 or not worst.layer else worst.origin,
         )
         table.add_row(*map(terminal.cell, cells))

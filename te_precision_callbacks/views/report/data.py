@@ -7,15 +7,17 @@ findings, then of the worst layers, then of all others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
-from te_precision_callbacks.coverage.other_steps import other_steps_of_run
+from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs.index import REDUCED
@@ -23,12 +25,14 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.summary import (
     last_steps,
     loss_first,
+    multiply_adds,
     no_step_note,
     outcome_notes,
     why_nothing_to_show,
 )
+from te_precision_callbacks.runs.tables import facts_at_end
+from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.table import Worse
-from te_precision_callbacks.views.report import facts
 from te_precision_callbacks.views.report.overview import (
     Columns,
     Overview,
@@ -37,8 +41,8 @@ from te_precision_callbacks.views.report.overview import (
     histograms,
     overviews,
 )
-from te_precision_callbacks.views.report.packing import PackedArrays, PackedScale
-from te_precision_callbacks.views.report.subjects import ReportError, Subjects, folder_name
+from te_precision_callbacks.views.report.packing import PackedArrays, bfloat16
+from te_precision_callbacks.views.report.subjects import ReportError, ReportLayer, Subjects, folder_name, layer_name
 
 _HISTOGRAM_COLUMNS = 60
 
@@ -76,7 +80,7 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     content: dict[str, Any] = {
         "run": _run(run),
         "notes": [*no_step_note(run), *run.notes],
-        "layers": facts.layers(run, subjects.layers),
+        "layers": _layers(run, subjects.layers),
         "scalars": _scalars(run, subjects, packed),
         "formats": _FORMATS,
         "verdict": {**verdict.as_json(), "findings": findings},
@@ -87,9 +91,8 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     layers = {layer for finding in findings for layer in finding["places"]}
     layers.update(item["layer"] for listed in content["worst_layers"] for item in listed["items"])
     content["histograms"] = _histograms(run, subjects, packed, layers)
-    order = _curves_by_priority(run, heat_maps, verdict)
     content["exact"] = {
-        "curves": _put_curves(run, order, contents, packed),
+        "curves": _put_curves(run, heat_maps, verdict, contents, packed),
         "series": sum(len(overview.places) for overview in heat_maps),
         "widest": int(np.max(columns.last - columns.first, initial=-1) + 1),
     }
@@ -124,8 +127,10 @@ def _family(overview: Overview, packed: PackedArrays) -> dict[str, Any]:
     family = overview.family
     request = family.request
     row = None if request is None else request.statistic
-    scale = PackedScale.of(overview.cells, centred=row is not None and row.signed)
-    cells = scale.bytes(overview.cells, overview.present)
+    cells = {}
+    for rank, values, present in zip(overview.ranks, overview.cells, overview.present, strict=True):
+        nans = np.flatnonzero(present & np.isnan(values)).astype(np.int32)
+        cells[str(rank)] = {"values": packed.put(bfloat16(values)), "nans": packed.put(nans)}
 
     def put_by_rank(values: npt.NDArray[Any]) -> dict[str, Any]:
         return {str(rank): packed.put(array) for rank, array in zip(overview.ranks, values, strict=True)}
@@ -144,32 +149,47 @@ def _family(overview: Overview, packed: PackedArrays) -> dict[str, Any]:
         "rows": packed.put(overview.layers.astype(np.int32)),
         "first": packed.put(overview.columns.first),
         "last": packed.put(overview.columns.last),
-        "scale": scale,
-        "cells": put_by_rank(cells),
+        "signed": row is not None and row.signed,
+        "cells": cells,
         "worst": put_by_rank(overview.worst),
         "worst_at": put_by_rank(overview.worst_at),
         "curves": {},
     }
 
 
-class CurveOnPage(NamedTuple):
-    """A series: its number, the number of its family, and its key in the family's curves."""
-
-    series: int
-    family: int
-    key: str
-
-
 def _put_curves(
-    run: RecordedRun, order: Sequence[CurveOnPage], contents: Sequence[dict[str, Any]], packed: PackedArrays
+    run: RecordedRun,
+    heat_maps: Sequence[Overview],
+    verdict: Verdict,
+    contents: Sequence[dict[str, Any]],
+    packed: PackedArrays,
 ) -> int:
-    """Put curves into the families' contents until many in a row do not fit; returns their number."""
+    """Put curves into the families' contents until many in a row do not fit; returns their number.
+
+    First those with findings; then those of the worst layer of each statistic, of the second worst, and so on; then the
+    rest.
+    """
+    with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
+    severity_of: dict[int, int] = {}
+    for overview in heat_maps:
+        for severity, item in enumerate(overview.worst_layers(WORST)):
+            severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
+    counts = run.series["count"].to_pylist()
+    order: list[tuple[bool, int, int, int, int, int]] = []
+    for number, overview in enumerate(heat_maps):
+        for series, (rank, row) in overview.places.items():
+            subject = run.subjects[series]
+            is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
+            if counts[series]:
+                severity = severity_of.get(int(overview.layers[row]), WORST)
+                order.append((is_other, severity, number, rank, row, series))
+    order.sort()
     exact = 0
     misses = 0
-    for on_page, curve in zip(order, curves_of(run, [on_page.series for on_page in order]), strict=True):
+    for (*_, number, rank, row, _), curve in zip(order, curves_of(run, [item[-1] for item in order]), strict=True):
         references = packed.try_put_curve(*curve)
         if references is not None:
-            contents[on_page.family]["curves"][on_page.key] = references
+            contents[number]["curves"][f"{row}:{heat_maps[number].ranks[rank]}"] = references
             exact += 1
             misses = 0
         else:
@@ -179,70 +199,51 @@ def _put_curves(
     return exact
 
 
-def _curves_by_priority(run: RecordedRun, heat_maps: Sequence[Overview], verdict: Verdict) -> list[CurveOnPage]:
-    """All series with values: those with findings; those of the worst layer of each statistic, of the second worst, and
-    so on; the rest.
-    """
-    with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
-    severity_of: dict[int, int] = {}
-    for overview in heat_maps:
-        for severity, item in enumerate(overview.worst_layers(WORST)):
-            severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
-    counts = run.series["count"].to_pylist()
-    order: list[tuple[bool, int, CurveOnPage]] = []
-    for number, overview in enumerate(heat_maps):
-        for series, (rank, row) in sorted(overview.places.items(), key=itemgetter(1)):
-            subject = run.subjects[series]
-            is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
-            severity = severity_of.get(int(overview.layers[row]), WORST)
-            if counts[series]:
-                order.append((is_other, severity, CurveOnPage(series, number, f"{row}:{overview.ranks[rank]}")))
-    return [curve for *_, curve in sorted(order, key=itemgetter(0, 1))]
-
-
 def _histograms(
     run: RecordedRun, subjects: Subjects, packed: PackedArrays, layers: Collection[int]
 ) -> list[dict[str, Any]]:
     """The histograms that fit in a third of the remaining room, first of some layers."""
-    families = [series for series in subjects.histograms if (series.layer >= 0).all()]
-    if not families:
-        return []
     content: list[dict[str, Any]] = []
-    for series in families:
-        names = {"tensor": series.family.tensor, "statistic": series.family.statistic, "ranks": series.ranks}
-        content.append({**names, "layers": series.rows.tolist(), "counts": {}})
-    columns = Columns.of(run, _HISTOGRAM_COLUMNS)
+    order: list[tuple[bool, int, int, int]] = []
+    keys: dict[int, tuple[int, str]] = {}
+    for family in subjects.histograms:
+        if (family.layer < 0).any():
+            continue
+        for series, layer, rank in zip(
+            family.series.tolist(), family.layer.tolist(), family.rank.tolist(), strict=True
+        ):
+            order.append((layer not in layers, len(content), layer, series))
+            keys[series] = len(content), f"{layer}:{rank}"
+        names = {"tensor": family.family.tensor, "statistic": family.family.statistic, "ranks": family.ranks}
+        content.append({**names, "layers": family.rows.tolist(), "counts": {}})
+    if not order:
+        return []
     most = packed.size + (packed.most - packed.size) // 3
-    for is_first in (True, False):
-        for series, entry in zip(families, content, strict=True):
-            chosen = set(series.series[np.isin(series.layer, list(layers)) == is_first].tolist())
-            for histogram in histograms(run, series, columns, chosen):
-                if packed.size > most:
-                    return content
-                used = histogram.columns
-                arrays = packed.try_put(histogram.counts, used.first, used.last)
-                if arrays is None:
-                    return content
-                key = f"{series.layer[histogram.member]}:{series.rank[histogram.member]}"
-                entry["counts"][key] = {"arrays": arrays, "lowest": histogram.lowest}
+    columns = Columns.of(run, _HISTOGRAM_COLUMNS)
+    for histogram in histograms(run, [series for *_, series in sorted(order)], columns):
+        arrays = packed.try_put(histogram.counts, histogram.columns.first, histogram.columns.last)
+        if arrays is None or packed.size > most:
+            break
+        number, key = keys[histogram.series]
+        content[number]["counts"][key] = {"arrays": arrays, "lowest": histogram.lowest}
     return content
 
 
 def _run(run: RecordedRun) -> dict[str, Any]:
-    rows, total = facts.events(run)
+    rows, total = events(run)
     return {
         "path": str(run.path),
         "id": run.run_id,
         "source": run.source,
-        "segments": facts.segments(run),
+        "segments": [{**vars(segment), "facts": readable(segment.facts)} for segment in run.segments],
         "name": folder_name(run),
-        "duration": facts.duration(run),
-        "trainer": facts.trainer_steps(run),
-        "coverage": facts.coverage(run),
+        "duration": duration(run),
+        "trainer": _trainer_steps(run),
+        "coverage": _coverage(run),
         "outcome": outcome_notes(run),
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
-        "plan": facts.plan(run),
+        "plan": _plan(run),
         "events": rows,
         "events_total": total,
     }
@@ -265,8 +266,113 @@ def _scalars(run: RecordedRun, subjects: Subjects, packed: PackedArrays) -> list
             curves.append((family.family.statistic + ("" if rank == REDUCED else f" (rank {rank})"), curve))
     content = []
     for name, (iterations, values) in curves:
-        shown = facts.downsample(values)
+        shown = _downsample(values)
         arrays = packed.try_put_curve(iterations[shown], values[shown])
         if arrays is not None:
             content.append({"name": name, "arrays": arrays})
     return content
+
+
+_MOST_EVENTS = 2000
+_MOST_POINTS = 20_000
+
+
+def _downsample(values: Floats) -> Ints:
+    """Downsample to at most :data:`_MOST_POINTS` values; returns indices of the minimum and maximum, or of a nan, of
+    equal pieces.
+    """
+    if len(values) <= _MOST_POINTS:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), _MOST_POINTS // 2 + 1).astype(np.int64)
+    kept = {0, len(values) - 1}
+    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        piece = values[begin:end]
+        kept.update((begin + int(piece.argmin()), begin + int(piece.argmax())))
+    return np.array(sorted(kept))
+
+
+def _coverage(run: RecordedRun) -> list[dict[str, Any]]:
+    sums = sorted(multiply_adds(run).items())
+    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sums]
+
+
+_LAYER_FACTS = ("given", "class", "family", "exec_fwd", "params", "weight_dtype", "primary_weights")
+_GEMM_FACTS = ("gemm", "backward", "runs", "not_run", "precision", "n", "m", "k", "batch", "calls", "macs")
+
+
+def _layers(run: RecordedRun, shown: Sequence[ReportLayer]) -> list[dict[str, Any]]:
+    """The layers with their recorded facts and matrix products."""
+    layer_facts: dict[str, dict[str, Any]] = defaultdict(dict)
+    for row in run.layers.to_pylist():
+        known = layer_facts[layer_name(row["scope"], row["layer"])]
+        known |= {key: row[key] for key in _LAYER_FACTS if row[key] is not None}
+        for key in ("refused", "sections"):
+            known[key] = row[key] or known.get(key)
+    products: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row, product in recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)):
+        why = "" if product.not_run else product.why
+        gemm_facts = {name: row[name] for name in _GEMM_FACTS}
+        products[layer_name(row["scope"], row["layer"])].append(
+            {**gemm_facts, "operands": product.operands, "why": why}
+        )
+    return [
+        {**vars(layer), "facts": layer_facts.get(layer.name, {}), "gemms": products.get(layer.name, [])}
+        for layer in shown
+    ]
+
+
+def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
+    all_events = run.events_of_ranks()
+    rows = []
+    for row in all_events[-_MOST_EVENTS:]:
+        row["ranks"] = ", ".join(map(str, row["ranks"]))
+        row["layer"] = layer_name(row.pop("scope"), row["layer"])
+        time = row.pop("wall_time")
+        if row["kind"] == "last_steps":
+            del row["data"]  # megabytes, which have a page of their own
+        row["time"] = time.isoformat(timespec="seconds") if time else ""
+        rows.append({key: value for key, value in row.items() if value not in (None, "")})
+    return rows, len(all_events)
+
+
+def duration(run: RecordedRun) -> dict[str, Any]:
+    """The steps with records, and the median time of a step."""
+    if not len(run.steps):
+        return {}
+    iterations = run.steps["iteration"].to_numpy()
+    facts: dict[str, Any] = {
+        "steps": len(np.unique(iterations)),
+        "first": int(iterations.min()),
+        "last": int(iterations.max()),
+    }
+    timed = run.steps.filter(pc.field("wall_time").is_valid())
+    count = np.diff(timed["iteration"].to_numpy())  # not every step has records
+    seconds = np.diff(timed["wall_time"].to_numpy()) / np.timedelta64(1, "s")
+    in_segment = (count > 0) & (np.diff(timed["segment"].to_numpy()) == 0)
+    if in_segment.any():
+        facts["median_step_seconds"] = float(np.median(seconds[in_segment] / count[in_segment]))
+    return facts
+
+
+def _trainer_steps(run: RecordedRun) -> dict[str, int | None]:
+    """The trainer's first and last step, and its lead over the iteration; None if the lead changes."""
+    iterations = run.steps["iteration"]
+    own = run.steps["logging_step"]
+    ahead = pc.unique(pc.subtract(own, iterations)).to_pylist()
+    bounds = pc.min_max(own).as_py()
+    return {"first": bounds["min"], "last": bounds["max"], "ahead": ahead[0] if len(ahead) == 1 else None}
+
+
+def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a process start without the long rows on amaxes, which a rule checks."""
+    settings = facts.get("settings")
+    if not isinstance(settings, dict):
+        return dict(facts)
+    return {**facts, "settings": {name: value for name, value in settings.items() if name != "amaxes"}}
+
+
+def _plan(run: RecordedRun) -> list[dict[str, Any]]:
+    """The sections of the config, each with its number of layers."""
+    names = ("section", "file", "line", "feature", "since", "until")
+    layers_of = group_by_key((tuple(row[name] for name in names), row["layer"]) for row in run.plan.to_pylist())
+    return [{**dict(zip(names, key, strict=True)), "layers": len(set(layers_of[key]))} for key in layers_of]

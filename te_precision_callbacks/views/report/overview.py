@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from te_precision_callbacks.views.report.subjects import FamilySeries
 
 MOST_AT_ONCE = 2_000_000
 
-_CELLS = 4_000_000
+_CELLS = 2_000_000
 """The maximum number of cells of all heat maps, unless there are more rows."""
 
 _MOST_COLUMNS = 400
@@ -103,13 +103,10 @@ class Overview:
         rank, row = self.places[series]
         key = badness(values, sign_of(self.family.worse))
         column = self.columns.column_of(iterations)
-        starts = np.flatnonzero(np.diff(column, prepend=-1))
-        # The first of the worst values in each column.
-        highest = np.maximum.reduceat(key, starts)
-        is_highest = np.flatnonzero(key == np.repeat(highest, np.diff(np.append(starts, len(key)))))
-        _, first = np.unique(column[is_highest], return_index=True)
-        self.cells[rank, row, column[starts]] = values[is_highest[first]]
-        self.present[rank, row, column[starts]] = True
+        order = np.lexsort((-key, column))
+        chosen = order[np.unique(column[order], return_index=True)[1]]  # the first of the worst values in each column
+        self.cells[rank, row, column[chosen]] = values[chosen]
+        self.present[rank, row, column[chosen]] = True
         worst = int(np.argmax(key))
         self.worst[rank, row] = values[worst]
         self.worst_at[rank, row] = iterations[worst]
@@ -186,29 +183,24 @@ class HistogramOverTime(NamedTuple):
     """A histogram, summed over the steps of each column.
 
     Attributes:
-        member: index of its series in the family.
+        series: index of its series.
         columns: the columns with a histogram.
         lowest: the first nonempty bin.
         counts: [columns, bins], from the first nonempty bin to the last one.
     """
 
-    member: int
+    series: int
     columns: Columns
     lowest: int
     counts: Floats
 
 
-def histograms(
-    run: RecordedRun, family: FamilySeries, columns: Columns, chosen: Collection[int]
-) -> Iterator[HistogramOverTime]:
-    """Yield the histograms of the chosen series of a family, layer by layer."""
-    order = [
-        member for member in np.argsort(family.layer, kind="stable").tolist() if int(family.series[member]) in chosen
-    ]
-    for piece in pieces(_counts(run)[family.series[order]], _MOST_HISTOGRAMS_AT_ONCE):
-        table = run.vectors(family.series[order[piece]].tolist())
-        for member in order[piece]:
-            rows = table.filter(pc.equal(table["series"], int(family.series[member]))).combine_chunks()
+def histograms(run: RecordedRun, numbers: Sequence[int], columns: Columns) -> Iterator[HistogramOverTime]:
+    """Yield the histograms of series with values, in the given order."""
+    for piece in pieces(_counts(run)[list(numbers)], _MOST_HISTOGRAMS_AT_ONCE):
+        table = run.vectors(numbers[piece])
+        for number in numbers[piece]:
+            rows = table.filter(pc.equal(table["series"], number)).combine_chunks()
             if not len(rows):
                 continue
             column = columns.column_of(rows["iteration"].to_numpy())
@@ -219,4 +211,4 @@ def histograms(
             used = np.unique(column)
             lowest = int(bins.min(initial=len(EXPONENT_COLUMNS) - 1))
             highest = int(bins.max(initial=lowest))
-            yield HistogramOverTime(member, columns.take(used), lowest, counts[used, lowest : highest + 1])
+            yield HistogramOverTime(number, columns.take(used), lowest, counts[used, lowest : highest + 1])

@@ -18,7 +18,7 @@ from te_precision_callbacks.base.terminal import plain, visible
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
 from te_precision_callbacks.views.report.data import page_data
-from te_precision_callbacks.views.report.packing import LEVELS, compress
+from te_precision_callbacks.views.report.packing import compress
 from te_precision_callbacks.views.report.subjects import ReportError
 
 MOST_BYTES = 10_000_000
@@ -52,13 +52,12 @@ class PageTemplate:
         content = {
             "version": version("te-precision-callbacks"),
             "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "levels": LEVELS,
             **content,
         }
         filled = {
             **self._filled,
             "TITLE": html.escape(visible(title)),
-            "DATA": compress(json.dumps(_visible(plain(content)), separators=(",", ":"), allow_nan=False).encode()),
+            "DATA": compress(json.dumps(plain(content), separators=(",", ":"), allow_nan=False).encode()),
             "ARRAYS": "\n".join(arrays),
         }
         first, *others = self._frame.split("{{")
@@ -67,16 +66,6 @@ class PageTemplate:
             name, _, rest = other.partition("}}")
             pieces += [filled[name], rest]
         return "".join(pieces)
-
-
-def _visible(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {name: _visible(value) for name, value in content.items()}
-    if isinstance(content, list):
-        return list(map(_visible, content))
-    if isinstance(content, str):
-        return "\n".join(map(visible, content.split("\n")))
-    return content
 
 
 def write_report(

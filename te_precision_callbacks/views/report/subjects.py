@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from te_precision_callbacks.statistics.series import Family, family_of
 
 SHORT = 42
 
-_BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?=\.)")
-
 
 class ReportError(PrecisionDebugError, ValueError):
     """A report cannot be made: the run has no values, or the file cannot be written."""
@@ -32,14 +29,10 @@ class ReportError(PrecisionDebugError, ValueError):
 
 @dataclass(frozen=True)
 class ReportLayer:
-    """A layer of the run; ``block`` is the repeated part of the model that contains it, such as ``layers.3``, or empty.
-    Short names are for plots, without control characters.
-    """
+    """A layer of the run. The short name is for plots, without control characters."""
 
     name: str
-    block: str
     short: str
-    block_short: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,18 +117,5 @@ def folder_name(run: RecordedRun) -> str:
 def _layers(run: RecordedRun, names_of_series: list[str]) -> list[ReportLayer]:
     placed = [(layer_name(row["scope"], row["layer"]), row["exec_fwd"]) for row in run.layers.to_pylist()]
     names = sort_by_position((*placed, *zip(names_of_series, itertools.repeat(None))))
-    blocks = list(map(_block, names))
     short = ShortNames(map(visible, names))
-    short_blocks = ShortNames(map(visible, blocks))
-    layers = []
-    for name, block in zip(names, blocks, strict=True):
-        label = short.of(visible(name), SHORT)
-        layers.append(ReportLayer(name, block, label, short_blocks.of(visible(block), SHORT)))
-    return layers
-
-
-def _block(name: str) -> str:
-    match = _BLOCK.match(name)
-    if match:
-        return match[1]
-    return ""
+    return [ReportLayer(name, short.of(visible(name), SHORT)) for name in names]

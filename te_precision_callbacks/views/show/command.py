@@ -71,9 +71,10 @@ def show_command(
 ) -> None:
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
     from te_precision_callbacks.runs.reading import chosen_run
+    from te_precision_callbacks.runs.summary import why_nothing_to_show
     from te_precision_callbacks.views.show.last_steps import LastStepsView
     from te_precision_callbacks.views.show.screen import Screen
-    from te_precision_callbacks.views.show.view import read_view
+    from te_precision_callbacks.views.show.view import NothingToShowError, read_view
 
     recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)
     if note:
@@ -92,19 +93,12 @@ def show_command(
     is_live = follow and not as_json and terminal.is_terminal()
     if follow:
         view = _follow(view, read, every, is_live=is_live)
-    _require_contents(view)
-    if not is_live:
-        _print(Screen(view), view.as_json(), as_json=as_json)
-    recorded.require_undamaged()
-
-
-def _require_contents(view: RunView) -> None:
-    from te_precision_callbacks.runs.summary import why_nothing_to_show
-    from te_precision_callbacks.views.show.view import NothingToShowError
-
     why = why_nothing_to_show(view.run) if view.is_empty else ""
     if why:
         raise NothingToShowError(why + view.run.notes_sentence)
+    if not is_live:
+        _print(Screen(view), view.as_json(), as_json=as_json)
+    recorded.require_undamaged()
 
 
 def _print(what: RenderableType, content: Any, *, as_json: bool) -> None:

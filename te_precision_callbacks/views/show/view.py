@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
@@ -144,6 +143,12 @@ def read_view(
     """
     groups = _group_series(run)
     chosen = _choose_statistics(groups, statistics, run)
+    notes = [*no_step_note(run), *run.notes, *not_counted_notes(run)]
+    unknown = ", ".join(name for name in chosen if not groups[name].worst)
+    if unknown:
+        notes.append(
+            f"{unknown}: all values so far are from the first step of delayed scaling, which has no scale yet."
+        )
     events = (row for row in run.events_of_ranks() if (row["kind"], row["severity"]) != ("parameters", "info"))
     return RunView(
         run=run,
@@ -160,7 +165,7 @@ def read_view(
         worst={name: list(_worst_series(run, groups[name], most)) for name in chosen},
         more_statistics=[name for name in groups if name not in chosen],
         events=list(map(_shown_event, events))[-MOST_EVENTS:],
-        notes=[*no_step_note(run), *run.notes, *not_counted_notes(run), *_only_first_steps(groups, chosen)],
+        notes=notes,
     )
 
 
@@ -183,26 +188,37 @@ def _summarize_facts(run: RecordedRun) -> dict[str, str]:
     return {**texts, "ranks": str(segment.world)}
 
 
-_Rows = list[dict[str, Any]]
-"""Rows of the table of series, of one statistic; ``worst`` is None if all values are from delayed scaling's first step.
-"""
+@dataclass
+class _Group:
+    """The series with values of a statistic.
+
+    Attributes:
+        worst, worst_at: the worst value of each series and its iteration, without delayed scaling's first step.
+    """
+
+    family: Family
+    worst: dict[int, float] = field(default_factory=dict)
+    worst_at: dict[int, int] = field(default_factory=dict)
 
 
-def _group_series(run: RecordedRun) -> dict[str, _Rows]:
-    """Return statistic -> the rows of its series with values, the most important statistic first."""
-    rows = (row for row in run.series.to_pylist() if row["count"])
-    groups = group_by_key((row["statistic"] or "", row) for row in rows)
-    requests = {name: _family_of(group).request for name, group in groups.items()}
-    ordered = sorted(groups, key=lambda name: _priority(requests[name]))
-    return {name: groups[name] for name in ordered if not _is_histogram(requests[name])}
+def _group_series(run: RecordedRun) -> dict[str, _Group]:
+    """Return statistic -> its series, the most important statistic first, without histograms."""
+    groups: dict[str, _Group] = {}
+    for row in run.series.to_pylist():
+        if not row["count"]:
+            continue
+        name = row["statistic"] or ""
+        if name not in groups:
+            groups[name] = _Group(family_of(row["tensor"] or "", name))
+        if row["worst"] is not None:
+            groups[name].worst[row["series"]] = row["worst"]
+            groups[name].worst_at[row["series"]] = row["worst_at"]
+    ordered = sorted(groups, key=lambda name: _priority(groups[name].family.request))
+    return {name: groups[name] for name in ordered if not _is_histogram(groups[name].family.request)}
 
 
 def _is_histogram(request: Request | None) -> bool:
     return request is not None and request.statistic.is_histogram
-
-
-def _family_of(rows: _Rows) -> Family:
-    return family_of(rows[0]["tensor"] or "", rows[0]["statistic"] or "")
 
 
 def _priority(request: Request | None) -> tuple[int, str]:
@@ -215,36 +231,23 @@ def _priority(request: Request | None) -> tuple[int, str]:
     return (1 if request.statistic.source in _LOST else 2), request.label
 
 
-def _worst_values(rows: _Rows) -> dict[int, float]:
-    return {row["series"]: row["worst"] for row in rows if row["worst"] is not None}
-
-
-def _only_first_steps(groups: Mapping[str, _Rows], chosen: Sequence[str]) -> Iterator[str]:
-    names = [name for name in chosen if not _worst_values(groups[name])]
-    if names:
-        yield (
-            f"{', '.join(names)}: all values so far are from the first step of delayed scaling, which has no scale yet."
-        )
-
-
-def _choose_statistics(groups: Mapping[str, _Rows], names: Sequence[str], run: RecordedRun) -> list[str]:
+def _choose_statistics(groups: Mapping[str, _Group], names: Sequence[str], run: RecordedRun) -> list[str]:
     if not names:
-        with_direction = [label for label, rows in groups.items() if _family_of(rows).has_direction]
+        with_direction = [label for label, group in groups.items() if group.family.has_direction]
         # A statistic that is equal in all layers, such as no overflow, does not point at a layer.
-        varying = [label for label in with_direction if len(set(_worst_values(groups[label]).values())) > 1]
+        varying = [label for label in with_direction if len(set(groups[label].worst.values())) > 1]
         return (varying or with_direction)[:MOST_STATISTICS]
     chosen: dict[str, None] = {}
     for name in names:
-        matching = [label for label in groups if name == label or _is_of(label, name)]
+        matching = []
+        for label, group in groups.items():
+            request = group.family.request
+            if name == label or (request is not None and name == request.statistic.name):
+                matching.append(label)
         if not matching and len(run.series):
             raise NothingToShowError(_missing_statistic(run, name, list(groups)))
         chosen |= dict.fromkeys(matching)
     return list(chosen)
-
-
-def _is_of(label: str, statistic: str) -> bool:
-    request = logged_request(label)
-    return request is not None and request.statistic.name == statistic
 
 
 def _missing_statistic(run: RecordedRun, name: str, known: Sequence[str]) -> str:
@@ -253,15 +256,12 @@ def _missing_statistic(run: RecordedRun, name: str, known: Sequence[str]) -> str
     return f"{run.path} has no statistic {name!r}.{format_known_names(name, known)}{run.notes_sentence}"
 
 
-def _worst_series(run: RecordedRun, rows: _Rows, most: int) -> Iterator[WorstSeries]:
-    family = _family_of(rows)
-    worst = _worst_values(rows)
-    iterations = {row["series"]: row["worst_at"] for row in rows}
-    chosen = worst_first(most, family, worst)
+def _worst_series(run: RecordedRun, group: _Group, most: int) -> Iterator[WorstSeries]:
+    chosen = worst_first(most, group.family, group.worst)
     for number, curve in zip(chosen, curves_of(run, chosen), strict=True):
         if len(curve.values):
-            low_is_worse = family.worse is Worse.LOW
-            yield WorstSeries(run.subjects[number], worst[number], iterations[number], low_is_worse, curve)
+            is_low = group.family.worse is Worse.LOW
+            yield WorstSeries(run.subjects[number], group.worst[number], group.worst_at[number], is_low, curve)
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:

@@ -88,7 +88,7 @@ function newFindings(report) {
 
 async function comparisonPage(report) {
   const [loss, drawLoss] = losses(report), [first] = report.parted;
-  const tiles = [["A, the reference", report.a], ["B", report.b], ["Noise floor", report.floor ? report.floor.join(", ") : "none"], ["Differing tensors", shown(report.parted_total)]];
+  const tiles = [["A, the reference", report.a], ["B", report.b], ["Noise floor", report.floor ? report.floor.sides.join(", ") : "none"], ["Differing tensors", shown(report.parted_total)]];
   return [[
     lostLosses(report), newFindings(report),
     el("h1", {}, report.name), notes(report, "Missing data"),
@@ -184,7 +184,11 @@ guarded(() => openPage({
     layer: ["Curves", curvesPage],
   },
   defaults: { page: "summary", statistic: "", tensor: "", layer: "", step: "", rank: "", filter: "" },
-  prepared: (content) => ({ ...content, families: [] }),
+  prepared: (content) => {
+    const numbers = new Map(content.layers.map((layer, number) => [layer.name, number]));
+    const placed = (each) => ({ ...each, layer: numbers.get(each.layer) ?? -1, rank: each.rank ?? REDUCED }); // -1: a trainer's metric
+    return { ...content, parted: content.parted.map(placed), curves: content.curves.map(placed), families: [] };
+  },
   named: ({ a, b }) => [`${a} and ${b}`, `${a} and ${b}`],
   foot: ({ curves }) => `Curves of ${shown(curves.length)} series are in this page. `,
 }));

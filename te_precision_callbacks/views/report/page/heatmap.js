@@ -35,6 +35,9 @@ function chosenFamily(report) {
 
 const alike = (name) => name.replace(/(?<!\d)(?<!fc)(?:0|[1-9]\d*)(?!\d)/g, "{n}");
 
+// The repeated part of the model that contains a layer, such as layers.3; empty without one.
+const blockOf = (name) => name.match(/^(.*?(?:^|\.)\d+)(?=\.)/)?.[1] ?? "";
+
 // The rows of the plot: {label, members, kind, key}; members are rows of the family.
 function plotRows(report, family, fold, opened, filter) {
   const layers = Array.from(family.layers, (layer) => report.layers[layer]);
@@ -42,7 +45,7 @@ function plotRows(report, family, fold, opened, filter) {
   const kept = layers.map((layer, row) => ({ layer, row })).filter(({ layer }) => layer.name.toLowerCase().includes(wanted));
   const single = ({ layer, row }, indent = "") => ({ label: indent + layer.short, members: [row], kind: "layer" });
   if (fold === "layers") return kept.map((each) => single(each));
-  const key = fold === "blocks" ? ({ layer }) => layer.block : ({ layer }) => alike(layer.name);
+  const key = fold === "blocks" ? ({ layer }) => blockOf(layer.name) : ({ layer }) => alike(layer.name);
   const groups = new Map();
   for (const each of kept) {
     const name = key(each) || each.layer.name;
@@ -51,63 +54,53 @@ function plotRows(report, family, fold, opened, filter) {
   }
   return [...groups].flatMap(([name, members]) => {
     if (members.length === 1) return [single(members[0])];
-    const [{ layer }] = members, short = fold === "blocks" ? layer.block_short : alike(layer.short);
+    const [{ layer }] = members, short = fold === "blocks" ? shortened(blockOf(layer.name)) : alike(layer.short);
     const group = { label: `${short} (${members.length})`, key: name, members: members.map(({ row }) => row), kind: "group" };
     return opened.has(name) ? [{ ...group, label: `▾ ${group.label}` }, ...members.map((each) => single(each, "   "))]
       : [{ ...group, label: `▸ ${group.label}` }];
   });
 }
 
-// How bad a byte is, for all bytes; -Infinity for none.
-function badnessOfBytes(family) {
-  return Float64Array.from({ length: 256 }, (_, byte) =>
-    byte === 0 || byte > NOT_A_NUMBER ? -Infinity : badness(family.scaleOf.number(byte), family.worse));
-}
-
-// The cells of rows: of several members the worst byte.
-function worstBytes(rows, cells, width, badnessOf) {
+// The cells of rows: of several members the worst number.
+function worstCells(rows, cells, width, worse) {
   return rows.map(({ members }) => {
-    if (members.length === 1) return cells.subarray(members[0] * width, (members[0] + 1) * width);
-    const found = new Uint8Array(width);
-    for (const member of members)
+    const found = cells.slice(members[0] * width, (members[0] + 1) * width);
+    for (const member of members.slice(1))
       for (let column = 0; column < width; column++) {
-        const byte = cells[member * width + column];
-        if (badnessOf[byte] > badnessOf[found[column]] || (byte && !found[column])) found[column] = byte;
+        const value = cells[member * width + column];
+        if (value !== null && (found[column] === null || badness(value, worse) > badness(found[column], worse))) found[column] = value;
       }
     return found;
   });
 }
 
-const OUTSIDE = 12; // the part of the colours beyond the scale, for what is not finite
+const OUTSIDE = 0.05; // the part of the colours beyond the scale, for what is not finite
 
 const MEANS = { high: "Bright is worse.", low: "Bright is worse: lower.", "": "Bright is larger." };
 
-// The place of a byte on the colour scale; null for no number. Harmless infinities lie at the good end.
-function colourPlace(family) {
-  const good = family.worse === "low" ? family.levels : 1;
-  return (byte) => {
-    if (byte === 0) return null;
-    if (byte <= family.levels) return byte;
-    if (byte === ZERO) return 1;
-    if (byte === INF && family.worse === "low") return good;
-    if (byte === MINUS_INF && family.worse === "high") return good;
-    return family.levels + OUTSIDE;
+// The place of a number on the colours, from 0 to 1; null for no number. Harmless infinities lie at the good end.
+function colourPlace(family, scale) {
+  return (value) => {
+    if (value === null) return null;
+    if (Number.isFinite(value)) return scale.level(value);
+    if (value === Infinity && family.worse === "low") return 1;
+    if (value === -Infinity && family.worse === "high") return 0;
+    return 1 + OUTSIDE;
   };
 }
 
-function colourScale(family, anyOutside) {
-  const end = anyOutside ? (family.levels - 1) / (family.levels - 1 + OUTSIDE) : 1;
-  const signed = family.scaleOf.centred;
-  const colours = signed ? DIVERGING[isDark() ? "dark" : "light"] : family.worse === "low" ? [...VIRIDIS].reverse() : VIRIDIS;
+function colourScale(family, scale, anyOutside) {
+  const end = anyOutside ? 1 / (1 + OUTSIDE) : 1;
+  const colours = scale.centred ? DIVERGING[isDark() ? "dark" : "light"] : family.worse === "low" ? [...VIRIDIS].reverse() : VIRIDIS;
   return anyOutside ? [...stops(colours, 0, end), [end + 1e-6, NOT_FINITE], [1, NOT_FINITE]] : stops(colours);
 }
 
-function colourLegend(family, anyOutside) {
-  const ticks = family.scaleOf.ticks();
-  const places = ticks.map((value) => family.scaleOf.level(value));
+function colourLegend(family, scale, anyOutside) {
+  const ticks = scale.ticks();
+  const places = ticks.map((value) => scale.level(value));
   const texts = ticks.map((value) => shown(value, 3));
   if (anyOutside) {
-    places.push(family.levels + OUTSIDE / 2);
+    places.push(1 + OUTSIDE / 2);
     texts.push("nan, inf");
   }
   return {
@@ -122,17 +115,13 @@ const edges = (begins, ends) => begins.length === 0 ? [] :
 
 async function byRank(report, family) {
   const ranks = family.ranks, height = family.layers.length;
-  const cells = new Uint8Array(height * ranks.length);
+  const cells = new Array(height * ranks.length).fill(null);
   const exact = [];
   for (const [column, rank] of ranks.entries()) {
     const [values, at] = await Promise.all([family.worst[rank], family.worst_at[rank]].map((each) => report.arrays.get(each)));
     exact.push({ values, at });
-    for (let row = 0; row < height; row++) {
-      if (at[row] < 0) continue;
-      const value = values[row];
-      cells[row * ranks.length + column] = Number.isNaN(value) ? NOT_A_NUMBER : value === Infinity ? INF : value === -Infinity ? MINUS_INF
-        : family.scaleOf.kind === "log" && value <= 0 ? ZERO : Math.round(Math.min(family.levels, Math.max(1, family.scaleOf.level(value))));
-    }
+    for (let row = 0; row < height; row++)
+      if (at[row] >= 0) cells[row * ranks.length + column] = values[row];
   }
   return { cells, exact };
 }
@@ -145,13 +134,13 @@ async function heatmapPage(report) {
   const usual = family.layers.length > 120 ? "blocks" : "layers";
   const fold = () => folds.some(([name]) => name === state.now.fold) ? state.now.fold : usual;
   const opened = new Set(state.now.open ? state.now.open.split("\n") : []);
-  const badnessOf = badnessOfBytes(family);
   const ranksShown = family.several && state.now.axis === "ranks";
   const rank = family.rankFor(state.now.rank);
   const { cells, exact } = ranksShown ? await byRank(report, family) : { cells: await family.cellsOf(rank), exact: null };
   const columns = ranksShown ? family.ranks.length : family.begins.length;
-  const place = colourPlace(family);
-  const outside = cells.some((byte) => place(byte) > family.levels);
+  const scale = await family.scale();
+  const place = colourPlace(family, scale);
+  const outside = cells.some((value) => place(value) > 1);
   const node = plotNode(300, `Heatmap of ${family.label}`);
   const count = el("span", { class: "quiet" });
   let rows = [], pool = 0, visible = [0, 0], shownRows = [];
@@ -187,7 +176,7 @@ async function heatmapPage(report) {
     for (let row = 0; row < family.layers.length; row++) {
       const name = report.layers[family.layers[row]].name;
       for (let column = 0; column < columns; column++) {
-        if (!cells[row * columns + column]) continue;
+        if (cells[row * columns + column] === null) continue;
         if (ranksShown) found.push([name, family.ranks[column], exact[column].values[row], exact[column].at[row]]);
         else {
           const cell = await family.cell(row, rank, column);
@@ -217,8 +206,8 @@ async function heatmapPage(report) {
     return [{
       type: "heatmap", x: ranksShown ? family.ranks.map((_, at) => at) : edges(family.begins, family.ends),
       y: Array.from({ length: shownRows.length + 1 }, (_, at) => Math.min(at * pool, rows.length) - 0.5),
-      z: worstBytes(shownRows, cells, columns, badnessOf).map((row) => Array.from(row, place)),
-      zmin: 1, zmax: family.levels + (outside ? OUTSIDE : 0), colorscale: colourScale(family, outside), colorbar: colourLegend(family, outside),
+      z: worstCells(shownRows, cells, columns, family.worse).map((row) => row.map(place)),
+      zmin: 0, zmax: outside ? 1 + OUTSIDE : 1, colorscale: colourScale(family, scale, outside), colorbar: colourLegend(family, scale, outside),
       hoverinfo: "none", hoverongaps: false, zsmooth: false,
     }];
   }
@@ -300,8 +289,8 @@ async function heatmapPage(report) {
     const { row, column } = cellOf(point);
     let worst = null;
     for (const member of row.members) {
-      const byte = cells[member * columns + column];
-      if (byte && (!worst || badnessOf[byte] > badnessOf[worst.byte])) worst = { byte, member };
+      const value = cells[member * columns + column];
+      if (value !== null && (!worst || badness(value, family.worse) > badness(worst.value, family.worse))) worst = { value, member };
     }
     if (!worst) return tip.hide();
     const found = ranksShown

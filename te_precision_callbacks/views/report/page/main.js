@@ -1,9 +1,9 @@
 // The pages of a run.
 
-function exactness({ exact, levels }) {
+function exactness({ exact }) {
   return exact.curves >= exact.series
     ? "All recorded values on these pages are exact; estimates are marked. "
-    : `Exact: the worst value of each layer, and the curves of ${shown(exact.curves)} of ${shown(exact.series)} series (those that show findings first, then the worst of each statistic). Everything else comes from an overview with ${levels} levels per statistic, in which a cell is the worst of up to ${shown(exact.widest)} steps, and is marked with ≈ or "overview". `;
+    : `Exact: the worst value of each layer, and the curves of ${shown(exact.curves)} of ${shown(exact.series)} series (those that show findings first, then the worst of each statistic). Everything else comes from an overview with three digits, in which a cell is the worst of up to ${shown(exact.widest)} steps, and is marked with ≈ or "overview". `;
 }
 
 guarded(() => openPage({

@@ -15,8 +15,15 @@ async function inflatedText(id) {
   return text;
 }
 
+// A text of the run without characters that cannot be printed, such as terminal controls and changes of direction.
+const printable = (text) => text.replace(/[\p{C}\p{Z}]/gu, (one) => {
+  if (one === " " || one === "\n") return one;
+  const code = one.codePointAt(0).toString(16);
+  return code.length > 4 ? `\\U${code.padStart(8, "0")}` : code.length > 2 ? `\\u${code.padStart(4, "0")}` : `\\x${code.padStart(2, "0")}`;
+});
+
 const ARRAY_TYPES = {
-  uint8: Uint8Array, int16: Int16Array, int32: Int32Array, int64: BigInt64Array,
+  uint8: Uint8Array, uint16: Uint16Array, int16: Int16Array, int32: Int32Array, int64: BigInt64Array,
   float32: Float32Array, float64: Float64Array,
 };
 

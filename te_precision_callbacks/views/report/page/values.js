@@ -1,6 +1,5 @@
-// Numbers: their text, their bytes in the overview, and which of two is worse.
+// Numbers: their text, their places on a scale, and which of two is worse.
 
-const ZERO = 251, MINUS_INF = 252, INF = 253, NOT_A_NUMBER = 254;
 const REDUCED = -1;
 
 // A number of the JSON, in which those that are not finite are words.
@@ -34,28 +33,34 @@ const SCALES = {
   asinh: [Math.asinh, Math.sinh],
 };
 
+const NARROW = 1e-3; // below this ratio of smallest to largest a scale is logarithmic
+const FAR = 1e-2; // below this ratio of median to largest magnitude a scale for both signs is not linear
+
+// A scale for some numbers: linear, unless they span several orders of magnitude; asinh is about linear below `bend`.
 class Scale {
-  constructor({ kind, low, high, bend, centred }, levels) {
-    const [there, back] = SCALES[kind];
-    const unit = kind === "asinh" ? bend : 1;
-    Object.assign(this, { kind, low, high, centred, levels });
-    this.there = (value) => there(value / unit);
-    this.back = (place) => back(place) * unit;
-    this.begin = this.there(low);
-    this.width = this.there(high) - this.begin;
+  constructor(numbers, centred) {
+    const finite = numbers.filter((value) => value !== null && Number.isFinite(value)).sort((a, b) => a - b);
+    const above = finite.filter((value) => value > 0);
+    Object.assign(this, { kind: "linear", low: finite[0] ?? 0, high: finite.at(-1) ?? 1, bend: 1, centred });
+    if (this.low >= 0 && !centred) {
+      if (above[0] < NARROW * this.high) Object.assign(this, { kind: "log", low: above[0] });
+    } else {
+      const sizes = finite.filter((value) => value !== 0).map(Math.abs).sort((a, b) => a - b);
+      const most = sizes.at(-1) ?? 1, middle = sizes.length ? (sizes[(sizes.length - 1) >> 1] + sizes[sizes.length >> 1]) / 2 : 1;
+      if (middle < FAR * most) Object.assign(this, { kind: "asinh", bend: middle });
+      if (centred) Object.assign(this, { low: -most, high: most });
+    }
+    const [there, back] = SCALES[this.kind];
+    this.there = (value) => there(value / this.bend);
+    this.back = (place) => back(place) * this.bend;
+    this.begin = this.there(this.low);
+    this.width = this.there(this.high) - this.begin;
   }
 
-  // The number that a byte stands for.
-  number(byte) {
-    if (byte === 0 || byte === NOT_A_NUMBER) return NaN;
-    if (byte === ZERO) return 0;
-    if (byte === INF) return Infinity;
-    if (byte === MINUS_INF) return -Infinity;
-    return this.back(this.begin + ((byte - 1) / (this.levels - 1)) * this.width);
-  }
-
+  // The place of a number, from 0 to 1; 0 and less on a logarithmic scale are at its low end.
   level(value) {
-    return this.width ? 1 + ((this.there(value) - this.begin) / this.width) * (this.levels - 1) : 1;
+    if (!this.width || (this.kind === "log" && value <= 0)) return 0;
+    return Math.min(1, Math.max(0, (this.there(value) - this.begin) / this.width));
   }
 
   // Round numbers on the scale, for its legend.
@@ -113,8 +118,6 @@ class Family {
     Object.assign(this, content);
     this.index = index;
     this.report = report;
-    this.levels = report.levels;
-    this.scaleOf = new Scale(content.scale, report.levels);
     this.label = `${content.statistic} of ${content.tensor}` + (content.gemm ? ` (${content.gemm})` : "");
     this.several = content.ranks.length > 1;
   }
@@ -140,8 +143,25 @@ class Family {
     return this.ranks[0];
   }
 
-  async cellsOf(rank) {
-    return this.report.arrays.get(this.cells[rank]);
+  // The numbers of the overview, of all rows and columns; null where there is none.
+  cellsOf(rank) {
+    this.known ??= {};
+    return this.known[rank] ??= this.unpackedCells(rank);
+  }
+
+  async unpackedCells(rank) {
+    const { values, nans } = this.cells[rank];
+    const [halves, places] = await Promise.all([values, nans].map((each) => this.report.arrays.get(each)));
+    const numbers = new Float32Array(Uint32Array.from(halves, (half) => half << 16).buffer); // bfloat16
+    const cells = Array.from(numbers, (value) => Number.isNaN(value) ? null : value);
+    for (const place of places) cells[place] = NaN;
+    return cells;
+  }
+
+  // The scale of its numbers in all ranks.
+  async scale() {
+    const cells = await Promise.all(this.ranks.map((rank) => this.cellsOf(rank)));
+    return new Scale(cells.flat(), this.signed);
   }
 
   columnOf(step) {
@@ -168,20 +188,20 @@ class Family {
     const cells = await this.cellsOf(rank), width = this.begins.length;
     const steps = [], values = [];
     for (let column = 0; column < width; column++) {
-      const byte = cells[row * width + column];
-      if (!byte) continue;
+      const value = cells[row * width + column];
+      if (value === null) continue;
       steps.push(this.ends[column]);
-      values.push(this.scaleOf.number(byte));
+      values.push(value);
     }
     return { steps, values, exact: false };
   }
 
   // The number of a cell of the overview: {value, exact, step}; of several steps the worst, null if there is none.
   async cell(row, rank, column) {
-    const cells = await this.cellsOf(rank), byte = cells[row * this.begins.length + column];
-    if (!byte) return null;
+    const cells = await this.cellsOf(rank), value = cells[row * this.begins.length + column];
+    if (value === null) return null;
     const exact = await this.exactIn(row, rank, this.begins[column], this.ends[column]);
-    return exact ?? { value: this.scaleOf.number(byte), exact: false, step: null };
+    return exact ?? { value, exact: false, step: null };
   }
 
   async exactIn(row, rank, begin, end) {
@@ -203,8 +223,8 @@ class Family {
     }
     const cells = await this.cellsOf(rank);
     for (let column = this.columnOf(step); column >= 0; column--) {
-      const byte = cells[row * this.begins.length + column];
-      if (byte) return { value: this.scaleOf.number(byte), exact: false, step: this.ends[column] };
+      const value = cells[row * this.begins.length + column];
+      if (value !== null) return { value, exact: false, step: this.ends[column] };
     }
     return null;
   }
