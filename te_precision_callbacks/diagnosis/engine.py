@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from te_precision_callbacks.base.counts import many, without_exponents
+from te_precision_callbacks.base.counts import group_by_key, many, without_exponents
 from te_precision_callbacks.base.errors import OptionError, RaisedInTraining
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -32,6 +33,15 @@ _Key = tuple[str, str, str]
 """The title of a row, the tensor, and the key of a sighting."""
 
 
+@dataclass
+class _Record:
+    """A finding, its place among all findings (iteration and row), and the worst severity that was returned so far."""
+
+    finding: Finding
+    order: tuple[int, int]
+    returned: int = len(SEVERITIES)
+
+
 class Diagnosis:
     """Checks a run by the rules. ``set_facts``, ``step``, ``scalars`` and ``event`` return new findings, and findings
     that became more severe.
@@ -40,12 +50,13 @@ class Diagnosis:
     """
 
     def __init__(self, rows: Iterable[Rule] = ROWS) -> None:
-        self._checks: dict[str, tuple[Rule, RuleCheck]] = {row.title: (row, row.check()) for row in rows}
-        self._overriding = {name: self._checks_with(name) for name in ("facts", "step", "scalars", "event")}
-        self._places = {title: place for place, title in enumerate(self._checks)}
-        self._findings: dict[_Key, Finding] = {}
-        self._sort_keys: dict[_Key, tuple[int, int]] = {}  # the order of findings: iteration and row
-        self._returned: dict[_Key, int] = {}  # the worst severity so far
+        self._checks = [(row, row.check()) for row in rows]
+        self._overriding = {
+            name: [pair for pair in self._checks if getattr(type(pair[1]), name) is not getattr(RuleCheck, name)]
+            for name in ("facts", "step", "scalars", "event")
+        }
+        self._order = {row.title: order for order, (row, _) in enumerate(self._checks)}
+        self._records: dict[_Key, _Record] = {}
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
@@ -78,19 +89,20 @@ class Diagnosis:
     def adopt(self, finding: Finding) -> None:
         """Add a finding of another rank in its local values, or of a rule of another version."""
         key = finding.title, finding.tensor, ""
-        known = self._findings.get(key)
-        self._findings[key] = finding if known is None else replace(_merge_findings(known, finding), ranks=known.ranks)
-        self._sort_keys.setdefault(key, (finding.seen_at or 0, self._places.get(finding.title, len(self._places))))
+        order = finding.seen_at or 0, self._order.get(finding.title, len(self._order))
+        record = self._records.setdefault(key, _Record(finding, order))
+        record.finding = replace(_merge_findings(record.finding, finding), ranks=record.finding.ranks)
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
         """Note a checkpoint of the state before an iteration; it replaces an earlier checkpoint in the same file."""
-        self._checkpoints = {place: saved for place, saved in self._checkpoints.items() if not _is_deleted(place)}
+        self._checkpoints = {name: saved for name, saved in self._checkpoints.items() if not _is_deleted(name)}
         self._checkpoints[file or str(iteration)] = iteration
 
     @property
     def problems(self) -> Counter[str]:
         """Rule -> the number of its errors and warnings so far; cheaper than ``verdict``, for every step."""
-        return Counter(finding.rule for finding in self._findings.values() if finding.severity != "note")
+        findings = map(attrgetter("finding"), self._records.values())
+        return Counter(finding.rule for finding in findings if finding.severity != "note")
 
     @property
     def verdict(self) -> Verdict:
@@ -98,34 +110,33 @@ class Diagnosis:
 
     def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
-        findings: dict[tuple[_Key, bool], Finding] = {}
-        sort_keys: dict[tuple[_Key, bool], tuple[int, int]] = {}
+        records: dict[tuple[_Key, bool], _Record] = {}
         checked: set[str] = set()
         for diagnosis in (self, *others):
-            checked.update(diagnosis._checked)
-            for key, finding in diagnosis._findings.items():
-                of_all = findings.get((key, False))
-                if finding.ranks and of_all is not None and set(finding.layers) <= set(of_all.layers):
+            checked |= diagnosis._checked
+            for key, record in diagnosis._records.items():
+                finding = record.finding
+                reduced = records.get((key, False))
+                if finding.ranks and reduced is not None and set(finding.layers) <= set(reduced.finding.layers):
                     continue
-                merged = key, bool(finding.ranks)
-                findings[merged] = _merge_findings(findings[merged], finding) if merged in findings else finding
-                sort_keys[merged] = min(sort_keys.get(merged, diagnosis._sort_keys[key]), diagnosis._sort_keys[key])
+                known = records.setdefault((key, bool(finding.ranks)), record)
+                if known is not record:
+                    merged = _Record(_merge_findings(known.finding, finding), min(known.order, record.order))
+                    records[key, bool(finding.ranks)] = merged
         missing = []
-        for title, (row, check) in self._checks.items():
-            if title not in checked and (title in self._failed or check.applies is not False):
+        for row, check in self._checks:
+            if row.title not in checked and (row.title in self._failed or check.applies is not False):
                 why = self._why_not(row, check)
                 collect = "" if why else row.collect
                 missing.append(NotChecked(row.id, why or f"needs {row.needs}", collect, row.essential))
         lacking = {rule.rule for rule in missing if rule.essential}
-        first_titles: dict[str, str] = {}
-        for title, (row, _) in self._checks.items():
-            first_titles.setdefault(row.id, title)
+        titles = group_by_key((row.id, row.title) for row, _ in self._checks)
         # Trainers log before or after a step, so the order of calls differs between live and recorded runs.
-        in_order = (findings[key] for key in sorted(findings, key=sort_keys.__getitem__))
-        causes = {title: row.consequence_of for title, (row, _) in self._checks.items()}
+        findings = [self._complete(known.finding) for known in sorted(records.values(), key=attrgetter("order"))]
+        causes = {row.title: row.consequence_of for row, _ in self._checks}
         return Verdict(
-            tuple(root_causes_first(map(self._with_checkpoint, in_order), causes)),
-            tuple(rule for rule, title in first_titles.items() if title in checked and rule not in lacking),
+            tuple(root_causes_first(findings, causes)),
+            tuple(rule for rule, (first, *_) in titles.items() if first in checked and rule not in lacking),
             tuple(dict.fromkeys(missing)),
             rank=None if others else self._rank,
             not_observed=self._not_observed,
@@ -134,23 +145,16 @@ class Diagnosis:
     @property
     def _checked(self) -> set[str]:
         """The titles of the rows that were checked."""
-        with_findings = {finding.title for finding in self._findings.values()}
-        return {
-            title
-            for title, (_, check) in self._checks.items()
-            if title not in self._failed and (check.checked or title in with_findings)
-        }
+        with_findings = {title for title, _, _ in self._records}
+        checked = {row.title for row, check in self._checks if check.checked or row.title in with_findings}
+        return checked - self._failed.keys()
 
     @property
     def _not_observed(self) -> str:
         """The layers that are not observed, with the reasons, and weights without the values before quantization."""
         layers = self._facts.layers.values()
-        reasons = []
-        quantized = 0
-        for layer in layers:
-            quantized += layer.is_quantized_only
-            if layer.refused:
-                reasons.append(layer.refused.partition(":")[0])
+        reasons = [layer.refused.partition(":")[0] for layer in layers if layer.refused]
+        quantized = sum(layer.is_quantized_only for layer in layers)
         parts = []
         if reasons:
             parts.append(f"{len(reasons)} of {many(len(layers), 'layer')} ({', '.join(dict.fromkeys(reasons))})")
@@ -164,8 +168,8 @@ class Diagnosis:
             return self._failed[row.title]
         if not self.has_run:
             return "no training step has run"
-        if check.why_not or self._lost:
-            return self._lost or check.why_not
+        if why := self._lost or check.why_not:
+            return why
         layers = self._facts.layers.values()
         if NO_CONFIG in row.collect and not self._facts.te_layers_that_ran:
             if self._facts.unobserved is not None:
@@ -175,27 +179,23 @@ class Diagnosis:
         if layers and not any(layer.calls or layer.forward is not None for layer in layers):
             if refused := next((layer.refused for layer in layers if layer.refused), ""):
                 return f"no layer was observed: {refused}"
-            if self._facts.settings is not None:  # else a log, which does not show what ran
+            if self._facts.settings.are_known:  # else a log, which does not show what ran
                 return "no layer of Transformer Engine ran in the session's model"
         # The first collection step lacks the statistics of scales and of FP8.
         if self._collected == 1:
             return "only one collection step has run"
         return ""
 
-    def _with_checkpoint(self, finding: Finding) -> Finding:
-        """Add the last checkpoint before the problem, if it still exists. Later checkpoints may have the problem, since
-        nothing is measured between two collection steps.
+    def _complete(self, finding: Finding) -> Finding:
+        """Add the last checkpoint before the problem, if it still exists, and advise a new start if there is no step
+        before it. Later checkpoints may have the problem, since nothing is measured between two collection steps.
         """
+        remedy = finding.remedy
+        if finding.since == 0:
+            remedy = remedy.replace("Resume from an earlier checkpoint", "Start again")
         good = -1 if finding.last_good is None else finding.last_good
-        for place, saved in sorted(self._checkpoints.items(), key=lambda item: -item[1]):
-            if saved <= good and not _is_deleted(place):
-                return replace(finding, checkpoint=saved)
-        return finding
-
-    def _checks_with(self, name: str) -> list[tuple[Rule, RuleCheck]]:
-        """Return the checks that override a method of :class:`RuleCheck`."""
-        inherited = getattr(RuleCheck, name)
-        return [pair for pair in self._checks.values() if getattr(type(pair[1]), name) is not inherited]
+        existing = [saved for file, saved in self._checkpoints.items() if saved <= good and not _is_deleted(file)]
+        return replace(finding, remedy=remedy, checkpoint=max(existing, default=finding.checkpoint))
 
     def _check(self, name: str, iteration: int, *arguments: Any, rank: int | None = None) -> list[Finding]:
         """Call a method of all checks that override it."""
@@ -211,28 +211,25 @@ class Diagnosis:
             for sighting in sightings:
                 key = row.title, sighting.tensor, sighting.key
                 if sighting.withdraws:
-                    self._findings.pop(key, None)
-                    self._returned.pop(key, None)
+                    self._records.pop(key, None)
                     continue
                 # Facts are collected after they begin, and at different times in live and recorded runs.
                 since = sighting.since if name == "facts" else None
                 seen_in = iteration if since is None else since
-                finding = self._found(row, check, sighting, self._findings.get(key), seen_in, rank)
-                self._findings[key] = finding
-                self._sort_keys.setdefault(key, (seen_in, self._places[row.title]))
-                severity = SEVERITIES.index(finding.severity)
-                if severity < self._returned.get(key, len(SEVERITIES)):  # not again after it has become a note
-                    self._returned[key] = severity
-                    changed[key] = self._with_checkpoint(finding)
+                finding = self._found(row, check, sighting, seen_in, rank)
+                record = self._records.setdefault(key, _Record(finding, (seen_in, self._order[row.title])))
+                if record.finding is not finding:
+                    record.finding = _update(record.finding, finding, sighting)
+                severity = record.finding.severity_order
+                if severity < record.returned:  # not again after it has become a note
+                    record.returned = severity
+                    changed[key] = self._complete(record.finding)
         return worst_first(changed.values())
 
-    def _found(
-        self, row: Rule, check: RuleCheck, sighting: Sighting, known: Finding | None, iteration: int, rank: int | None
-    ) -> Finding:
-        """Return the finding of a sighting, merged with the known one of its subject."""
+    def _found(self, row: Rule, check: RuleCheck, sighting: Sighting, iteration: int, rank: int | None) -> Finding:
         since = sighting.since
         until = None if since is None else max(iteration, since)
-        finding = Finding(
+        return Finding(
             rule=row.id,
             severity=sighting.severity or row.severity,
             title=row.title,
@@ -252,15 +249,6 @@ class Diagnosis:
             seen_at=until,
             ranks=() if rank is None else (rank,),
         )
-        if known is not None and sighting.replaces:
-            remedy = sighting.remedy or known.remedy
-            finding = replace(known, severity=finding.severity, seen=finding.seen, seen_at=None, remedy=remedy)
-        elif known is not None:
-            finding = replace(_merge_findings(known, finding), ranks=known.ranks)
-        if finding.since == 0:
-            remedy = finding.remedy.replace("Resume from an earlier checkpoint", "Start again")
-            finding = replace(finding, remedy=remedy)
-        return finding
 
 
 def _is_deleted(file: str) -> bool:
@@ -269,9 +257,17 @@ def _is_deleted(file: str) -> bool:
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
 
+def _update(known: Finding, finding: Finding, sighting: Sighting) -> Finding:
+    """Return the finding of a subject after another sighting of it."""
+    if sighting.replaces:
+        remedy = finding.remedy if sighting.remedy else known.remedy
+        return replace(known, severity=finding.severity, seen=finding.seen, seen_at=None, remedy=remedy)
+    return replace(_merge_findings(known, finding), ranks=known.ranks)
+
+
 def _merge_findings(known: Finding, other: Finding) -> Finding:
     """Merge two findings of a subject: the earlier first step, and the text of the more severe finding."""
-    first, second = sorted((known, other), key=lambda finding: -1 if finding.since is None else finding.since)
+    first, second = sorted((known, other), key=attrgetter("first_step"))
     lead, more = worst_first((first, second))
     return replace(
         lead,
@@ -337,16 +333,14 @@ def read_on_finding(on_finding: OnFinding) -> OfFinding:
                 f" {reaction!r}.{suggestion(first, ())}"
             )
 
+    notes = {row.title for row in ROWS if row.severity == "note"}
+
     def react(finding: Finding) -> Any:
         reaction = reactions.get(finding.rule)
         if callable(reaction):
             return reaction(finding)
-        is_of_rule = reaction == "stop" and _calls_for_reaction(finding)
-        return "stop" if is_of_rule or SEVERITIES.index(finding.severity) <= least else None
+        # Healthy runs have a note of a rule with warnings or errors too.
+        is_of_rule = reaction == "stop" and (finding.severity != "note" or finding.title in notes)
+        return "stop" if is_of_rule or finding.severity_order <= least else None
 
     return react
-
-
-def _calls_for_reaction(finding: Finding) -> bool:
-    """Return False for a note of a rule with warnings or errors: healthy runs have it too."""
-    return finding.severity != "note" or any(row.title == finding.title and row.severity == "note" for row in ROWS)

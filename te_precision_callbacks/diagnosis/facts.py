@@ -7,7 +7,6 @@ rows, so live and recorded runs are checked alike.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ _UNSEEN = 1 << 40
 OF_SPANS = ("layers", "gemms", "operands")
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerFacts:
     """A layer.
 
@@ -49,13 +48,13 @@ class LayerFacts:
     module_class: str = ""
     forward: int | None = None
     backward: int | None = None
-    formats: Mapping[str, str] = field(default_factory=dict)
+    formats: dict[str, str] = field(default_factory=dict)
     recipe: str = ""
     weight_dtype: str = ""
     shape: tuple[int, ...] = ()
-    reasons: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    low: frozenset[str] = frozenset()
-    never: Mapping[str, str] = field(default_factory=dict)
+    reasons: dict[str, tuple[str, str]] = field(default_factory=dict)
+    low: set[str] = field(default_factory=set)
+    never: dict[str, str] = field(default_factory=dict)
     calls: int = 0
     since: int = 0
     is_of_te: bool = False
@@ -68,21 +67,13 @@ class LayerFacts:
         return reason == "NO_AUTOCAST" and "enabled=False" in exactly
 
     @property
-    def is_frozen(self) -> bool:
-        return self.never.get("wgrad", NO_BACKWARD) != NO_BACKWARD
-
-    @property
     def has_run(self) -> bool:
         return bool(self.low or self.reasons)
 
     @property
-    def is_unobserved(self) -> bool:
-        return bool(self.refused) and not self.has_run
-
-    @property
     def has_no_gradient(self) -> bool:
         """True if neither its input nor its weight needs a gradient."""
-        return self.is_frozen and self.never.get("dgrad", NO_BACKWARD) != NO_BACKWARD
+        return all(self.never.get(gemm, NO_BACKWARD) != NO_BACKWARD for gemm in ("dgrad", "wgrad"))
 
     @property
     def lacks_backward(self) -> bool:
@@ -94,6 +85,7 @@ class Settings:
     """Settings of a whole run; ``settings`` of its ``run.json``.
 
     Attributes:
+        are_known: False for :data:`UNKNOWN`, the settings of a plain log.
         loss_is_scaled: whether a GradScaler has stepped an optimizer of the model.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None if unknown.
         float16: whether a layer has products in float16.
@@ -109,6 +101,7 @@ class Settings:
         expects_low: why low precision is expected, such as "Accelerate's mixed_precision is 'fp8'"; empty otherwise.
     """
 
+    are_known: bool = True
     loss_is_scaled: bool = False
     adds_eps: bool | None = None
     float16: bool = False
@@ -122,12 +115,17 @@ class Settings:
     loss_is_filtered: bool = False
 
     @classmethod
-    def from_run(cls, run: Mapping[str, Any]) -> Settings | None:
-        """Read ``settings`` of a ``run.json``; None without settings."""
+    def from_run(cls, run: Mapping[str, Any]) -> Settings:
+        """Read ``settings`` of a ``run.json``."""
         settings = run.get("settings")
         if settings is None:
-            return None
+            return UNKNOWN
         return cls(**{name: settings[name] for name in cls.__dataclass_fields__.keys() & settings.keys()})
+
+
+UNKNOWN = Settings(are_known=False)
+
+_UNKNOWN_LAYER = LayerFacts("")
 
 
 @dataclass(frozen=True)
@@ -137,70 +135,62 @@ class Facts:
     Attributes:
         layers: name -> layer; in the order of the model.
         states: subject -> its types, as in the table of states.
-        micro_batches: the maximum number of calls of a product in a step.
-        settings: settings of the whole run; None if unknown.
+        settings: settings of the whole run.
     """
 
-    layers: Mapping[str, LayerFacts] = field(default_factory=dict)
-    states: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    micro_batches: int = 1
-    settings: Settings | None = None
+    layers: dict[str, LayerFacts] = field(default_factory=dict)
+    states: dict[str, set[str]] = field(default_factory=dict)
+    settings: Settings = UNKNOWN
 
     @classmethod
     def from_rows(
         cls,
         layers: Iterable[Row],
-        gemms: Sequence[Row],
+        gemms: Iterable[Row],
         operands: Iterable[Row],
         states: Iterable[Row] = (),
-        settings: Settings | None = None,
+        settings: Settings = UNKNOWN,
     ) -> Facts:
-        fields: dict[str, dict[str, Any]] = {}
-        micro_batches = 1
-
-        def of(name: str) -> dict[str, Any]:
-            return fields.setdefault(name, {"name": name, "low": set(), "formats": {}, "reasons": {}, "never": {}})
-
+        facts = cls(settings=settings)
         for row in layers:
-            known = of(row["layer"])
-            known |= {"forward": row.get("exec_fwd"), "backward": row.get("exec_bwd")}
-            known |= {"module_class": row.get("class") or "", "weight_dtype": row.get("weight_dtype") or ""}
-            known["refused"] = row.get("refused") or ""
-            known["is_quantized_only"] = row.get("primary_weights") == "quantized"
+            layer = facts._add(row)
+            layer.forward = row.get("exec_fwd")
+            layer.backward = row.get("exec_bwd")
+            layer.module_class = row.get("class") or ""
+            layer.weight_dtype = row.get("weight_dtype") or ""
+            layer.refused = row.get("refused") or ""
+            layer.is_quantized_only = row.get("primary_weights") == "quantized"
         for row in gemms:
-            known = of(row["layer"])
+            layer = facts._add(row)
             gemm = row["gemm"]
             if gemm == "fprop":
-                known |= {"shape": (row["m"], row["k"]), "since": row.get("since") or 0}
-                known["calls"] = row.get("calls") or 0
-            known["recipe"] = row["recipe"] or known.get("recipe", "")
-            known["module_class"] = known.get("module_class") or row["family"] or ""
-            known["is_of_te"] = row["family"] in ("te", "te_ops")
-            if known["is_of_te"] and gemm == "fprop":
-                micro_batches = max(micro_batches, row["calls"] or 0)
+                layer.shape = row["m"], row["k"]
+                layer.since = row.get("since") or 0
+                layer.calls = row.get("calls") or 0
+            layer.recipe = row["recipe"] or layer.recipe
+            layer.module_class = layer.module_class or row["family"] or ""
+            layer.is_of_te = row["family"] in ("te", "te_ops")
             if row["family"] == "te_ops":  # counted by coverage, and without statistics
-                known["refused"] = known.get("refused") or "an operation of te.ops"
+                layer.refused = layer.refused or "an operation of te.ops"
             if row["runs"] == "never":
-                known["never"][gemm] = row["not_run"] or ""
+                layer.never[gemm] = row["not_run"] or ""
             elif row["runs"] in ("seen", "planned") and row["reason"]:
-                known["reasons"][gemm] = row["reason"], row["reason_ref"] or ""
+                layer.reasons[gemm] = row["reason"], row["reason_ref"] or ""
             elif row["runs"] in ("seen", "planned") and row["macs"]:
-                known["low"].add(gemm)
+                layer.low.add(gemm)
         for row in operands:
-            if row["format"] and row["layer"] in fields:
-                fields[row["layer"]]["formats"].setdefault(row["tensor"], row["format"])
-        kept: dict[str, set[str]] = defaultdict(set)
+            if row["format"] and row["layer"] in facts.layers:
+                facts.layers[row["layer"]].formats.setdefault(row["tensor"], row["format"])
         for row in states:
-            kept[row["subject"]].add(row["dtype"])
-        return cls(
-            {name: LayerFacts(**{**known, "low": frozenset(known["low"])}) for name, known in fields.items()},
-            {subject: frozenset(types) for subject, types in kept.items()},
-            micro_batches,
-            settings,
-        )
+            facts.states.setdefault(row["subject"], set()).add(row["dtype"])
+        return facts
+
+    def _add(self, row: Row) -> LayerFacts:
+        name = row["layer"]
+        return self.layers.setdefault(name, LayerFacts(name))
 
     @classmethod
-    def from_tables(cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings | None) -> Facts:
+    def from_tables(cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings) -> Facts:
         layers, gemms, operands = (_rows_at(tables[name], iteration) for name in OF_SPANS)
         return cls.from_rows(layers, gemms, operands, tables["states"], settings)
 
@@ -210,62 +200,49 @@ class Facts:
         operands: list[Row] = []
         for product in products:
             if not product.backward or product.family in ("te", "te_ops"):
-                reason = None if product.reason is None else product.reason.name
+                reason = product.reason and product.reason.name
                 gemms.append({**vars(product), "reason": reason, "recipe": recipe if product.is_low else ""})
                 for tensor, text in product.operands.items():
-                    row: Row = {"layer": product.layer, "tensor": tensor, "format": text}
-                    operands.append(row)
+                    operands.append({"layer": product.layer, "tensor": tensor, "format": text})
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
-    def order_key(self, layer: str, tensor: str) -> tuple[int, int]:
+    def order_key(self, name: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's.
 
         A module with several layers has the place of the first one.
         """
-        if layer in self.layers:
-            of_layers = [self.layers[layer]]
-        else:
-            of_layers = [known for name, known in self.layers.items() if name.startswith(f"{layer}.")]
+        names = [name] if name in self.layers else [inner for inner in self.layers if inner.startswith(f"{name}.")]
         backward = tensor in ("gradient", "dgrad", "wgrad")
-        first = _UNSEEN
-        for known in of_layers:
-            place = known.backward if backward else known.forward
-            if place is not None:
-                first = min(first, place)
-        if first == _UNSEEN:
-            first += self._places.get(layer, _UNSEEN)
-        return int(backward), first
+        orders = [layer.backward if backward else layer.forward for layer in map(self.layer, names)]
+        unseen = _UNSEEN + self._order_in_model.get(name, _UNSEEN)
+        return int(backward), min([order for order in orders if order is not None], default=unseen)
 
     def sort_by_execution(self, layers: Iterable[str], tensor: str) -> list[str]:
         return sorted(layers, key=lambda layer: self.order_key(layer, tensor))
 
-    def format_of(self, layer: str, tensor: str) -> str:
-        known = self.layers.get(layer)
-        if known is None:
-            return ""
-        return known.formats.get(tensor, "")
+    def layer(self, name: str) -> LayerFacts:
+        """Return a layer, without any facts if it is unknown."""
+        return self.layers.get(name, _UNKNOWN_LAYER)
 
-    def quantizes(self, layer: str, tensor: str) -> bool:
+    def format_of(self, name: str, tensor: str) -> str:
+        return self.layer(name).formats.get(tensor, "")
+
+    def quantizes(self, name: str, tensor: str) -> bool:
         """Return whether a product that reads a tensor of a layer runs in low precision; True if unknown."""
-        known = self.layers.get(layer)
-        if known is None:
-            return True
+        layer = self.layer(name)
         readers = {gemm for gemm, operands in OPERANDS.items() if tensor in operands}
-        low = readers & known.low
-        return bool(low) or not readers & known.reasons.keys()
+        return not readers.isdisjoint(layer.low) or readers.isdisjoint(layer.reasons)
 
-    def recipe_of(self, layer: str) -> str:
-        known = self.layers.get(layer)
-        if known is None:
-            return ""
-        return known.recipe
+    @property
+    def micro_batches(self) -> int:
+        """The maximum number of calls of a product in a step."""
+        return max([1, *(layer.calls for layer in self.layers.values() if layer.is_of_te)])
 
     @property
     def has_run(self) -> bool:
         """True after a forward of a layer, or a step of an optimizer."""
-        layers = self.layers.values()
-        stepped = self.settings is not None and (self.settings.loss_is_scaled or self.settings.adds_eps is not None)
-        return any(stepped or layer.has_run or layer.forward is not None for layer in layers)
+        stepped = self.settings.loss_is_scaled or self.settings.adds_eps is not None
+        return any(stepped or layer.has_run or layer.forward is not None for layer in self.layers.values())
 
     @functools.cached_property
     def layers_that_ran(self) -> Sequence[LayerFacts]:
@@ -282,13 +259,13 @@ class Facts:
     @property
     def unobserved(self) -> LayerFacts | None:
         """The first layer that is not observed."""
-        return next((layer for layer in self.layers.values() if layer.is_unobserved), None)
+        return next((layer for layer in self.layers.values() if layer.refused and not layer.has_run), None)
 
     @property
     def knows_recipes(self) -> bool:
         """True if the recipes are known, as in each session, but not in a plain log."""
         shown = any(layer.has_run or layer.recipe for layer in self.layers.values())
-        return shown or bool(self.layers and self.settings is not None)
+        return shown or bool(self.layers and self.settings.are_known)
 
     @property
     def has_delayed_scaling(self) -> bool:
@@ -297,30 +274,23 @@ class Facts:
     @property
     def heads(self) -> list[LayerFacts]:
         """The layers that may be the model's head: the last of Transformer Engine, and the last of torch."""
-        last = None
-        last_of_torch = None
-        for layer in self.layers.values():
-            if not (layer.shape and layer.calls):
-                continue
-            if layer.forward is None:
-                if not layer.is_of_te:
-                    last_of_torch = layer
-            elif last is None or layer.forward > (last.forward or 0):
-                last = layer
-        return list(filter(None, (last, last_of_torch)))
+        layers = [layer for layer in self.layers.values() if layer.shape and layer.calls]
+        observed = [layer for layer in layers if layer.forward is not None]
+        of_torch = [layer for layer in layers if layer.forward is None and not layer.is_of_te]
+        return sorted(observed, key=lambda layer: -(layer.forward or 0))[:1] + of_torch[-1:]
 
     @functools.cached_property
-    def _places(self) -> Mapping[str, int]:
-        return {name: place for place, name in enumerate(self.layers)}
+    def _order_in_model(self) -> Mapping[str, int]:
+        return {name: order for order, name in enumerate(self.layers)}
 
-    def kind_of(self, layer: str) -> str:
+    def kind_of(self, name: str) -> str:
         """Return a key that is equal for layers with similar names, class and shape, in blocks with the same parts."""
-        known = self.layers.get(layer)
-        form = form_of(layer)
-        if known is None:
+        form = form_of(name)
+        if name not in self.layers:
             return form
-        parts = "".join(sorted(self._parts_of_blocks[block_of(layer)]))
-        return f"{form}|{known.module_class}|{known.shape}|{parts}"
+        layer = self.layers[name]
+        parts = "".join(sorted(self._parts_of_blocks[block_of(name)]))
+        return f"{form}|{layer.module_class}|{layer.shape}|{parts}"
 
     @functools.cached_property
     def _parts_of_blocks(self) -> Mapping[str, set[str]]:
@@ -332,9 +302,5 @@ class Facts:
 
 
 def _rows_at(rows: Iterable[Row], iteration: int) -> list[Row]:
-    current = []
-    for row in rows:
-        until = row.get("until")
-        if (row["since"] or 0) <= iteration and (until is None or iteration <= until):
-            current.append(row)
-    return current
+    begun = [row for row in rows if (row["since"] or 0) <= iteration]
+    return [row for row in begun if row.get("until") is None or iteration <= row["until"]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.layers.folding import fold_for_sentence
 
@@ -84,20 +84,24 @@ class Finding:
         """The tensor and the layers: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
         if not self.layers:
             return "the model"
-        first = self.layers[0]
-        more = len(self.layers) - 1
-        names = fold_for_sentence(*self.layers, most=_MOST_NAMES) if more < _MOST_NAMES else fold_for_sentence(first)
-        others = f" and {many(more, 'more layer')}" if more >= _MOST_NAMES else ""
-        if self.tensor:
-            return f"{self.tensor} of {names}{others}"
-        return f"{names}{others}"
+        first, *others = self.layers
+        names = fold_for_sentence(*self.layers) if len(others) < _MOST_NAMES else fold_for_sentence(first)
+        more = f" and {many(len(others), 'more layer')}" if len(others) >= _MOST_NAMES else ""
+        return f"{self.tensor} of {names}{more}" if self.tensor else f"{names}{more}"
+
+    @property
+    def first_step(self) -> int:
+        """``since``, and -1 for a problem from the start."""
+        return -1 if self.since is None else self.since
+
+    @property
+    def severity_order(self) -> int:
+        return SEVERITIES.index(self.severity)
 
     @property
     def gemm(self) -> str | None:
         """The GEMM with the tensor as its result: ``fprop``, ``dgrad`` or ``wgrad``; None for other tensors."""
-        if self.tensor in GEMMS:
-            return self.tensor
-        return None
+        return self.tensor if self.tensor in GEMMS else None
 
     @property
     def seen_in_words(self) -> str:
@@ -118,9 +122,7 @@ class Finding:
     @property
     def when(self) -> str:
         """The first step, in words; empty for a problem from the start."""
-        if self.since is None:
-            return ""
-        return f"since step {self.since}"
+        return "" if self.since is None else f"since step {self.since}"
 
     @property
     def where(self) -> str:
@@ -164,7 +166,7 @@ class NotChecked(NamedTuple):
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+    return sorted(findings, key=attrgetter("severity_order"))
 
 
 def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence[str]]) -> list[Finding]:
@@ -174,40 +176,31 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
     that can cause its findings). The beginning may be any step after ``last_good``. A note explains only notes. Of two
     findings that can explain each other, the earlier is explained first.
     """
+    ordered = sorted(findings, key=attrgetter("first_step", "severity_order"))
+    cause_of: dict[Finding, Finding] = {}
 
-    def severity(finding: Finding) -> int:
-        return SEVERITIES.index(finding.severity)
+    def root_of(finding: Finding) -> Finding:
+        while finding in cause_of:
+            finding = cause_of[finding]
+        return finding
 
-    ordered = sorted(findings, key=lambda finding: (_first_step(finding), severity(finding)))
-    cause_of: dict[int, int] = {}
-
-    def root_of(place: int) -> int:
-        while place in cause_of:
-            place = cause_of[place]
-        return place
-
-    for place, finding in enumerate(ordered):
-        for at, other in enumerate(ordered):
-            if _explains(other, finding, causes) and root_of(at) != place:
-                cause_of[place] = at
+    for finding in ordered:
+        for cause in ordered:
+            if _explains(cause, finding, causes) and root_of(cause) != finding:
+                cause_of[finding] = cause
                 break
-    groups: dict[int, list[Finding]] = {}
-    for place, finding in enumerate(ordered):
-        if place in cause_of:
-            cause = ordered[cause_of[place]]
-            finding = replace(finding, caused_by=f"{cause.rule} of {cause.subject}")
-        groups.setdefault(root_of(place), []).append(finding)
-
-    worst = sorted((groups[root] for root in sorted(groups)), key=lambda group: min(map(severity, group)))
+    groups = group_by_key((root_of(finding), finding) for finding in ordered)
+    worst = sorted(
+        (groups[root] for root in ordered if root in groups),
+        key=lambda group: min(finding.severity_order for finding in group),
+    )
+    result = []
     for group in worst:
-        group.sort(key=lambda finding: (bool(finding.caused_by), severity(finding)))
-    return list(itertools.chain.from_iterable(worst))
-
-
-def _first_step(finding: Finding) -> int:
-    if finding.since is None:
-        return -1
-    return finding.since
+        for finding in sorted(group, key=lambda finding: (finding in cause_of, finding.severity_order)):
+            cause = cause_of.get(finding, finding)
+            caused_by = "" if cause is finding else f"{cause.rule} of {cause.subject}"
+            result.append(replace(finding, caused_by=caused_by))
+    return result
 
 
 def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[str]]) -> bool:
@@ -216,7 +209,7 @@ def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[st
         cause.title != finding.title
         and not {cause.rule, f"{cause.rule} of {cause.tensor}"}.isdisjoint(causes.get(finding.title, ()))
         and (cause.severity != "note" or finding.severity == "note")
-        and begun + (finding.rule in causes.get(cause.title, ())) <= _first_step(finding)
+        and begun + (finding.rule in causes.get(cause.title, ())) <= finding.first_step
     )
 
 
@@ -270,10 +263,8 @@ class Verdict(Sequence[Finding]):
         """
         if self.wrong:
             return "problems found"
-        lacking = self.is_partial or not self.checked or any(rule.essential for rule in self.not_checked)
-        if lacking:
-            return "not enough checked"
-        return "no problems found"
+        is_lacking = self.is_partial or not self.checked or any(rule.essential for rule in self.not_checked)
+        return "not enough checked" if is_lacking else "no problems found"
 
     @property
     def healthy(self) -> bool:
@@ -355,6 +346,4 @@ MOST_FINDINGS = 5
 
 
 def more_findings(count: int) -> str:
-    if count > MOST_FINDINGS:
-        return f"and {many(count - MOST_FINDINGS, 'more finding')}"
-    return ""
+    return f"and {many(count - MOST_FINDINGS, 'more finding')}" if count > MOST_FINDINGS else ""

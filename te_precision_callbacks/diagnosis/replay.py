@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import OF_SPANS, Facts, Row, Settings
+from te_precision_callbacks.diagnosis.facts import OF_SPANS, UNKNOWN, Facts, Row, Settings
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck
@@ -90,8 +90,8 @@ def _facts(run: RecordedRun) -> Iterator[_Call]:
     last = max(int(run.steps["iteration"].to_numpy().max(initial=0)), *begins)  # there may be no values
 
     def set_facts(iteration: int, diagnosis: Diagnosis) -> None:
-        current = [known for first, known in settings if first <= iteration]
-        facts = Facts.from_tables(tables, iteration, current[-1] if current else None)
+        current = [UNKNOWN, *(known for first, known in settings if first <= iteration)]
+        facts = Facts.from_tables(tables, iteration, current[-1])
         diagnosis.set_facts(facts, iteration)
 
     for iteration in begins | ends:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
@@ -46,6 +47,10 @@ class Sighting(NamedTuple):
     withdraws: bool = False
 
 
+Sightings = Iterable[Sighting]
+
+
+@dataclass(kw_only=True)
 class RuleCheck:
     """Checks one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`, :meth:`scalars` or
     :meth:`event`.
@@ -57,14 +62,14 @@ class RuleCheck:
         lacks: why there are no data; empty if that is not known.
     """
 
+    needed: int = 1
     applies: bool | None = True
+    kind_of_step: str = "collection step"
     checked = False
     lacks = ""
-    kind_of_step = "collection step"
 
-    def __init__(self, needed: int = 1) -> None:
-        self.needed = needed
-        self.streaks = Streaks(needed)
+    def __post_init__(self) -> None:
+        self.streaks = Streaks(self.needed)
         self.steps: deque[int] = deque(maxlen=_KEPT_STEPS)
         self._count = 0
 
@@ -80,18 +85,18 @@ class RuleCheck:
             return f"not enough {self.kind_of_step}s ({self._count} of {self.needed})"
         return self.lacks
 
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         return ()
 
-    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         """Check the statistics of a step, within ``np.errstate(all="ignore")``."""
         return ()
 
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterable[Sighting]:
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
         """Check metrics of the trainer in an iteration; they may come later than :meth:`step`."""
         return ()
 
-    def event(self, event: Event) -> Iterable[Sighting]:
+    def event(self, event: Event) -> Sightings:
         """Check an event of the run, such as a broken contract or the exception that ended the run."""
         return ()
 
@@ -190,7 +195,7 @@ class Streaks:
         severity: Severity | None = None,
         key: str = "",
         steps: int = 0,
-    ) -> Iterator[Sighting]:
+    ) -> Sightings:
         """Yield a sighting of each tensor, with all layers where the condition has lasted long enough.
 
         Args:
@@ -205,19 +210,19 @@ class Streaks:
             return
         column = numbers.column(statistic)
         held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in column.tensors}
-        lasting: dict[str, dict[str, int]] = {}  # tensor -> layer -> row
+        lasting: list[int] = []
         for row in column.rows[holds[column.rows]].tolist():
             first, count = before.get(row, (numbers.iteration, 0))
             held[row] = Streak(first, count + 1)
             if count + 1 >= (steps or self.steps) and (reported is None or reported[row]):
-                lasting.setdefault(str(numbers.tensors[row]), {})[numbers.names[row]] = row
+                lasting.append(row)
         if held:
             self.held[statistic, key] = held
-        for tensor, rows in lasting.items():
-            layers = numbers.facts.sort_by_execution(rows, tensor)
-            row = rows[layers[0]]
-            since = min(held[row].first for row in rows.values())
-            yield Sighting(describe(row), tuple(layers), tensor, column.label(row), since, severity)
+        for tensor, rows in group_by_key((str(numbers.tensors[row]), row) for row in lasting).items():
+            rows = numbers.in_order(rows)
+            layers = tuple(numbers.names[row] for row in rows)
+            since = min(held[row].first for row in rows)
+            yield Sighting(describe(rows[0]), layers, tensor, column.label(rows[0]), since, severity)
 
     def by_severity(
         self,
@@ -227,7 +232,7 @@ class Streaks:
         notes: Mask,
         describe: Callable[[int], str],
         key: str = "",
-    ) -> Iterator[Sighting]:
+    ) -> Sightings:
         """Yield sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
         yield from self.sightings(numbers, statistic, warnings, describe, severity="warning", key=f"{key}warning")
         yield from self.sightings(numbers, statistic, notes, describe, severity="note", key=f"{key}note")

@@ -5,21 +5,21 @@
 - :class:`Logged`: a condition on the history of a number that the trainer logs;
 - :class:`FactHolds`: a fact about the run;
 - :class:`Reported`: an event of the run;
-- :class:`Changed`: a sudden change, as the watch of every step reports it; :class:`AbsentSince`: layers that it misses.
+- :class:`Changed`: a sudden change, as the watch of every step reports it, such as layers that it misses.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import RuleCheck, Sighting, Streaks
+from te_precision_callbacks.diagnosis.rule import RuleCheck, Sighting, Sightings, Streaks
 from te_precision_callbacks.flight.changes import LEAST_HISTORY, Kind, describe_absences
 from te_precision_callbacks.runs.summary import is_loss, loss_first, words_of
 from te_precision_callbacks.sinks.step_records import Event
@@ -43,22 +43,21 @@ class OfStatistic(RuleCheck):
     statistic: str
     tensor: str = ""
     also: Sequence[str] = ()
-    needed: int = 1
     applies_to: Applies | None = None
     is_strict: bool = False
     lacks_in: Callable[[Facts], str] | None = None
 
     def __post_init__(self) -> None:
-        super().__init__(self.needed)
+        super().__post_init__()
         self.applies = self.applies_to is not None
 
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         applies = None if self.applies_to is None or self.steps else self.applies_to(facts)
         self.applies = self.applies if applies is None else applies
         self.lacks = "" if self.lacks_in is None else self.lacks_in(facts)
         return ()
 
-    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         if not (holds_any(numbers.are_known(self.statistic, self.tensor)) and all(map(numbers.has, self.also))):
             return ()
         if self.is_strict and self.applies_to is not None and not self.applies_to(numbers.facts):
@@ -67,7 +66,7 @@ class OfStatistic(RuleCheck):
         self.note_data(numbers.iteration)
         return self.sightings(numbers)
 
-    def sightings(self, numbers: StepNumbers) -> Iterable[Sighting]:
+    def sightings(self, numbers: StepNumbers) -> Sightings:
         raise NotImplementedError
 
 
@@ -85,7 +84,7 @@ class AboveLimit(OfStatistic):
     below: float = math.inf
     remedy: Callable[[Facts], str] | None = None
 
-    def sightings(self, numbers: StepNumbers) -> Iterator[Sighting]:
+    def sightings(self, numbers: StepNumbers) -> Sightings:
         values = numbers.finite(self.statistic)
         holds = (values >= self.limit) & (values < self.below) & numbers.are_known(self.statistic, self.tensor)
         remedy = "" if self.remedy is None else self.remedy(numbers.facts)
@@ -103,9 +102,9 @@ class InARow(OfStatistic):
         find: yields the sightings of a step, from the streaks.
     """
 
-    find: Callable[[StepNumbers, Streaks], Iterable[Sighting]]
+    find: Callable[[StepNumbers, Streaks], Sightings]
 
-    def sightings(self, numbers: StepNumbers) -> Iterable[Sighting]:
+    def sightings(self, numbers: StepNumbers) -> Sightings:
         return self.find(numbers, self.streaks)
 
 
@@ -150,22 +149,20 @@ class Logged(RuleCheck):
     """
 
     number: Callable[[Metrics], tuple[str, float] | None]
-    find: Callable[[Facts, Sequence[LoggedNumber]], Iterable[Sighting]]
-    needed: int = 1
-    applies: bool | None = True
+    find: Callable[[Facts, Sequence[LoggedNumber]], Sightings]
     lacks_in: Callable[[Metrics], str] | None = None
     kind_of_step: str = "logged step"
 
     def __post_init__(self) -> None:
-        super().__init__(self.needed)
+        super().__post_init__()
         self.history: list[LoggedNumber] = []
         self._last = Metrics(Facts(), {}, Counter(), math.nan)
 
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         self._last = self._last._replace(facts=facts)
         return self.find(facts, self.history) if self.history else ()
 
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterable[Sighting]:
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
         facts, _, counts, loss = self._last
         counts.update(values.keys())
         losses = [name for name in values if is_loss(name) and words_of(name).isdisjoint(OF_EVALUATION)]
@@ -196,13 +193,10 @@ class FactHolds(RuleCheck):
         find: yields the sightings, if the rule applies to the run.
     """
 
-    find: Callable[[Facts], Iterable[Sighting]]
+    find: Callable[[Facts], Sightings]
     applies_to: Applies
 
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         applies = self.applies_to(facts)
         if applies is None:
             return ()
@@ -225,22 +219,22 @@ class Reported(RuleCheck):
     is_of_all: bool = False
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__post_init__()
         self.applies = self.is_of_all
 
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         self.checked |= self.is_of_all and facts.has_run and not self.lacks
         return ()
 
-    def event(self, event: Event) -> Iterator[Sighting]:
+    def event(self, event: Event) -> Sightings:
         if event.kind in self.kinds:
             self.applies = True
             self.checked |= not self.is_of_all
-            for found in self.find(event):
-                if isinstance(found, Sighting):
-                    yield found
+            for result in self.find(event):
+                if isinstance(result, Sighting):
+                    yield result
                 else:
-                    self.lacks = self.lacks or found
+                    self.lacks = self.lacks or result
             self.checked &= not self.lacks
 
 
@@ -249,47 +243,45 @@ COLLECT_EACH_STEP = "every_step=True, the default, and a longer run"
 """The data of :class:`Changed`."""
 
 
-def _of_layers(event: Event) -> Iterable[Sighting]:
-    return [Sighting(event.text, tuple(layer for layer, _ in event.data["slots"]), since=event.iteration)]
+def _with_layers(events: Sequence[Event]) -> Sightings:
+    last = events[-1]
+    return [Sighting(last.text, layers_of_change(last), since=last.iteration)]
+
+
+def layers_of_change(event: Event) -> tuple[str, ...]:
+    return tuple(layer for layer, _ in event.data["slots"])
 
 
 @dataclass(kw_only=True)
 class Changed(RuleCheck):
-    """A sudden change that the watch of every step has found; ``find`` yields the sightings of its event."""
+    """A sudden change that the watch of every step has found; ``find`` yields the sightings of its events so far."""
 
     change: Kind
-    find: Callable[[Event], Iterable[Sighting]] = _of_layers
-    applies = False
+    find: Callable[[Sequence[Event]], Sightings] = _with_layers
+    applies: bool | None = False
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__post_init__()
+        self._events: list[Event] = []
 
-    def event(self, event: Event) -> Iterable[Sighting]:
+    def event(self, event: Event) -> Sightings:
         if event.kind == "every_step_watched":
             self.applies = self.checked = True
         if event.kind != "changed" or event.data["kind"] != self.change:
             return ()
         self.note_data(event.iteration - 1)  # which was watched
-        return self.find(event)
+        self._events.append(event)
+        return self.find(self._events)
 
 
-@dataclass(kw_only=True)
-class AbsentSince(Changed):
-    """Layers that are missed since a step, as one finding: a note once all of them are back."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._absences: dict[str, tuple[int, int | None]] = {}  # layer -> first and last step; None if it goes on
-        self.find = self._of_absences
-
-    def _of_absences(self, event: Event) -> Iterator[Sighting]:
-        is_new = not self._absences
-        layers = tuple(layer for layer, _ in event.data["slots"])
-        self._absences.update(dict.fromkeys(layers, (event.data["since"], event.data["until"])))
-        spans = self._absences.values()
-        severity: Severity = "warning" if any(last is None for _, last in spans) else "note"
-        latest = max(first if last is None else last for first, last in spans)
-        found = Sighting(describe_absences(self.change, spans), layers, since=latest, severity=severity)
-        if not is_new:
-            yield found._replace(replaces=True)
-        yield found
+def find_absences(events: Sequence[Event]) -> Sightings:
+    """Find layers that are missed since a step, as one finding: a note once all of them are back."""
+    absences: dict[str, tuple[int, int | None]] = {}  # layer -> first and last step; None if it goes on
+    for event in events:
+        absences.update(dict.fromkeys(layers_of_change(event), (event.data["since"], event.data["until"])))
+    spans = absences.values()
+    severity: Severity = "warning" if any(last is None for _, last in spans) else "note"
+    latest = max(first if last is None else last for first, last in spans)
+    text = describe_absences(events[-1].data["kind"], spans)
+    sighting = Sighting(text, layers_of_change(events[-1]), since=latest, severity=severity)
+    return [sighting] if len(events) == 1 else [sighting._replace(replaces=True), sighting]

@@ -13,7 +13,7 @@ import pytest
 
 from te_precision_callbacks.diagnosis import RULES, Finding, Verdict
 from te_precision_callbacks.diagnosis.engine import Diagnosis
-from te_precision_callbacks.diagnosis.facts import Facts, Settings
+from te_precision_callbacks.diagnosis.facts import UNKNOWN, Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
 from te_precision_callbacks.diagnosis.rule import RuleCheck, RuleError
@@ -39,7 +39,7 @@ def facts(
     formats: Mapping[str, str] | None = None,
     states: Sequence[dict[str, Any]] = (),
     changed: Mapping[str, dict[str, Any]] | None = None,
-    settings: Settings | None = None,
+    settings: Settings = UNKNOWN,
     **of_all: Any,
 ) -> Facts:
     """Facts of layers that run one after the other; ``changed`` has the deviations of some."""
@@ -888,7 +888,7 @@ def test_amaxes_that_are_not_reduced(row: dict[str, Any], found: list[str]) -> N
     assert len(stages) == (0 if row["reduced"] and not row["outside"] else len(found)), "a group without other stages"
 
 
-def told(*logged: Mapping[str, float], settings: Settings | None = None) -> Verdict:
+def told(*logged: Mapping[str, float], settings: Settings = UNKNOWN) -> Verdict:
     diagnosis = Diagnosis()
     diagnosis.set_facts(Facts(settings=settings), 0)
     diagnosis.has_run = True

@@ -8,7 +8,6 @@ from dataclasses import replace
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
-    between_steps,
     gradients,
     jumps,
     kernels,
@@ -33,7 +32,6 @@ ROWS: Sequence[Rule] = (
     *gradients.RULES,
     *training.RULES,
     *jumps.RULES,
-    *between_steps.RULES,
     *precision.RULES,
     *settings.RULES,
     *outcome.RULES,

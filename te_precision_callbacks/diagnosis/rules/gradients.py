@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
 from te_precision_callbacks.diagnosis.rules.lost_elements import (
     OVERFLOW,
     can_overflow,
@@ -35,17 +35,17 @@ class DeadGradient(RuleCheck):
     """Finds gradients of 0, unless a periodic schedule explains when the layer trains, as for alternating layers."""
 
     def __init__(self) -> None:
-        super().__init__(DEAD_STEPS)
+        super().__init__(needed=DEAD_STEPS)
         self._rhythms = np.empty((0, len(_PERIODS)), bool)  # [layers, periods and phases]: those that are possible
         self._have_trained = np.empty(0, bool)  # [layers]
         self._reported: dict[str, int] = {}  # layer -> steps in a row with a gradient since then
 
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         ran = facts.te_layers_that_ran
         self.applies = not ran or not all(layer.has_no_gradient for layer in ran)
         return ()
 
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         amaxes = numbers.finite("cur_amax")
         are_gradients = numbers.are_known("cur_amax", "gradient")
         are_activations = numbers.are_known("cur_amax", "activation")
@@ -92,13 +92,14 @@ def _in_layers(numbers: StepNumbers, rows: Mask) -> Mask:
     return in_layers
 
 
-def _spike(event: Event) -> Iterator[Sighting]:
+def _spike(events: Sequence[Event]) -> Sightings:
+    event = events[-1]
     slots = event.data["slots"]
     _, tensor = slots[0]
-    layers = tuple(layer for layer, of_layer in slots if of_layer == tensor)
+    layers = tuple(layer for layer, spiked in slots if spiked == tensor)
     spike = Sighting(event.text, layers, tensor, since=event.iteration)
     is_inf = event.data["now"] in LARGEST_CODES
-    yield spike._replace(severity="warning", remedy=_OF_INF) if is_inf else spike
+    return [spike._replace(severity="warning", remedy=_OF_INF) if is_inf else spike]
 
 
 _OF_INF = (
@@ -109,13 +110,13 @@ _OF_INF = (
 
 class Growth(RuleCheck):
     def __init__(self) -> None:
-        super().__init__(1 + GROWTH_STEPS)
+        super().__init__(needed=1 + GROWTH_STEPS)
         self.streaks.steps = GROWTH_STEPS
         self._least = np.empty(0)  # [rows]: the logarithm of the least of the first amaxes; nan without any
         self._numbers_of_amaxes = np.empty(0, int)  # [rows]: the number of amaxes
         self._has_jumped = np.empty(0, bool)  # [rows]: after the first values
 
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         if not numbers.has("cur_amax"):
             return
         now = numbers.bits("cur_amax")

@@ -1,16 +1,23 @@
-"""The rule on weights that jump."""
+"""Rules on sudden changes: weights that jump, and layers that are missed, also between collection steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
-from te_precision_callbacks.diagnosis.rule import Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, Sighting, Sightings
 from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
+from te_precision_callbacks.diagnosis.shapes import (
+    COLLECT_EACH_STEP,
+    NEEDS_EACH_STEP,
+    Changed,
+    find_absences,
+)
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, total
@@ -36,7 +43,7 @@ class WeightJump(ParameterRule):
         self._rise: Event | None = None
         self._changed: int | None = None  # the step of the last sudden change
 
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         for statistic in ("cur_amax", "std", "l2_norm"):
             weights = numbers.are_known(statistic, "weight")
             if not holds_any(weights):
@@ -71,7 +78,7 @@ class WeightJump(ParameterRule):
     def _layers(numbers: StepNumbers, weights: Mask) -> tuple[str, ...]:
         return tuple(numbers.facts.sort_by_execution(numbers.names_of(weights), "weight"))
 
-    def event(self, event: Event) -> Iterator[Sighting]:
+    def event(self, event: Event) -> Sightings:
         for written in super().event(event):
             # It says more than the size of the change, in the step of the write or, after the optimizer's, in the next.
             replaces = self._changed is not None and written.since in (self._changed, self._changed + 1)
@@ -102,6 +109,8 @@ class WeightJump(ParameterRule):
 WEIGHT_JUMP = 4.0
 STEADY = 1.0
 """Powers of two of a jump between collection steps, and the most between those before it."""
+
+_BACK = "A note once all such layers have one again. A layer is missed again after twice its longest gap"
 
 RULES = (
     Rule(
@@ -140,5 +149,51 @@ RULES = (
         """,
         check=WeightJump,
         consequence_of=("diverging-loss",),
+    ),
+    Rule(
+        id="uncalled-layer",
+        title="a layer does not run any more",
+        subject="layer",
+        needs=NEEDS_EACH_STEP,
+        collect=COLLECT_EACH_STEP,
+        condition=f"""
+            a layer had a GEMM in each of {LEAST_PRESENT} training steps in a row, and has had none for {LEAST_ABSENT}
+            steps, in which other layers had. {_BACK}
+        """,
+        silent="layers that are left out at random, or in turn, from the start",
+        severity="warning",
+        source="this project",
+        why="its weights do not change any more, and the model without it is another model",
+        disproof="the script leaves the layer out on purpose from that step on",
+        remedy="Look for what chooses the layers of a step: a schedule, the data, routing, early exits, eval()",
+        check=partial(Changed, change="uncalled", find=find_absences),
+        consequence_of=("evaluation-mode",),
+    ),
+    Rule(
+        id="frozen-layer",
+        title="the weights of a layer get no gradient any more",
+        subject="layer",
+        needs=NEEDS_EACH_STEP,
+        collect=COLLECT_EACH_STEP,
+        condition=f"""
+            a layer had a wgrad other than 0 in each of {LEAST_PRESENT} training steps in a row, and has had none for
+            {LEAST_ABSENT} steps, in which its forward ran. Or the gradient of a matrix was not 0 at the optimizer's
+            steps in {LEAST_PRESENT} steps, and then is 0 at {LEAST_ABSENT} of them in a row. {_BACK}
+        """,
+        silent="""
+            layers that are trained in turn from the start; at the optimizer's step also layers in lists of a block,
+            such as experts
+        """,
+        severity="warning",
+        source="this project",
+        why="its weights do not learn any more",
+        disproof="the script freezes the layer on purpose from that step on",
+        remedy="""
+            Look for what stops the gradient: requires_grad_(False), detach(), torch.no_grad(), a loss term or a gate
+            that is 0 from that step on, code or hooks that set gradients to 0. After a spike under delayed scaling,
+            gradients may be 0 until its amax leaves the history: use a shorter amax_history_len, or current scaling
+        """,
+        consequence_of=("growth", "stale-scale", "uncalled-layer", "evaluation-mode"),
+        check=partial(Changed, change="frozen", find=find_absences),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Rule, Sighting, Streaks
+from te_precision_callbacks.diagnosis.rule import Rule, Sightings, Streaks
 from te_precision_callbacks.diagnosis.rules.lost_elements import can_overflow
 from te_precision_callbacks.diagnosis.shapes import InARow, runs_low_precision
 
@@ -41,7 +41,7 @@ def _limits(facts: Facts, layer: str, tensor: str) -> _Limits:
     return _Limits(steps * 2.0**-bits.mantissa_bits + UNROUNDED, steps * bits.min_subnormal, bits.max)
 
 
-def _wrong_codes(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+def _wrong_codes(numbers: StepNumbers, streaks: Streaks) -> Sightings:
     """Find a squared error above the largest that the format explains.
 
     An element is rounded by half of the distance of two values at most: by ``2^-(mantissa bits + 1)`` of itself, or by
@@ -70,11 +70,11 @@ def _wrong_codes(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
 
 
 def _unmeasured(facts: Facts) -> str:
-    why = "" if facts.settings is None else facts.settings.unmeasured
+    why = facts.settings.unmeasured
     return why and f"LogGemmError has measured nothing: {why}"
 
 
-def _wrong_gemms(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+def _wrong_gemms(numbers: StepNumbers, streaks: Streaks) -> Sightings:
     """Find results that differ from the product of their operands by more than rounding."""
     settings = numbers.facts.settings
     ratio = numbers.values("gemm_kernel_ratio")
@@ -82,7 +82,7 @@ def _wrong_gemms(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
     gain = numbers.values("gemm_gain")
     rank = numbers.values("gemm_wrong_rank")
     is_scaled = (np.abs(gain - 1) > GAIN) & (np.abs(error - np.abs(gain - 1)) < GAIN * error)
-    is_alone = (settings is not None and settings.ranks > 1 and settings.alike) & (rank >= 0)
+    is_alone = (settings.ranks > 1 and settings.alike) & (rank >= 0)
 
     def describe(row: int) -> str:
         gemm = f"the GEMM {_GEMM[str(numbers.tensors[row])]}"
@@ -94,11 +94,12 @@ def _wrong_gemms(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
             f" {ratio[row]:.3g} times as much as rounding explains{on_rank}"
         )
 
-    yield from streaks.sightings(numbers, "gemm_kernel_ratio", (ratio > 1) & ~is_alone, describe)
-    for sighting in streaks.sightings(numbers, "gemm_kernel_ratio", (ratio > 1) & is_alone, describe, key="rank"):
-        remedy = "Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)"
-        yield sighting._replace(remedy=remedy, key="rank")
+    for key, holds, remedy in (("", ~is_alone, ""), ("rank", is_alone, _REMEDY_OF_RANK)):
+        for sighting in streaks.sightings(numbers, "gemm_kernel_ratio", (ratio > 1) & holds, describe, key=key):
+            yield sighting._replace(remedy=remedy, key=key)
 
+
+_REMEDY_OF_RANK = "Remove this rank's GPU from the job, and test it (dcgmi diag -r 3)"
 
 GAIN = 0.05
 """How far the gain of a scaled result is from 1 at least. A wrong scale is off by a factor of 2 or more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings, Streaks
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP
@@ -82,11 +82,11 @@ class Nonfinite(RuleCheck):
     _is_scaled = False
     _lasts = False  # whether parameters had inf or nan, or may have had them
 
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         self._is_scaled = is_scaled(facts)
         return ()
 
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         amaxes = numbers.are_known("cur_amax")
         if not holds_any(amaxes | numbers.are_known("nonfinite_num")):
             return
@@ -98,7 +98,7 @@ class Nonfinite(RuleCheck):
             in_backward = all(numbers.tensors[row] in BACKWARD for row in rows)
             yield self._begin(_first_nonfinite(numbers, rows, before), in_backward=in_backward)
 
-    def event(self, event: Event) -> Iterator[Sighting]:
+    def event(self, event: Event) -> Sightings:
         problems = event.data.get("problems", ()) if event.kind == "parameters" else ()
         self._lasts |= event.kind == "observation_failed" or any(row["what"] in _OF_PARAMETERS for row in problems)
         in_backward = event.phase == "backward"
@@ -222,7 +222,7 @@ def starts_from_zero(numbers: StepNumbers) -> Mask:
     return starts & (numbers.iteration < FROM_ZERO)
 
 
-def _overflow(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+def _overflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
     values = np.fmax(numbers.finite("overflows%"), 0.0)
     values = np.where(numbers.by_row(can_overflow) & ~starts_from_zero(numbers), values, 0.0)
     before = np.fmax(numbers.earlier(numbers.last, "overflows%"), 0.0)
@@ -234,7 +234,7 @@ def _overflow(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
     )
 
 
-def _underflow(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+def _underflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
     """Find elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
     lost = numbers.values("underflow_norm%")
     values = numbers.finite("underflows%")
@@ -257,7 +257,7 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
 
 
 def can_overflow(facts: Facts, layer: str, tensor: str) -> bool:
-    return facts.recipe_of(layer) in _CAN_OVERFLOW
+    return facts.layer(layer).recipe in _CAN_OVERFLOW
 
 
 def overflow_threshold(facts: Facts, layer: str, tensor: str) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
-from te_precision_callbacks.diagnosis.rule import Rule, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, Sighting, Sightings
 from te_precision_callbacks.diagnosis.shapes import Reported
 from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.sinks.step_records import Event
@@ -35,7 +35,7 @@ def _broken_contract(event: Event) -> Iterator[Sighting | str]:
         yield Sighting(summarize_broken_contract(event.text).rstrip("."), since=event.iteration)
 
 
-def _text_of(event: Event) -> Iterator[Sighting]:
+def _text_of(event: Event) -> Sightings:
     yield Sighting(event.text, since=event.iteration)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
 from te_precision_callbacks.diagnosis.rules.parameter_problems import (
     APART,
     APART_CHECKS,
@@ -177,7 +177,7 @@ class ParameterRule(RuleCheck):
     """A rule on the events that report parameters; ``on_several_ranks``: it applies only to several ranks."""
 
     def __init__(self, rule: str, needed: int = 1, *, on_several_ranks: bool = False) -> None:
-        super().__init__(needed)
+        super().__init__(needed=needed)
         self._rule = rule
         self._on_several_ranks = on_several_ranks
         self.applies = not on_several_ranks
@@ -193,12 +193,12 @@ class ParameterRule(RuleCheck):
             )
         return super().why_not
 
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         if self._on_several_ranks:
-            self.applies = facts.settings is not None and facts.settings.ranks > 1
+            self.applies = facts.settings.ranks > 1
         yield from ()
 
-    def event(self, event: Event) -> Iterator[Sighting]:
+    def event(self, event: Event) -> Sightings:
         if event.kind != "parameters":
             return
         if self._rule in event.data.get("checked", ()):
@@ -222,7 +222,7 @@ class ParameterRule(RuleCheck):
                     self._missing.setdefault(key, set()).update(row["names"])
                 yield Sighting(seen, layers, since=row["since"], severity=kind.severity, key=key, remedy=kind.remedy)
 
-    def _ended(self, names: Sequence[str], sighting: Sighting) -> Iterator[Sighting]:
+    def _ended(self, names: Sequence[str], sighting: Sighting) -> Sightings:
         """Yield the note on a problem once none of its parameters has it any more."""
         for what, missing in self._missing.items():
             had = bool(missing)

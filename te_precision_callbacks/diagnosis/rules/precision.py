@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 
@@ -12,7 +12,7 @@ from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
 from te_precision_callbacks.diagnosis.shapes import COLLECT_EACH_STEP, NEEDS_EACH_STEP, Changed, FactHolds
 from te_precision_callbacks.flight.changes import GAP, LEAST_HISTORY, SHARE
 from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
@@ -31,7 +31,7 @@ class Hole(RuleCheck):
         super().__init__()
         self._low: set[str] = set()
 
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         yield from self._left_low_precision(facts)
         yield from _blocks_in_high_precision(facts)
         explicit: list[str] = []
@@ -64,7 +64,7 @@ class Hole(RuleCheck):
             seen = "run inside te.autocast(enabled=False), and similar layers in low precision"
             yield Sighting(seen, tuple(explicit), severity="note", key="explicit")
 
-    def _left_low_precision(self, facts: Facts) -> Iterator[Sighting]:
+    def _left_low_precision(self, facts: Facts) -> Sightings:
         left = []
         for layer in facts.layers_that_ran:
             if layer.name in self._low and _is_hole(layer):
@@ -76,7 +76,7 @@ class Hole(RuleCheck):
             yield Sighting(seen, tuple(names), since=since, key=f"left {reason[0]} {since}")
 
 
-def _blocks_in_high_precision(facts: Facts) -> Iterator[Sighting]:
+def _blocks_in_high_precision(facts: Facts) -> Sightings:
     """Find a block without Transformer Engine layers among blocks that have them, whatever its layers are called.
 
     A block is the part of a name up to its first number. Blocks of another size are another part of the model.
@@ -122,18 +122,18 @@ class NoLowPrecision(RuleCheck):
         self._has_low = False
         self._steps = 0
 
-    def facts(self, facts: Facts) -> Iterator[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         self._facts = facts
         if not self._has_low and (facts.has_low or _recomputed_layers(facts)):
             self._has_low = self.checked = True
             yield Sighting("", withdraws=True)
         self.applies = self._has_low or facts.unobserved is None
 
-    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         self._steps += bool(self._facts.layers_that_ran)
         return self._find() if self._steps >= LEAST_STEPS else ()
 
-    def event(self, event: Event) -> Iterator[Sighting]:
+    def event(self, event: Event) -> Sightings:
         if event.kind == "segment_ended" and self._facts.has_run:
             yield from self._find()
             of_te = self._facts.te_layers_that_ran
@@ -142,13 +142,13 @@ class NoLowPrecision(RuleCheck):
                 seen = "the last steps ran in high precision, earlier steps in low precision"
                 yield Sighting(seen, since=max(layer.since for layer in of_te), severity="note")
 
-    def _find(self) -> Iterator[Sighting]:
+    def _find(self) -> Sightings:
         if self._has_low or not self.applies:
             return
         self.checked = True
         ran = self._facts.layers_that_ran
         of_te = self._facts.te_layers_that_ran
-        expected = "" if self._facts.settings is None else self._facts.settings.expects_low
+        expected = self._facts.settings.expects_low
         if not (of_te or (ran and expected)):
             return
         reasons = Counter(chain(*(layer.reasons.values() for layer in of_te or ran)))
@@ -176,7 +176,7 @@ def _recomputed_layers(facts: Facts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _recomputed(facts: Facts) -> Iterator[Sighting]:
+def _recomputed(facts: Facts) -> Sightings:
     layers = _recomputed_layers(facts)
     if layers:
         yield Sighting("the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value, layers)
@@ -186,7 +186,7 @@ def _has_mxfp8(facts: Facts) -> bool:
     return any("mxfp8" in layer.recipe for layer in facts.layers.values())
 
 
-def _mxfp8_gradients_in_e5m2(facts: Facts) -> Iterator[Sighting]:
+def _mxfp8_gradients_in_e5m2(facts: Facts) -> Sightings:
     layers = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
     names = [layer.name for layer in layers if layer.formats.get("gradient") == "MXFP8 E5M2"]
     if names:
@@ -197,7 +197,7 @@ def _has_nvfp4(facts: Facts) -> bool:
     return any(layer.recipe == "nvfp4" for layer in facts.layers_that_ran)
 
 
-def _nvfp4_tail(facts: Facts) -> Iterator[Sighting]:
+def _nvfp4_tail(facts: Facts) -> Sightings:
     ordered = sorted(facts.layers_that_ran, key=lambda layer: facts.order_key(layer.name, "activation"))
     tail = ordered[len(ordered) - max(1, round(TAIL * len(ordered))) :]
     if all(layer.recipe == "nvfp4" and "fprop" in layer.low for layer in tail):
@@ -212,7 +212,7 @@ _STATES = {
 }
 
 
-def _states_in_bfloat16(facts: Facts) -> Iterator[Sighting]:
+def _states_in_bfloat16(facts: Facts) -> Sightings:
     for subject, text in _STATES.items():
         if "bfloat16" not in facts.states.get(subject, ()):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,7 +11,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.numerics.bits import E4M3, E5M2
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Streaks
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings, Streaks
 from te_precision_callbacks.diagnosis.rules.lost_elements import overflow_threshold, starts_from_zero
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.diagnosis.shapes import InARow, Reported
@@ -23,7 +23,7 @@ _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 
 def _largest(facts: Facts, layer: str, tensor: str) -> float:
     """The maximum of the operand's format; nan without delayed scaling."""
-    is_delayed = facts.recipe_of(layer) == "fp8_delayed_scaling"
+    is_delayed = facts.layer(layer).recipe == "fp8_delayed_scaling"
     return _LARGEST.get(facts.format_of(layer, tensor), np.nan) if is_delayed else np.nan
 
 
@@ -39,17 +39,17 @@ class ScaleCheck(RuleCheck):
     applies = None
 
     def __init__(self, needed: int, find: Find) -> None:
-        super().__init__(needed)
+        super().__init__(needed=needed)
         self._find = find
         self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, 1 if the scale has moved
         self.begins = np.empty(0)
 
-    def facts(self, facts: Facts) -> Iterable[Sighting]:
+    def facts(self, facts: Facts) -> Sightings:
         if facts.knows_recipes:
             self.applies = facts.has_delayed_scaling
         return ()
 
-    def step(self, numbers: StepNumbers) -> Iterable[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         if not (self.applies and numbers.has("cur_amax") and numbers.has("scale_inv_max")):
             return ()
         scales = np.where(np.isnan(numbers.by_row(_largest)), np.nan, numbers.values("scale_inv_max"))
@@ -87,11 +87,11 @@ class ScaleCheck(RuleCheck):
         self.unmoved = (count + used) * stays
 
 
-Find = Callable[[ScaleCheck, StepNumbers, Floats, Floats], Iterable[Sighting]]
+Find = Callable[[ScaleCheck, StepNumbers, Floats, Floats], Sightings]
 """Yields the sightings of a step, from its scales and amaxes."""
 
 
-def _never_updated(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Iterator[Sighting]:
+def _never_updated(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Sightings:
     def describe(row: int) -> str:
         value = "1, its initial value," if check.initial[row] else f"{scales[row]:.3g}"
         steps = check.unmoved[row]
@@ -118,7 +118,7 @@ _REMEDY_OF_GRADIENT = (
 )
 
 
-def _does_not_fit(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Iterator[Sighting]:
+def _does_not_fit(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> Sightings:
     above = np.log2(numbers.by_row(_largest) * scales / amaxes)
     above[~np.isfinite(above)] = np.nan
     follows = ~check.initial & (check.unmoved < UNMOVED_STEPS)  # otherwise it is never updated
@@ -155,7 +155,7 @@ def _does_not_fit(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxe
             yield sighting._replace(key=key)
 
 
-def _differ(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
+def _differ(numbers: StepNumbers, streaks: Streaks) -> Sightings:
     """Find scales that differ between ranks, of tensors with one scale per rank."""
     apart = np.log2(numbers.values("scale_inv_max") / numbers.values("scale_inv_min"))
     apart[~np.isfinite(apart) | np.isnan(numbers.by_row(_largest))] = 0.0
@@ -170,13 +170,13 @@ def _differ(numbers: StepNumbers, streaks: Streaks) -> Iterator[Sighting]:
 
 
 def _may_differ(facts: Facts) -> bool | None:
-    if facts.settings is None or not facts.layers:
+    if not (facts.settings.are_known and facts.layers):
         return None
     # With several micro-batches a rank has several scales in a step: scales of activations change after each.
     return facts.has_delayed_scaling and facts.settings.ranks > 1 and facts.micro_batches == 1
 
 
-def _lost_scales(event: Event) -> Iterator[Sighting]:
+def _lost_scales(event: Event) -> Sightings:
     layers = tuple(event.data.get("without_scales", ()))
     if layers:
         seen = f"the resume has lost the scales and amax histories of {many(len(layers), 'layer')}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.diagnosis.facts import Facts, Settings
-from te_precision_callbacks.diagnosis.rule import Rule, Sighting
+from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.rule import Rule, Sighting, Sightings
 from te_precision_callbacks.diagnosis.shapes import FactHolds
 
 _NEEDS_SCALER = (
@@ -19,50 +17,42 @@ _NEEDS_SCALER = (
 
 def remedy_of_small_gradients(facts: Facts) -> str:
     """The remedy if something runs in float16 although no GradScaler scales the loss; empty otherwise."""
-    if facts.settings is not None and not facts.settings.loss_is_scaled and _has_float16(facts):
-        return _NEEDS_SCALER
-    return ""
+    lacks_scaler = facts.settings.are_known and not facts.settings.loss_is_scaled and _has_float16(facts)
+    return _NEEDS_SCALER if lacks_scaler else ""
 
 
 def is_scaled(facts: Facts) -> bool:
     """Return whether a GradScaler scales the loss for float16, and skips steps with inf or nan."""
-    settings = facts.settings
-    return settings is not None and settings.loss_is_scaled and (settings.float16 or _has_float16(facts))
+    return facts.settings.loss_is_scaled and (facts.settings.float16 or _has_float16(facts))
 
 
 def _has_float16(facts: Facts) -> bool:
-    for layer in facts.layers.values():
-        if "float16" in layer.weight_dtype.replace("bfloat16", ""):
-            return True
-        if any(text.startswith("FP16") for text in layer.formats.values()):
-            return True
-    return "float16" in chain.from_iterable(facts.states.values())
-
-
-def settings_of_run(facts: Facts) -> Settings | None:
-    """The settings, once a layer or an optimizer has run."""
-    return facts.settings if facts.has_run else None
+    layers = facts.layers.values()
+    return (
+        any("float16" in layer.weight_dtype.replace("bfloat16", "") for layer in layers)
+        or any(text.startswith("FP16") for layer in layers for text in layer.formats.values())
+        or any("float16" in types for types in facts.states.values())
+    )
 
 
 def _are_known(facts: Facts) -> bool | None:
-    return True if settings_of_run(facts) else None
+    """Return True once a layer or an optimizer has run."""
+    return (facts.settings.are_known and facts.has_run) or None
 
 
-def _scaler_without_float16(facts: Facts) -> Iterator[Sighting]:
-    if facts.settings and facts.settings.loss_is_scaled and not is_scaled(facts):
+def _scaler_without_float16(facts: Facts) -> Sightings:
+    if facts.settings.loss_is_scaled and not is_scaled(facts):
         yield Sighting("a GradScaler scales the loss, but nothing runs in float16")
 
 
 def _reduces_amaxes(facts: Facts) -> bool | None:
-    settings = settings_of_run(facts)
-    if settings is None:
-        return None
-    applies = settings.ranks > 1 and facts.has_delayed_scaling
-    return None if applies and not settings.amaxes else applies
+    applies = facts.settings.ranks > 1 and facts.has_delayed_scaling
+    is_known = _are_known(facts) and (facts.settings.amaxes or not applies)
+    return applies if is_known else None
 
 
-def _unreduced_amaxes(facts: Facts) -> Iterator[Sighting]:
-    settings = facts.settings or Settings()
+def _unreduced_amaxes(facts: Facts) -> Sightings:
+    settings = facts.settings
     for row in settings.amaxes:
         layers = tuple(row["layers"])
         outside = row["outside"]
@@ -81,19 +71,18 @@ def _unreduced_amaxes(facts: Facts) -> Iterator[Sighting]:
             yield Sighting(seen, layers, severity="note", key="smaller group")
 
 
-def _ignored_arguments(facts: Facts) -> Iterator[Sighting]:
-    for row in facts.settings.ignored if facts.settings else ():
+def _ignored_arguments(facts: Facts) -> Sightings:
+    for row in facts.settings.ignored:
         seen = f"{row['recipe']}: {row['argument']} ({row['value']}) has no effect: {row['why']}. {row['instead']}"
         yield Sighting(seen, key=f"{row['recipe']}.{row['argument']}")
 
 
 def _has_margin(facts: Facts) -> bool | None:
-    settings = settings_of_run(facts)
-    return None if settings is None else bool(settings.margins)
+    return _are_known(facts) and bool(facts.settings.margins)
 
 
-def _unusual_margins(facts: Facts) -> Iterator[Sighting]:
-    for margin in facts.settings.margins if facts.settings else ():
+def _unusual_margins(facts: Facts) -> Sightings:
+    for margin in facts.settings.margins:
         if margin < 0:
             seen = f"margin={margin:g}: elements above 2^{margin:g} of the largest recent amax are clipped"
             yield Sighting(seen, key=f"{margin:g}")

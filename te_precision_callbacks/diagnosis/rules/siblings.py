@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
 from te_precision_callbacks.diagnosis.rules.lost_elements import (
     LOST_NORM,
     OVERFLOW,
@@ -28,16 +28,16 @@ _FLOWS = frozenset({"activation", "gradient", "dgrad", "output"})
 
 class Sibling(RuleCheck):
     def __init__(self) -> None:
-        super().__init__(FAR_STEPS)
+        super().__init__(needed=FAR_STEPS)
 
-    def step(self, numbers: StepNumbers) -> Iterator[Sighting]:
+    def step(self, numbers: StepNumbers) -> Sightings:
         """Yield sightings; a tensor has one finding, from any of its statistics."""
         for statistic in filter(numbers.has, _STATISTICS):
             yield from self._check(numbers, statistic)
         for statistic in filter(numbers.has, SHARES):
             yield from self._check_share(numbers, statistic)
 
-    def _check_share(self, numbers: StepNumbers, statistic: str) -> Iterable[Sighting]:
+    def _check_share(self, numbers: StepNumbers, statistic: str) -> Sightings:
         """Find layers that lose far more of a tensor's elements than similar layers, but less than the thresholds of
         the rules underflow and overflow.
         """
@@ -72,7 +72,7 @@ class Sibling(RuleCheck):
             key="share, ",
         )
 
-    def _find_zeros(self, numbers: StepNumbers, statistic: str) -> Iterator[Sighting]:
+    def _find_zeros(self, numbers: StepNumbers, statistic: str) -> Sightings:
         """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
         values = numbers.finite(statistic)
         is_zero = (values == 0) & numbers.are("weight")
@@ -89,7 +89,7 @@ class Sibling(RuleCheck):
             seen = "all elements are 0, and not in similar layers"
             yield Sighting(seen, tuple(layers), "weight", label, numbers.iteration)
 
-    def _check(self, numbers: StepNumbers, statistic: str) -> Iterator[Sighting]:
+    def _check(self, numbers: StepNumbers, statistic: str) -> Sightings:
         if statistic == "cur_amax":
             yield from self._find_zeros(numbers, statistic)
         bits = numbers.bits(statistic)

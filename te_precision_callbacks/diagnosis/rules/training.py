@@ -13,7 +13,7 @@ import numpy as np
 from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
+from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
 from te_precision_callbacks.diagnosis.shapes import OF_EVALUATION, Logged, LoggedNumber, Metrics
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
@@ -34,21 +34,17 @@ _DIVIDE = (
 )
 
 
-def _is_filtered(facts: Facts) -> bool:
-    return facts.settings is not None and facts.settings.loss_is_filtered
-
-
 def _training_loss(metrics: Metrics) -> tuple[str, float] | None:
     """The training loss, of several ones a loss that is inf or nan; None where the trainer filters these."""
     losses = loss_first(filter(is_training_loss, metrics.values))
-    if not losses or (_is_filtered(metrics.facts) and not metrics.counts[UNFILTERED]):
+    if not losses or (metrics.facts.settings.loss_is_filtered and not metrics.counts[UNFILTERED]):
         return None
     name = min(losses, key=lambda name: math.isfinite(metrics.values[name]))
     return name, metrics.values[name]
 
 
 def _why_no_loss(metrics: Metrics) -> str:
-    if _is_filtered(metrics.facts):
+    if metrics.facts.settings.loss_is_filtered:
         return (
             "the Trainer filters inf and nan from the logged loss: set logging_nan_inf_filter=False in"
             " TrainingArguments"
@@ -84,8 +80,7 @@ def _gradient_norm(metrics: Metrics) -> tuple[str, float] | None:
 
 
 def _unscaled_norm(metrics: Metrics) -> tuple[str, float] | None:
-    settings = metrics.facts.settings
-    return None if settings is not None and settings.loss_is_scaled else _gradient_norm(metrics)
+    return None if metrics.facts.settings.loss_is_scaled else _gradient_norm(metrics)
 
 
 def _positive_norm(metrics: Metrics) -> tuple[str, float] | None:
@@ -106,7 +101,7 @@ def _clipped(metrics: Metrics) -> tuple[str, float] | None:
     return None
 
 
-def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: str) -> Iterator[Sighting]:
+def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: str) -> Sightings:
     last = history[-1]
     are_finite = [math.isfinite(point.value) for point in history[-FINITE_AGAIN - 1 :]]
     if not are_finite[-1]:
@@ -117,12 +112,12 @@ def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: s
         yield Sighting(seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
 
 
-def _nonfinite_norm(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
-    if facts.settings is not None and not facts.settings.loss_is_scaled:
+def _nonfinite_norm(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
+    if facts.settings.are_known and not facts.settings.loss_is_scaled:
         yield from _nonfinite(facts, history, "the gradient norm", "step")
 
 
-def _jump(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+def _jump(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
     """Find a norm far above the median of those before it."""
     if len(history) <= LEAST_NORMS:
         return
@@ -139,7 +134,7 @@ def _jump(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
         yield Sighting(seen, since=history[-1].iteration, severity=severity)
 
 
-def _creeps_up(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+def _creeps_up(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
     """Find slow growth in windows of the last values, and in windows of means over more steps."""
     for count in MEANS:
         if len(history) % count or len(history) < WINDOW * count:
@@ -165,7 +160,7 @@ def _creeps_up(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighti
         yield Sighting(seen, since=points[0].iteration, severity=severity)
 
 
-def _far_clipped(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+def _far_clipped(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
     last = history[-CLIPPED_STEPS:]
     ratios = sorted(point.value for point in last)
     least = ratios[round((1 - NEARLY_ALL_CLIPPED) * len(ratios))]
@@ -188,7 +183,7 @@ def _first_loss(metrics: Metrics) -> tuple[str, float] | None:
     return loss if is_first and _micro_batches(metrics.facts) > 1 else None
 
 
-def _is_sum(facts: Facts, history: Sequence[LoggedNumber]) -> Iterator[Sighting]:
+def _is_sum(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
     """Compare the first loss with the loss of a uniform guess, times the number of micro-batches."""
     count = _micro_batches(facts)
     iteration, name, loss, _ = history[0]
@@ -207,12 +202,12 @@ class DivergingLoss(RuleCheck):
     kind_of_step = "logged loss value"
 
     def __init__(self) -> None:
-        super().__init__(3)
+        super().__init__(needed=3)
         self._curves: dict[str, _Curve] = {}
         self._restored: list[float] = []
         self._restored_at = 0
 
-    def event(self, event: Event) -> Iterator[Sighting]:
+    def event(self, event: Event) -> Sightings:
         losses = event.data.get("losses") if event.kind == "losses_restored" else None
         if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
             self._restored = losses
@@ -222,7 +217,7 @@ class DivergingLoss(RuleCheck):
             if risen and all(curve.has_fallen for curve in risen):
                 yield risen[0].fallen()
 
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> Iterator[Sighting]:
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
         for name in loss_first(filter(is_training_loss, values)):
             if not math.isfinite(values[name]):
                 continue

@@ -17,7 +17,7 @@ def _has_16_bit_weights(facts: Facts) -> bool | None:
 
 
 def _adds_eps(facts: Facts) -> bool | None:
-    return None if facts.settings is None else facts.settings.adds_eps
+    return facts.settings.adds_eps
 
 
 _COLLECT = "the default config, or a section named default_statistics"
