@@ -23,11 +23,13 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.terminal import Json
+from te_precision_callbacks.diagnosis.finding import Finding, Verdict, order_of_verdicts
+from te_precision_callbacks.layers.folding import fold_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.diagnosis.finding import Finding, Verdict
     from te_precision_callbacks.diagnosis.known import KnownLine
     from te_precision_callbacks.diagnosis.rule import Rule
     from te_precision_callbacks.runs.recorded import RecordedRun
@@ -67,8 +69,6 @@ def diagnose_command(
 
     Of a folder with several runs, print the verdict on each run of the last launch.
     """
-    from te_precision_callbacks.base.errors import OptionError
-    from te_precision_callbacks.diagnosis.finding import order_of_verdicts
     from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.runs.reading import chosen_run, list_runs, open_run, runs_of_last_launch
 
@@ -83,7 +83,7 @@ def diagnose_command(
         if note:
             terminal.show_text(f"{note} --all checks all runs.", err=as_json)
         checked = [_check(recorded, known, lines)]
-    worst = min(checked, key=lambda one: order_of_verdicts(one.verdict))
+    worst = min(checked, key=lambda run: order_of_verdicts(run.verdict))
     if len(names) > 1:
         _show_runs(path, checked, worst, as_json=as_json)
     elif as_json:
@@ -93,8 +93,8 @@ def diagnose_command(
     if not worst.verdict.healthy:
         if worst.verdict.wrong:
             raise typer.Exit(FOUND)
-        for one in checked:
-            one.run.require_undamaged()
+        for entry in checked:
+            entry.run.require_undamaged()
         raise typer.Exit(NOT_CHECKED)
 
 
@@ -141,16 +141,15 @@ def _show_runs(path: str, checked: list[_Checked], worst: _Checked, *, as_json: 
     from te_precision_callbacks.runs.reading import list_runs
 
     if as_json:
-        runs = [{"run": one.run.run_id, **one.as_json()} for one in checked]
-        verdict = worst.verdict
-        whole = {"state": verdict.state, "severity": verdict.severity, "healthy": verdict.healthy}
+        runs = [{"run": entry.run.run_id, **entry.as_json()} for entry in checked]
+        whole = {name: getattr(worst.verdict, name) for name in ("state", "severity", "healthy")}
         terminal.show_json({**whole, "runs": runs})
         return
     count = len(list_runs(path))
-    others = "" if count == len(checked) else f" of the last launch; it has {count} runs, and --all checks all"
-    terminal.show_text(f"{path}: {len(checked)} runs{others}.")
-    for one in checked:
-        terminal.show_text(f"{one.run.run_id}: {one.verdict}", hanging=_INDENT)
+    more = "" if count == len(checked) else f" of the last launch; it has {count} runs, and --all checks all"
+    terminal.show_text(f"{path}: {len(checked)} runs{more}.")
+    for entry in checked:
+        terminal.show_text(f"{entry.run.run_id}: {entry.verdict}", hanging=_INDENT)
     command = terminal.shell_command("te-precision", "diagnose", path, "--run", worst.run.run_id)
     typer.echo(f"For details: {command}")
 
@@ -161,12 +160,11 @@ def rules_command(
     as_json: Json = False,
 ) -> None:
     """List the rules, or explain one: its condition, its source, why it matters, and what to do."""
-    from te_precision_callbacks.base.errors import OptionError
     from te_precision_callbacks.diagnosis.rules import RULE_OF_ID
 
     if rule not in (None, *RULE_OF_ID):
         raise OptionError(f"There is no rule {rule!r}.{suggestion(str(rule), RULE_OF_ID)}")
-    chosen = RULE_OF_ID.values() if rule is None else [RULE_OF_ID[rule]]
+    chosen = [*RULE_OF_ID.values()] if rule is None else [RULE_OF_ID[rule]]
     if as_json:
         terminal.show_json({"rules": list(map(_as_json, chosen))})
     elif rule is None:
@@ -178,9 +176,8 @@ def rules_command(
         terminal.show(table)
         terminal.show_text("For details: te-precision rules ID")
     else:
-        for row in chosen:
-            for variant in (row, *row.variants):
-                _explain(variant)
+        for variant in (*chosen, *chosen[0].variants):
+            _explain(variant)
 
 
 def _as_json(rule: Rule) -> dict[str, Any]:
@@ -190,7 +187,7 @@ def _as_json(rule: Rule) -> dict[str, Any]:
 
 def _explain(rule: Rule) -> None:
     terminal.show_text(f"{rule.id} ({rule.severity}): {rule.title}")
-    for name, text in (
+    _show_texts(
         ("fires when", rule.condition),
         ("does not fire for", rule.silent),
         ("recipes", ", ".join(rule.recipes) or "all"),
@@ -201,7 +198,12 @@ def _explain(rule: Rule) -> None:
         ("cost", rule.cost),
         ("not a problem if", rule.disproof),
         ("source", rule.source),
-    ):
+    )
+
+
+def _show_texts(*texts: tuple[str, str]) -> None:
+    """Print named texts, those that are not empty."""
+    for name, text in texts:
         if text:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
 
@@ -225,19 +227,12 @@ def _show(verdict: Verdict) -> None:
         _show_finding(finding)
     reasons = {rule.why for rule in verdict.not_checked}
     if len(reasons) > 1 or (reasons and verdict.checked):  # else the summary has the only reason
+        optional = "" if any(rule.essential for rule in verdict.not_checked) else " (optional)"
         terminal.show_text("")
-        terminal.show_text(
-            f"Not checked{'' if any(rule.essential for rule in verdict.not_checked) else ' (optional)'}:"
-        )
+        terminal.show_text(f"Not checked{optional}:")
         for rule in verdict.not_checked:
             collect = f". To provide it: {rule.collect}" if rule.collect else ""
-            terminal.show_text(f"{rule.rule}: {rule.why}{collect}", indent=_INDENT, hanging=_INDENT)
-
-
-def _span(finding: Finding) -> str:
-    if finding.since == finding.until:
-        return f"step {finding.since}"
-    return f"steps {finding.since} to {finding.until}"
+            _show_texts((rule.rule, f"{rule.why}{collect}"))
 
 
 def _format_last_good(finding: Finding) -> str:
@@ -251,15 +246,15 @@ def _format_last_good(finding: Finding) -> str:
 
 def _show_finding(finding: Finding) -> None:
     from te_precision_callbacks.diagnosis.known import known_line
-    from te_precision_callbacks.layers.folding import fold_names
 
     terminal.show_text(
         f"{finding.severity}: {f'{finding.subject}: ' if finding.layers else ''}{finding.seen_in_words}",
         hanging=_INDENT,
     )
-    since = f"{f'{_span(finding)} {finding.where}'.rstrip()}; {_format_last_good(finding)}"
+    span = f"step {finding.since}" if finding.since == finding.until else f"steps {finding.since} to {finding.until}"
+    since = f"{f'{span} {finding.where}'.rstrip()}; {_format_last_good(finding)}"
     layers = ", ".join(fold_names(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
-    for name, text in (
+    _show_texts(
         ("caused by", finding.caused_by),
         ("seen in", "" if finding.since is None else since),
         ("layers", layers),
@@ -268,9 +263,7 @@ def _show_finding(finding: Finding) -> None:
         ("not a problem if", finding.disproof),
         ("rule", finding.rule),
         ("source", finding.source),
-    ):
-        if text:
-            terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
+    )
     ignored = "to ignore it, add to a --known file"
     typer.echo(f"{' ' * _INDENT}{ignored}: {terminal.visible(known_line(finding))}")  # one line, to be copied
     if finding.patch:

@@ -51,10 +51,6 @@ class Diagnosis:
 
     def __init__(self, rows: Iterable[Rule] = ROWS) -> None:
         self._checks = [(row, row.check()) for row in rows]
-        self._overriding = {
-            name: [pair for pair in self._checks if getattr(type(pair[1]), name) is not getattr(RuleCheck, name)]
-            for name in ("facts", "step", "scalars", "event")
-        }
         self._order = {row.title: order for order, (row, _) in enumerate(self._checks)}
         self._records: dict[_Key, _Record] = {}
         self._failed: dict[str, str] = {}
@@ -95,7 +91,6 @@ class Diagnosis:
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
         """Note a checkpoint of the state before an iteration; it replaces an earlier checkpoint in the same file."""
-        self._checkpoints = {name: saved for name, saved in self._checkpoints.items() if not _is_deleted(name)}
         self._checkpoints[file or str(iteration)] = iteration
 
     @property
@@ -119,9 +114,9 @@ class Diagnosis:
                 reduced = records.get((key, False))
                 if finding.ranks and reduced is not None and set(finding.layers) <= set(reduced.finding.layers):
                     continue
-                known = records.setdefault((key, bool(finding.ranks)), record)
-                if known is not record:
-                    merged = _Record(_merge_findings(known.finding, finding), min(known.order, record.order))
+                former = records.setdefault((key, bool(finding.ranks)), record)
+                if former is not record:
+                    merged = _Record(_merge_findings(former.finding, finding), min(former.order, record.order))
                     records[key, bool(finding.ranks)] = merged
         missing = []
         for row, check in self._checks:
@@ -132,7 +127,7 @@ class Diagnosis:
         lacking = {rule.rule for rule in missing if rule.essential}
         titles = group_by_key((row.id, row.title) for row, _ in self._checks)
         # Trainers log before or after a step, so the order of calls differs between live and recorded runs.
-        findings = [self._complete(known.finding) for known in sorted(records.values(), key=attrgetter("order"))]
+        findings = [self._complete(former.finding) for former in sorted(records.values(), key=attrgetter("order"))]
         causes = {row.title: row.consequence_of for row, _ in self._checks}
         return Verdict(
             tuple(root_causes_first(findings, causes)),
@@ -198,9 +193,9 @@ class Diagnosis:
         return replace(finding, remedy=remedy, checkpoint=max(existing, default=finding.checkpoint))
 
     def _check(self, name: str, iteration: int, *arguments: Any, rank: int | None = None) -> list[Finding]:
-        """Call a method of all checks that override it."""
+        """Call a method of all checks."""
         changed: dict[_Key, Finding] = {}
-        for row, check in self._overriding[name]:
+        for row, check in self._checks:
             if row.title in self._failed:
                 continue
             try:
@@ -257,12 +252,12 @@ def _is_deleted(file: str) -> bool:
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
 
-def _update(known: Finding, finding: Finding, sighting: Sighting) -> Finding:
+def _update(former: Finding, finding: Finding, sighting: Sighting) -> Finding:
     """Return the finding of a subject after another sighting of it."""
     if sighting.replaces:
-        remedy = finding.remedy if sighting.remedy else known.remedy
-        return replace(known, severity=finding.severity, seen=finding.seen, seen_at=None, remedy=remedy)
-    return replace(_merge_findings(known, finding), ranks=known.ranks)
+        remedy = finding.remedy if sighting.remedy else former.remedy
+        return replace(former, severity=finding.severity, seen=finding.seen, seen_at=None, remedy=remedy)
+    return replace(_merge_findings(former, finding), ranks=former.ranks)
 
 
 def _merge_findings(known: Finding, other: Finding) -> Finding:
@@ -306,33 +301,31 @@ def read_on_finding(on_finding: OnFinding) -> OfFinding:
     """Return a function that returns "stop" for the findings that stop the training; raises OptionError."""
     if callable(on_finding):
         return on_finding
-    reactions: dict[str, str | OfFinding] = {}
-    least = -1
-    known = list(RULE_OF_ID)
+    names = list(RULE_OF_ID)
+    reactions: Mapping[str, str | OfFinding] = {}
     if isinstance(on_finding, Mapping):
-        reactions.update(on_finding)
+        reactions = on_finding
     elif on_finding != "warn":
-        word, colon, chosen = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
-        names = [name.strip() for name in chosen.split(",") if name.strip()]
-        if word.strip() != "stop" or (colon and not names):
+        word, colon, text = on_finding.partition(":") if isinstance(on_finding, str) else ("", "", "")
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        if word.strip() != "stop" or (colon and not chosen):
             raise OptionError(
                 f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', a"
                 f" function of the finding, or a mapping of rules to 'warn', 'stop' or a function, not {on_finding!r}."
                 f"{suggestion(word.strip(), ())}"
             )
-        known = [*SEVERITIES, *known]
-        least = max((SEVERITIES.index(name) for name in names or ["warning"] if name in SEVERITIES), default=-1)
-        reactions = {name: "stop" for name in names if name not in SEVERITIES}
+        names = [*SEVERITIES, *names]
+        reactions = dict.fromkeys(chosen or ["warning"], "stop")
     for rule, reaction in reactions.items():
-        if rule not in RULE_OF_ID:
-            raise OptionError(f"on_finding=: there is no rule {rule!r}.{suggestion(str(rule), known)}")
+        if rule not in names:
+            raise OptionError(f"on_finding=: there is no rule {rule!r}.{suggestion(str(rule), names)}")
         if not callable(reaction) and reaction not in ("warn", "stop"):
             first = str(reaction).partition(",")[0].partition(":")[0]
             raise OptionError(
                 f"on_finding=: the reaction to {rule!r} must be 'warn', 'stop' or a function of the finding, not"
                 f" {reaction!r}.{suggestion(first, ())}"
             )
-
+    least = max([SEVERITIES.index(name) for name in SEVERITIES if name in reactions], default=-1)
     notes = {row.title for row in ROWS if row.severity == "note"}
 
     def react(finding: Finding) -> Any:

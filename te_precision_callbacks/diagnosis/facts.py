@@ -276,8 +276,8 @@ class Facts:
         """The layers that may be the model's head: the last of Transformer Engine, and the last of torch."""
         layers = [layer for layer in self.layers.values() if layer.shape and layer.calls]
         observed = [layer for layer in layers if layer.forward is not None]
-        of_torch = [layer for layer in layers if layer.forward is None and not layer.is_of_te]
-        return sorted(observed, key=lambda layer: -(layer.forward or 0))[:1] + of_torch[-1:]
+        torch_layers = [layer for layer in layers if layer.forward is None and not layer.is_of_te]
+        return sorted(observed, key=lambda layer: -(layer.forward or 0))[:1] + torch_layers[-1:]
 
     @functools.cached_property
     def _order_in_model(self) -> Mapping[str, int]:

@@ -84,9 +84,9 @@ class Finding:
         """The tensor and the layers: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
         if not self.layers:
             return "the model"
-        first, *others = self.layers
-        names = fold_for_sentence(*self.layers) if len(others) < _MOST_NAMES else fold_for_sentence(first)
-        more = f" and {many(len(others), 'more layer')}" if len(others) >= _MOST_NAMES else ""
+        first, *further = self.layers
+        names = fold_for_sentence(*self.layers) if len(further) < _MOST_NAMES else fold_for_sentence(first)
+        more = f" and {many(len(further), 'more layer')}" if len(further) >= _MOST_NAMES else ""
         return f"{self.tensor} of {names}{more}" if self.tensor else f"{names}{more}"
 
     @property
@@ -191,7 +191,7 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
                 break
     groups = group_by_key((root_of(finding), finding) for finding in ordered)
     worst = sorted(
-        (groups[root] for root in ordered if root in groups),
+        (groups[root] for root in dict.fromkeys(ordered) if root in groups),
         key=lambda group: min(finding.severity_order for finding in group),
     )
     result = []
@@ -278,8 +278,8 @@ class Verdict(Sequence[Finding]):
         partial = "; a part of the run cannot be read" if self.is_partial else ""
         partial += f"; only local values of rank {self.rank}" if self.rank is not None else ""
         partial += f"; not observed: {self.not_observed}" if self.not_observed else ""
-        found = Counter(finding.severity for finding in self.findings)
-        counts = [many(found[severity], severity) for severity in SEVERITIES if found[severity]]
+        by_severity = Counter(finding.severity for finding in self.findings)
+        counts = [many(by_severity[severity], severity) for severity in SEVERITIES if by_severity[severity]]
         checked = f"({len(self.checked)} of {many(total, 'rule')} checked{partial})."
         if self.wrong:
             return f"Problems found: {', '.join(counts)} {checked}"

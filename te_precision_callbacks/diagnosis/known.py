@@ -34,19 +34,19 @@ class KnownLine(NamedTuple):
     covers: Callable[[str], bool]
 
 
-def leave_out(known: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[KnownLine]]:
+def leave_out(known_lines: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[KnownLine]]:
     """Return a verdict without known findings, their count, and the unused lines."""
-    left = []
+    findings = []
     used: set[KnownLine] = set()
     for finding in verdict:
         names = finding.layers or ("",)
-        lines = [line for line in known if line.rule == finding.rule and any(map(line.covers, names))]
+        lines = [line for line in known_lines if line.rule == finding.rule and any(map(line.covers, names))]
         if all(any(line.covers(name) for line in lines) for name in names):
             used.update(lines)
         else:
-            left.append(finding)
-    unused = [line for line in known if line not in used]
-    return dataclasses.replace(verdict, findings=tuple(left)), len(verdict) - len(left), unused
+            findings.append(finding)
+    unused = [line for line in known_lines if line not in used]
+    return dataclasses.replace(verdict, findings=tuple(findings)), len(verdict) - len(findings), unused
 
 
 def known_line(finding: Finding) -> str:
@@ -92,14 +92,12 @@ def _matcher(layers: str) -> Callable[[str], bool]:
 
 
 def _expand_ranges(text: str) -> list[str]:
-    braces = _BRACES.search(text)
-    if braces is None:
-        if text:
-            return [text]
-        return []
-    numbers: list[int] = []
-    for part in braces[1].split(","):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    ends = _expand_ranges(text[braces.end() :]) or [""]
-    return [f"{text[: braces.start()]}{number}{end}" for number, end in product(numbers, ends)]
+    texts = [""]
+    for index, part in enumerate(_BRACES.split(text)):  # texts and ranges in turn
+        texts = [beginning + end for beginning, end in product(texts, _numbers(part) if index % 2 else [part])]
+    return texts if text else []
+
+
+def _numbers(ranges: str) -> list[str]:
+    ends = [part.partition("-") for part in ranges.split(",")]
+    return [str(number) for first, _, last in ends for number in range(int(first), int(last or first) + 1)]

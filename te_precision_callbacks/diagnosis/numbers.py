@@ -1,13 +1,13 @@
 """The values of a step as a table, as rules read them: a row for each tensor of a layer, and a column for a statistic.
 
-Rows keep their numbers for a whole run. Most steps have the same series, and reuse the layout that splits them. A rule
+Rows keep their numbers for a whole run. Most steps have the same series, and share what is derived from them. A rule
 checks a column of all tensors at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -58,67 +58,58 @@ class Column:
         return self.entries[row].family.statistic
 
 
-class Layout:
-    """The rows and entries of steps with the same series, and a cache of arrays that rules derive from them.
+class StepNumbers:
+    """The values of a step.
+
+    Steps with the same series share the rows and entries, and a cache of arrays that rules derive from them and from
+    the facts.
 
     Attributes:
+        rank: None for reduced values.
+        first, last: the first step of the run, and the one before this; None for the first step.
         names, tensors: [rows]: the layers, and their tensors.
         layers: [rows]: indices of the layers.
-        entries: recorded statistic, without a recipe in its name -> its entries.
         facts: the facts behind all derived arrays.
-        derived: what rules derive from the layout and the facts.
     """
+
+    iteration = -1
+    rank: int | None = None
+    first: StepNumbers | None = None
+    last: StepNumbers | None = None
 
     def __init__(self, rows: Iterable[tuple[str, str]], entries: Mapping[str, Sequence[Entry]]) -> None:
         self.names = [name for name, _ in rows]
         self.tensors = np.array([tensor for _, tensor in rows], np.str_)
         layers: dict[str, int] = {}
         self.layers = np.array([layers.setdefault(name, len(layers)) for name in self.names], np.int64)
-        self.entries = entries
         self.facts = Facts()
-        self.derived: dict[object, Any] = {}
-
-
-class StepNumbers:
-    """The values of a step.
-
-    Attributes:
-        rank: None for reduced values.
-        first, last: the first step of the run, and the one before this; None for the first step.
-        names, tensors, layers: see :class:`Layout`.
-    """
-
-    first: StepNumbers | None = None
-    last: StepNumbers | None = None
-
-    def __init__(self, iteration: int, layout: Layout, values: Floats, rank: int | None) -> None:
-        self.iteration = iteration
-        self.rank = rank
-        self.names = layout.names
-        self.tensors = layout.tensors
-        self.layers = layout.layers
-        self._layout = layout
-        self._values = values
+        self._entries = entries  # recorded statistic, without a recipe in its name -> its entries
+        self._derived: dict[object, Any] = {}
+        self._values = np.empty(0)
         self._columns: dict[str, Floats] = {}
+
+    def at(self, iteration: int, values: Floats, rank: int | None) -> StepNumbers:
+        """Return another step with the same series."""
+        step = copy(self)
+        step.iteration = iteration
+        step.rank = rank
+        step._values = values
+        step._columns = {}
+        return step
 
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def facts(self) -> Facts:
-        return self._layout.facts
-
     def use(self, facts: Facts) -> None:
         if facts is not self.facts:
-            self._layout.facts = facts
-            self._layout.derived = {}
+            self.facts = facts
+            self._derived = {}
 
     def derive(self, key: object, make: Callable[[], ResultT]) -> ResultT:
         """Cache a value for all steps with these series, until the facts change."""
-        derived = self._layout.derived
-        if key not in derived:
-            derived[key] = make()
-        result: ResultT = derived[key]
+        if key not in self._derived:
+            self._derived[key] = make()
+        result: ResultT = self._derived[key]
         return result
 
     def by_row(self, value_of: Callable[[Facts, str, str], object]) -> npt.NDArray[Any]:
@@ -155,7 +146,7 @@ class StepNumbers:
         return Column([*self._recorded("cur_amax").entries.values(), *extremes])
 
     def _recorded(self, statistic: str) -> Column:
-        entries = self._layout.entries.get(statistic, ())
+        entries = self._entries.get(statistic, ())
         return self.derive(statistic, lambda: Column([entry for entry in entries if self._is_own(entry)]))
 
     def _is_own(self, entry: Entry) -> bool:
@@ -190,7 +181,7 @@ class StepNumbers:
         """
         if statistic not in self._columns:
             values = np.full(len(self), np.nan)
-            if statistic == "cur_amax" and "max" in self._layout.entries:
+            if statistic == "cur_amax" and "max" in self._entries:
                 values = np.maximum(np.abs(self.values("max")), np.abs(self.values("min")))
             column = self._recorded(statistic)
             values[column.rows] = self._values[column.indices]
@@ -201,9 +192,9 @@ class StepNumbers:
         """[rows]: as :meth:`values`, and nan for tensors that contain inf or nan, since statistics ignore these
         elements.
         """
-        if self._broken is None:
-            return self.values(statistic)
-        return np.where(self._broken, np.nan, self.values(statistic))
+        are_broken = self.values("nonfinite_num") > 0
+        values = self.values(statistic)
+        return np.where(are_broken, np.nan, values) if holds_any(are_broken) else values
 
     def earlier(self, step: StepNumbers | None, statistic: str) -> Floats:
         """[rows]: as :meth:`finite`, in ``first`` or ``last``; nan without it."""
@@ -215,14 +206,9 @@ class StepNumbers:
         bits[~np.isfinite(bits)] = np.nan
         return bits
 
-    @cached_property
-    def _broken(self) -> Mask | None:
-        broken = self.values("nonfinite_num") > 0
-        return broken if holds_any(broken) else None
-
 
 class Splitter:
-    """Splits the values of steps by the layouts of their series.
+    """Splits the values of steps by their series.
 
     Args:
         series_of: number of a series -> the series.
@@ -234,7 +220,6 @@ class Splitter:
         self._families: dict[Family, int] = {}
         self._entries: list[Entry] = []  # [series]: the number is that of the family
         self._series = b""  # of the last step
-        self._layout = Layout((), {})
         self._first: StepNumbers | None = None
         self._last: StepNumbers | None = None
 
@@ -250,14 +235,15 @@ class Splitter:
         first step.
         """
         if unscaled:
-            of_step = map(self._series_of, series.tolist())
-            scaled = [layer not in unscaled or not family.is_of_delayed_scaling for layer, family in of_step]
+            known_series = map(self._series_of, series.tolist())
+            scaled = [layer not in unscaled or not family.is_of_delayed_scaling for layer, family in known_series]
             series = series[np.array(scaled, bool)]
             values = values[np.array(scaled, bool)]
-        if series.tobytes() != self._series:
+        if self._last is not None and series.tobytes() == self._series:
+            numbers = self._last.at(iteration, values, rank)
+        else:
+            numbers = self._lay_out(series.tolist()).at(iteration, values, rank)
             self._series = series.tobytes()
-            self._layout = self._lay_out(series.tolist())
-        numbers = StepNumbers(iteration, self._layout, values, rank)
         numbers.first = self._first
         numbers.last = self._last
         if self._last is not None:
@@ -266,14 +252,14 @@ class Splitter:
         self._last = numbers
         return numbers
 
-    def _lay_out(self, series: Sequence[int]) -> Layout:
+    def _lay_out(self, series: Sequence[int]) -> StepNumbers:
         for number in range(len(self._entries), max(series, default=-1) + 1):
             layer, family = self._series_of(number)
             row = self._rows.setdefault((layer, family.tensor), len(self._rows))
             self._entries.append(Entry(row, self._families.setdefault(family, len(self._families)), family))
         in_order = sorted(range(len(series)), key=lambda index: self._entries[series[index]].number)
         entries = [self._entries[series[index]]._replace(number=index) for index in in_order]
-        return Layout(self._rows, group_by_key((_name_of(entry.family), entry) for entry in entries))
+        return StepNumbers(self._rows, group_by_key((_name_of(entry.family), entry) for entry in entries))
 
 
 def _name_of(family: Family) -> str:

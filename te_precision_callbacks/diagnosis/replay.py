@@ -34,9 +34,6 @@ from te_precision_callbacks.statistics.series import Series, family_of
 _ON_NUMBERS = [row for row in ROWS if type(row.check()).step is not RuleCheck.step]
 """The rules on statistics. All others check facts and trainer metrics, which are the same on all ranks."""
 
-_FOUND_AGAIN = {False: {row.title for row in ROWS}, True: {row.title for row in _ON_NUMBERS}}
-"""Whether recorded findings are of another rank -> the titles of the rows that find them again in the records."""
-
 _LOG_DECIMALS = 4
 _SIGNED = ("min", "mean")
 
@@ -60,7 +57,7 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
     run = run if isinstance(run, RecordedRun) else open_run(run)
     rank_of_series = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
     ranks: list[int] = np.unique(rank_of_series).tolist()
-    several = len(set(ranks) - {REDUCED}) > 1 or any(segment.world > 1 for segment in run.segments)
+    has_several = len(set(ranks) - {REDUCED}) > 1 or any(segment.world > 1 for segment in run.segments)
     first = max(0, min(ranks, default=0))  # rank 0 has checked reduced values
     facts = list(_facts(run))
 
@@ -72,25 +69,22 @@ def diagnose(run: RecordedRun | str | os.PathLike[str]) -> Verdict:
             call(diagnosis)
         return diagnosis
 
-    own = check(ROWS, (REDUCED, first), first if several else None, list(_logged(run)))
+    diagnosis = check(ROWS, (REDUCED, first), first if has_several else None, list(_logged(run)))
     others = [check(_ON_NUMBERS, (rank,), rank, ()) for rank in ranks if rank > first]
-    return dataclasses.replace(own.merge_ranks(others), is_partial=bool(run.unread))
+    return dataclasses.replace(diagnosis.merge_ranks(others), is_partial=bool(run.unread))
 
 
 def _facts(run: RecordedRun) -> Iterator[_Call]:
     """The facts of each span of iterations."""
     tables: dict[str, list[Row]] = {name: getattr(run, name).to_pylist() for name in (*OF_SPANS, "states")}
     settings = [(segment.first_iteration, Settings.from_run(segment.facts)) for segment in run.segments]
-    begins = {0, *(first for first, _ in settings)}
-    ends = set()
-    for row in chain.from_iterable(map(tables.__getitem__, OF_SPANS)):
-        begins.add(row["since"] or 0)
-        if row["until"] is not None:
-            ends.add(row["until"] + 1)
+    rows = [*chain.from_iterable(map(tables.__getitem__, OF_SPANS))]
+    begins = {0, *(first for first, _ in settings), *(row["since"] or 0 for row in rows)}
+    ends = {row["until"] + 1 for row in rows if row["until"] is not None}
     last = max(int(run.steps["iteration"].to_numpy().max(initial=0)), *begins)  # there may be no values
 
     def set_facts(iteration: int, diagnosis: Diagnosis) -> None:
-        current = [UNKNOWN, *(known for first, known in settings if first <= iteration)]
+        current = [UNKNOWN, *(entry for first, entry in settings if first <= iteration)]
         facts = Facts.from_tables(tables, iteration, current[-1])
         diagnosis.set_facts(facts, iteration)
 
@@ -102,10 +96,8 @@ def _facts(run: RecordedRun) -> Iterator[_Call]:
 def _logged(run: RecordedRun) -> Iterator[_Call]:
     """The trainer's metrics, the events, the findings of other ranks, and how the last start of the run ended."""
     scalars: dict[int, dict[str, float]] = {}
-    for part in run.scalars.to_batches(max_chunksize=1 << 16):  # Python objects take ten times the memory
-        columns = part["iteration"], part["name"].cast(pa.string()), part["value"]
-        lists = (column.to_numpy(zero_copy_only=False).tolist() for column in columns)
-        for iteration, name, value in zip(*lists, strict=True):
+    for name, curve in run.curves.items():
+        for iteration, value in zip(curve.iterations.tolist(), curve.values.tolist(), strict=True):
             scalars.setdefault(iteration, {})[name] = value
     for iteration, values in scalars.items():
         yield iteration, SCALARS, methodcaller("scalars", iteration, values)
@@ -159,8 +151,8 @@ def _steps(run: RecordedRun, chosen: Ints, rank_of_series: Ints, rank: int | Non
     def step(iteration: int, part: slice, diagnosis: Diagnosis) -> None:
         is_local = (rank_of_series[chosen[numbers[part]]] != REDUCED).all()
         layers = frozenset(series[number].layer for number in set(numbers[part][unscaled[part]].tolist()))
-        of_step = splitter.step(iteration, numbers[part], values[part], layers, rank if is_local else None)
-        diagnosis.step(of_step)
+        numbers_of_step = splitter.step(iteration, numbers[part], values[part], layers, rank if is_local else None)
+        diagnosis.step(numbers_of_step)
 
     steps, begins = np.unique(iterations[order], return_index=True)
     edges = [*begins.tolist(), len(iterations)]
@@ -173,11 +165,12 @@ def _are_known(run: RecordedRun, series: npt.NDArray[np.int32], values: Floats) 
     finite = values[np.isfinite(values)]
     if (finite.round(_LOG_DECIMALS) != finite).any():
         return np.ones(len(values), bool)
-    magnitudes = []
-    for number, subject in enumerate(run.subjects):
-        request = logged_request(subject.statistic) if subject.tensor else None
-        if request is not None and request.statistic.name not in _SIGNED and "the tensor" in request.statistic.unit:
-            magnitudes.append(number)
+    requests = [logged_request(subject.statistic) if subject.tensor else None for subject in run.subjects]
+    magnitudes = [
+        number
+        for number, request in enumerate(requests)
+        if request and request.statistic.name not in _SIGNED and "the tensor" in request.statistic.unit
+    ]
     are_known: Mask = (values != 0) | ~np.isin(series, magnitudes)
     return are_known
 
@@ -204,9 +197,9 @@ def _event(row: Row) -> Event:
 def _recorded_finding(data: Mapping[str, Any]) -> list[Finding]:
     """The finding in an event, as a list; empty if the event is incomplete, or if the records show it again."""
     try:
-        known = {field.name: data[field.name] for field in dataclasses.fields(Finding)}
-        finding = Finding(**{**known, "layers": tuple(data["layers"]), "ranks": tuple(data["ranks"])})
+        values = {field.name: data[field.name] for field in dataclasses.fields(Finding)}
+        finding = Finding(**{**values, "layers": tuple(data["layers"]), "ranks": tuple(data["ranks"])})
     except (TypeError, KeyError):
         return []
-    is_new = finding.severity in SEVERITIES and finding.title not in _FOUND_AGAIN[bool(finding.ranks)]
-    return [finding] if is_new else []
+    found_again = {row.title for row in (_ON_NUMBERS if finding.ranks else ROWS)}
+    return [finding] if finding.severity in SEVERITIES and finding.title not in found_again else []

@@ -205,14 +205,14 @@ class Streaks:
             key: distinguishes several conditions on a statistic.
             steps: how many steps in a row; 0 for the usual ones.
         """
-        before = self.held.pop((statistic, key), {})
-        if not before and not holds_any(holds):
+        streaks = self.held.pop((statistic, key), {})
+        if not streaks and not holds_any(holds):
             return
         column = numbers.column(statistic)
-        held = {row: streak for row, streak in before.items() if numbers.tensors[row] not in column.tensors}
+        held = {row: streak for row, streak in streaks.items() if numbers.tensors[row] not in column.tensors}
         lasting: list[int] = []
         for row in column.rows[holds[column.rows]].tolist():
-            first, count = before.get(row, (numbers.iteration, 0))
+            first, count = streaks.get(row, (numbers.iteration, 0))
             held[row] = Streak(first, count + 1)
             if count + 1 >= (steps or self.steps) and (reported is None or reported[row]):
                 lasting.append(row)

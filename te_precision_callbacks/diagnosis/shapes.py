@@ -29,15 +29,21 @@ Applies = Callable[[Facts], bool | None]
 """Returns whether a rule applies to a run; None while unknown."""
 
 
+Find = Callable[[StepNumbers, Streaks], Sightings]
+"""Yields the sightings of a step, from the streaks."""
+
+
 @dataclass(kw_only=True)
-class OfStatistic(RuleCheck):
-    """A rule on a statistic. Without ``applies_to``, it applies to runs with the statistic.
+class InARow(RuleCheck):
+    """A condition on a statistic in ``needed`` collection steps in a row. Without ``applies_to``, it applies to runs
+    with the statistic.
 
     Attributes:
         tensor: the only tensor that is checked; empty for all.
         also: further statistics that it needs.
         is_strict: True if it checks only the runs that it applies to.
         lacks_in: returns why a run lacks the statistic; empty for no reason.
+        find: yields the sightings of a step.
     """
 
     statistic: str
@@ -46,6 +52,7 @@ class OfStatistic(RuleCheck):
     applies_to: Applies | None = None
     is_strict: bool = False
     lacks_in: Callable[[Facts], str] | None = None
+    find: Find = lambda numbers, streaks: ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,14 +71,11 @@ class OfStatistic(RuleCheck):
             return ()
         self.applies = self.applies or self.applies_to is None
         self.note_data(numbers.iteration)
-        return self.sightings(numbers)
-
-    def sightings(self, numbers: StepNumbers) -> Sightings:
-        raise NotImplementedError
+        return self.find(numbers, self.streaks)
 
 
 @dataclass(kw_only=True)
-class AboveLimit(OfStatistic):
+class AboveLimit(InARow):
     """A statistic that is at or above ``limit``, and below ``below``, in ``needed`` collection steps in a row.
 
     Attributes:
@@ -84,28 +88,17 @@ class AboveLimit(OfStatistic):
     below: float = math.inf
     remedy: Callable[[Facts], str] | None = None
 
-    def sightings(self, numbers: StepNumbers) -> Sightings:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.find = self._above_limit
+
+    def _above_limit(self, numbers: StepNumbers, streaks: Streaks) -> Sightings:
         values = numbers.finite(self.statistic)
         holds = (values >= self.limit) & (values < self.below) & numbers.are_known(self.statistic, self.tensor)
         remedy = "" if self.remedy is None else self.remedy(numbers.facts)
-        of_tensors = self.streaks.sightings(numbers, self.statistic, holds, lambda row: self.seen.format(values[row]))
-        for sighting in of_tensors:
+        for sighting in streaks.sightings(numbers, self.statistic, holds, lambda row: self.seen.format(values[row])):
             # The layer of a statistic of the model has no name.
             yield sighting._replace(layers=tuple(filter(None, sighting.layers)), remedy=remedy)
-
-
-@dataclass(kw_only=True)
-class InARow(OfStatistic):
-    """A condition on a statistic in ``needed`` collection steps in a row.
-
-    Attributes:
-        find: yields the sightings of a step, from the streaks.
-    """
-
-    find: Callable[[StepNumbers, Streaks], Sightings]
-
-    def sightings(self, numbers: StepNumbers) -> Sightings:
-        return self.find(numbers, self.streaks)
 
 
 class LoggedNumber(NamedTuple):
@@ -132,7 +125,13 @@ class Metrics(NamedTuple):
     loss: float
 
 
-OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
+_OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
+
+
+def is_loss_of_training(name: str) -> bool:
+    """Return whether a scalar is a loss of the training, or a part of one."""
+    return is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION)
+
 
 MOST_POINTS = 512 * 30
 """The least number of last points in a history; always a multiple of it was dropped."""
@@ -165,8 +164,7 @@ class Logged(RuleCheck):
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
         facts, _, counts, loss = self._last
         counts.update(values.keys())
-        losses = [name for name in values if is_loss(name) and words_of(name).isdisjoint(OF_EVALUATION)]
-        for name in loss_first(losses)[:1]:
+        for name in loss_first(filter(is_loss_of_training, values))[:1]:
             loss = values[name]
         self._last = Metrics(facts, values, counts, loss)
         number = self.number(self._last)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -21,7 +21,7 @@ from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
 from te_precision_callbacks.parameters.optimizers import SteppedParameters
-from te_precision_callbacks.parameters.parameter import SAMPLED_CLEARINGS, Gap, Parameter
+from te_precision_callbacks.parameters.parameter import SAMPLED_CLEARINGS, Gap, Parameter, ParameterProblem, Problem
 from te_precision_callbacks.parameters.weight_samples import local_part, to_host
 
 # ---------------------------------------------------------------------- missing gradients
@@ -104,8 +104,8 @@ class GradientClearing:
 
     def begin(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
         """Begin after a sampled step."""
-        own = [one for one, tensor in zip(stepped.parameters, stepped.tensors, strict=True) if tensor is one.weight]
-        states = {parameter: _state(parameter) for parameter in own if parameter.weight.grad is not None}
+        held = [entry.parameter for entry in stepped.held if entry.tensor is entry.parameter.weight]
+        states = {parameter: _state(parameter) for parameter in held if parameter.weight.grad is not None}
         self._windows[optimizer] = _Window(iteration, states, set())
         self.around_backward[:] = [self._check]
 
@@ -160,22 +160,6 @@ def _state(parameter: Parameter) -> tuple[int, int]:
 # ---------------------------------------------------------------------- gradients that are 0 or not finite
 
 
-class Broken(NamedTuple):
-    """A gradient or a weight that was not finite in an iteration."""
-
-    iteration: int
-    what: Literal["nonfinite_gradient", "nonfinite"]
-    name: str
-
-
-class Vanished(NamedTuple):
-    """A gradient that has become 0, with its first iteration, and its last one once it is not 0 any more."""
-
-    name: str
-    since: int
-    until: int | None
-
-
 @dataclass
 class ZeroGradients:
     """Consecutive optimizer steps with a gradient of 0.
@@ -196,11 +180,11 @@ class _Magnitudes(NamedTuple):
     -inf for a tensor of zeros, inf or nan for a tensor that is not finite. Logarithms of float64 fit into float32.
 
     Attributes:
-        place: in the order of the iteration's GEMMs; None for weights.
+        order: among the iteration's GEMMs; None for weights.
     """
 
     iteration: int
-    place: int | None
+    order: int | None
     names: list[str]
     read: Callable[[], list[float]]
 
@@ -212,30 +196,31 @@ class GradientSizes:
 
     Attributes:
         zeros: the parameters with a last gradient of 0.
-        vanished: the gradients that have become 0; the caller clears it.
+        vanished: first and last iteration -> the gradients that have become 0; without a last one if they still are.
+            The caller clears it.
         broken: the iteration of the first gradients that were not finite, and their place in the order of its GEMMs.
     """
 
     def __init__(self) -> None:
         self.zeros: dict[str, ZeroGradients] = {}
-        self.vanished: list[Vanished] = []
+        self.vanished: dict[tuple[int, int | None], list[str]] = {}
         self.broken: tuple[int, int] | None = None
         self._present_since: dict[str, int] = {}  # parameter -> the iteration from which on its gradient was not 0
         self._least: dict[str, int] = {}  # parameter -> the number of steps from which on it is reported
         self._has_found = False
         self._clipped: list[tuple[list[str], torch.Tensor]] = []
-        self._stepped: list[tuple[int, list[str], torch.Tensor]] = []  # the first: their place
+        self._stepped: list[tuple[int | None, list[str], torch.Tensor]] = []  # the first: their order
         self._copies: list[_Magnitudes] = []
 
     def before_clipping(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         if self._has_found:
             return
         # Those of a batch that the script drops after clipping do not reach the optimizer.
-        others = [clipped for clipped in self._clipped if set(names).isdisjoint(clipped[0])]
-        self._clipped = others + _largest(names, gradients)
+        self._clipped = [clipped for clipped in self._clipped if set(names).isdisjoint(clipped[0])]
+        self._clipped += _largest(names, gradients)
 
     def before_step(
-        self, optimizer: Optimizer, names: Sequence[str], gradients: Sequence[torch.Tensor], place: int
+        self, optimizer: Optimizer, names: Sequence[str], gradients: Sequence[torch.Tensor], order: int
     ) -> None:
         clipped = self._clipped
         self._clipped = []
@@ -244,48 +229,46 @@ class GradientSizes:
             return
         if clipped:
             already = set(itertools.chain.from_iterable([part for part, _ in clipped]))
-            left = [name not in already for name in names]
-            names, gradients = [*itertools.compress(names, left)], [*itertools.compress(gradients, left)]
-        self._stepped += [(place, *part) for part in clipped + _largest(names, gradients)]
+            are_new = [name not in already for name in names]
+            names = [*itertools.compress(names, are_new)]
+            gradients = [*itertools.compress(gradients, are_new)]
+        self._stepped += [(order, *part) for part in clipped + _largest(names, gradients)]
 
-    def end_step(self, iteration: int, weights: Sequence[Parameter], *, at_last: bool = False) -> list[Broken]:
+    def end_step(self, iteration: int, weights: Sequence[Parameter], *, at_last: bool = False) -> list[Problem]:
         """Return the gradients that were not finite, at the first place with any; if all were, the stepped ``weights``
         that are not.
 
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
         """
-        measured: list[tuple[int | None, list[str], torch.Tensor]] = [*self._stepped]
         if not self._has_found or at_last:
-            largest_weights = _largest([one.name for one in weights], [one.weight for one in weights])
-            measured += [(None, *part) for part in largest_weights]
+            largest_weights = _largest(
+                [parameter.name for parameter in weights], [parameter.weight for parameter in weights]
+            )
+            self._stepped += [(None, *part) for part in largest_weights]
+        waits = not at_last and any(largest.device.type != "cpu" for _, _, largest in self._stepped)
+        self._copies += [
+            _Magnitudes(iteration, order, names, to_host(largest)) for order, names, largest in self._stepped
+        ]
         self._clipped = []
         self._stepped = []
-        waits = False
-        for place, names, largest in measured:
-            self._copies.append(_Magnitudes(iteration, place, names, to_host(largest)))
-            waits |= largest.device.type != "cpu" and not at_last
         ready = [copy for copy in self._copies if copy.iteration < iteration or not waits]
         self._copies = [copy for copy in self._copies if copy.iteration >= iteration and waits]
         first: tuple[int, int | None] | None = None
-        found: list[Broken] = []
+        problems: list[Problem] = []
         for copy in ready:
-            odd = [
-                (name, size)
-                for name, size in zip(copy.names, copy.read(), strict=True)
-                if not -math.inf < size < math.inf
-            ]
-            broken = [name for name, size in odd if size != -math.inf]
-            if broken and first in (None, (copy.iteration, copy.place)):
-                first = copy.iteration, copy.place
-                what: Literal["nonfinite_gradient", "nonfinite"]
-                what = "nonfinite" if copy.place is None else "nonfinite_gradient"
-                found += [Broken(copy.iteration, what, name) for name in broken]
-            if copy.place is not None:
-                self._note_zeros(copy.iteration, copy.names, {name for name, size in odd if size == -math.inf})
-        self._has_found |= bool(found)
+            sizes = zip(copy.names, copy.read(), strict=True)
+            odd = {name: size for name, size in sizes if not -math.inf < size < math.inf}
+            broken = [name for name, size in odd.items() if size != -math.inf]
+            if broken and first in (None, copy[:2]):
+                first = copy[:2]
+                what: ParameterProblem = "nonfinite" if copy.order is None else "nonfinite_gradient"
+                problems += [Problem(what, name, copy.iteration, 0.0) for name in broken]
+            if copy.order is not None:
+                self._note_zeros(copy.iteration, copy.names, odd.keys() - broken)
+        self._has_found |= bool(problems)
         if first is not None and first[1] is not None:
             self.broken = first[0], first[1]
-        return found
+        return problems
 
     def _note_zeros(self, iteration: int, names: Iterable[str], are_zero: set[str]) -> None:
         for name in names:
@@ -296,7 +279,7 @@ class GradientSizes:
                 self._present_since[name] = zeros.last + 1
                 if zeros.was_present and zeros.steps >= self._least.get(name, LEAST_ABSENT):
                     self._least[name] = 2 * zeros.steps
-                    self.vanished.append(Vanished(name, zeros.since, zeros.last))
+                    self.vanished.setdefault((zeros.since, zeros.last), []).append(name)
         for name in are_zero:
             if name not in self.zeros:
                 was_present = iteration - self._present_since[name] >= LEAST_PRESENT
@@ -305,7 +288,7 @@ class GradientSizes:
             zeros.last = iteration
             zeros.steps += 1
             if zeros.was_present and zeros.steps == self._least.get(name, LEAST_ABSENT):
-                self.vanished.append(Vanished(name, zeros.since, None))
+                self.vanished.setdefault((zeros.since, None), []).append(name)
 
 
 def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
@@ -313,19 +296,19 @@ def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[tupl
 
     The loop calls no function for a plain tensor.
     """
-    of_kinds: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
     for name, named in zip(names, tensors, strict=True):
         tensor = named if type(named) in PLAIN else local_part(named)
         if tensor.layout is torch.strided and tensor.nbytes:
             kind = tensor.device, tensor.dtype
-            if kind not in of_kinds:
-                of_kinds[kind] = [], []
-            names_of_kind, tensors_of_kind = of_kinds[kind]
+            if kind not in kinds:
+                kinds[kind] = [], []
+            names_of_kind, tensors_of_kind = kinds[kind]
             names_of_kind += (name,)
             tensors_of_kind += (tensor,)
     return [
         (names_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
-        for (_, dtype), (names_of_kind, tensors_of_kind) in of_kinds.items()
+        for (_, dtype), (names_of_kind, tensors_of_kind) in kinds.items()
         if dtype.is_floating_point
     ]
 

@@ -193,12 +193,18 @@ class ParameterList:
     def unheld(self) -> list[Parameter]:
         """Return parameters with gradients that no optimizer of this process steps, nor their master weights."""
         held = self.held
-        trained = [one for one in self.parameters.values() if one.is_trained and one.has_gradient and one not in held]
+        trained = [
+            parameter
+            for parameter in self.parameters.values()
+            if parameter.is_trained and parameter.has_gradient and parameter not in held
+        ]
         if trained != self._not_seen:  # to look for optimizers takes long
             stepped = held_ids_of_process()
             masters = [getattr(parameter.weight, "main_param", None) for parameter in trained]
             pairs = zip(trained, masters, strict=True)
-            self._unheld = [one for one, master in pairs if stepped.isdisjoint({id(one.weight), id(master)})]
+            self._unheld = [
+                parameter for parameter, master in pairs if stepped.isdisjoint({id(parameter.weight), id(master)})
+            ]
             self._not_seen = trained
         return self._unheld
 

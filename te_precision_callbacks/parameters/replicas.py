@@ -130,11 +130,11 @@ class Replicas:
         differing = np.flatnonzero(replicas & differs).tolist()
         new = [self._agreed[index] for index in differing if self._agreed[index] not in self._differing]
         if new:
-            alone = len(differing) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
-            alone_what: ParameterProblem = "no_sum" if in_parts or differed[varies].any() else "no_reduction"
+            is_alone = len(differing) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
+            what: ParameterProblem = "no_sum" if in_parts or differed[varies].any() else "no_reduction"
             self._differing.update(new)
             for name in new:
-                yield Problem(alone_what if alone else "differs", name, iteration, len(new))
+                yield Problem(what if is_alone else "differs", name, iteration, len(new))
         elif not replicas.any() and differed.any() and not (self._differing or self._is_reduced()):
             self._differing.update(self._agreed)
             differing = np.flatnonzero(differed).tolist()
@@ -151,8 +151,8 @@ class Replicas:
     def _sums(self) -> Sums:
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         self._has_shards = bool(sharded)
-        kept = [(name, weight) for name, weight, _ in self._model.named_parameters() if id(weight) not in sharded]
-        codes = [(name, raw_codes(weight)) for name, weight in kept]
+        replicas = [(name, weight) for name, weight, _ in self._model.named_parameters() if id(weight) not in sharded]
+        codes = [(name, raw_codes(weight)) for name, weight in replicas]
         samples = [(name, sampled_view(tensor)) for name, tensor in codes if tensor.numel()]
         sums: Sums = {}
         for indices, stack in stack_equal([sample for _, sample in samples]):

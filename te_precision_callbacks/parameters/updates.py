@@ -77,13 +77,13 @@ class UpdateShares:
             weights = [narrow[index][0] for index in indices]
             has = [narrow[index][1] for index in indices]
             # Codes may be packed or transposed.
-            counted = [one if one.shape == codes.shape[1:] else one.any().expand(codes.shape[1:]) for one in has]
+            counted = [mask if mask.shape == codes.shape[1:] else mask.any().expand(codes.shape[1:]) for mask in has]
             self._before.append((weights, codes, torch.stack(counted)))
 
     def after_step(self) -> None:
-        before = self._before
+        stepped = self._before
         self._before = []
-        for weights, codes, counted in before:
+        for weights, codes, counted in stepped:
             codes_now = torch.stack([sampled_view(raw_codes(weight)) for weight in weights])  # which are detached
             self._count(UNCHANGED, codes_now == codes, counted)
 

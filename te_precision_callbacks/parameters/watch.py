@@ -22,9 +22,9 @@ from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.layers.folding import numbers_of
-from te_precision_callbacks.parameters.gradients import Broken, GradientClearing, GradientSizes, check_gradients
+from te_precision_callbacks.parameters.gradients import GradientClearing, GradientSizes, check_gradients
 from te_precision_callbacks.parameters.optimizers import ParameterList, SteppedParameters, TrainedModel, gradients_of
-from te_precision_callbacks.parameters.parameter import Gap, Parameter
+from te_precision_callbacks.parameters.parameter import Gap, Parameter, Problem
 from te_precision_callbacks.parameters.updates import UpdateShares
 from te_precision_callbacks.parameters.weight_samples import local_part
 from te_precision_callbacks.parameters.weights import WeightSamples
@@ -167,11 +167,11 @@ class ParameterWatch:
 
     # ------------------------------------------------------------------ a step of an optimizer
 
-    def before_step(self, optimizer: Optimizer, iteration: int, place: int, *, is_collected: bool) -> None:
+    def before_step(self, optimizer: Optimizer, iteration: int, order: int, *, is_collected: bool) -> None:
         """Check gradients; in few steps also sample weights and master weights. Called without autograd.
 
         Args:
-            place: in the order of the iteration's GEMMs.
+            order: the step's place among the iteration's GEMMs.
             is_collected: whether this is a collection step.
         """
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
@@ -186,7 +186,7 @@ class ParameterWatch:
             self._stepped[id(stepped)] = stepped
             for parameter in stepped.parameters:
                 parameter.held_until = iteration
-            gradients = self._check_gradients(optimizer, stepped, iteration, place)
+            gradients = self._check_gradients(optimizer, stepped, iteration, order)
             if stepped.versions:
                 self._weights.check_writes(stepped, iteration)
             self.clearing.end(optimizer)
@@ -211,7 +211,7 @@ class ParameterWatch:
         self._rises += self.schedules.setdefault(optimizer, LearningRate()).note(rates, iteration)
 
     def _check_gradients(
-        self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int, place: int
+        self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int, order: int
     ) -> list[torch.Tensor | None]:
         gradients: list[torch.Tensor | None] = [*map(_GRADIENT, stepped.tensors)]
         has_all = (
@@ -222,9 +222,9 @@ class ParameterWatch:
         )
         if not has_all:
             gradients = gradients_of(stepped.held)
-        there = [*map(_IS_THERE, gradients)]
-        names = [*itertools.compress(map(_NAME, stepped.parameters), there)]
-        self.sizes.before_step(optimizer, names, [one for one in gradients if one is not None], place)
+        are_present = [*map(_IS_THERE, gradients)]
+        names = [*itertools.compress(map(_NAME, stepped.parameters), are_present)]
+        self.sizes.before_step(optimizer, names, [gradient for gradient in gradients if gradient is not None], order)
         if not (has_all and all(map(_AT_STEP, stepped.parameters))) or any(map(_GAP, stepped.parameters)):
             self.ended_gaps += check_gradients(zip(stepped.parameters, stepped.tensors, strict=True), iteration)
         return gradients
@@ -276,17 +276,17 @@ class ParameterWatch:
         return [parameter for parameter in self.parameters if parameter in are_stepped]
 
     @torch.no_grad()
-    def end_step(self, iteration: int, stepped: Sequence[Parameter]) -> tuple[list[Broken], bool]:
+    def end_step(self, iteration: int, stepped: Sequence[Parameter]) -> tuple[list[Problem], bool]:
         """End an iteration; return the problems of inf and nan, and whether there are new measurements."""
         self.ended = iteration
-        broken: list[Broken] = []
+        broken: list[Problem] = []
         is_new = True
         with self._failures.guard("checking", "the parameters"):
             if not self.steps:
                 if not self.listed.parameters:
                     self.listed.refresh()
                 weights = [(parameter, parameter.weight) for parameter in self.parameters]
-                self.ended_gaps += check_gradients([one for one in weights if one[1].requires_grad], iteration)
+                self.ended_gaps += check_gradients([pair for pair in weights if pair[1].requires_grad], iteration)
             rising = sum([schedule.rises_again for schedule in self.schedules.values()])
             is_new = self._weights.batch.read() or self._has_sampled or self.is_due or rising != self._rising
             self._rising = rising
@@ -309,17 +309,16 @@ class ParameterWatch:
 
         Layers in lists of a block are left out: experts may get no tokens.
         """
-        spans: dict[tuple[int, int | None], list[str]] = {}
-        if self.sizes.vanished:
+        vanished = self.sizes.vanished
+        self.sizes.vanished = {}
+        if vanished:
             matrices = {parameter.name for parameter in self.parameters if parameter.is_matrix}
-            for name, since, until in self.sizes.vanished:
-                if name in matrices and len(numbers_of(name)) < 2:
-                    spans.setdefault((since, until), []).append(name)
-            self.sizes.vanished.clear()
-        return spans
+            alone = {name for name in matrices if len(numbers_of(name)) < 2}
+            vanished = {span: [name for name in names if name in alone] for span, names in vanished.items()}
+        return {span: names for span, names in vanished.items() if names}
 
     @torch.no_grad()
-    def end(self, iteration: int) -> list[Broken]:
+    def end(self, iteration: int) -> list[Problem]:
         """Read all measurements at the end of a run, and return all weights that are not finite."""
         self._weights.batch.read()
         self._weights.batch.read()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.numerics.layouts import NVFP4, PLAIN
 from te_precision_callbacks.te.tensors import any_codes, is_quantized, read_stored, scaling_mode
 
@@ -19,8 +19,16 @@ PLAIN_ROUNDING = 2.0**-7
 """Relative error of a bfloat16 or float16 weight truncated from its master weight."""
 
 
-Measure = Callable[..., torch.Tensor]
-_Launched = tuple[Callable[[], list[Any]], list[tuple[object, str]]]
+class _Measurement(NamedTuple):
+    """A measurement of small tensors, for an attribute of a row."""
+
+    measure: Callable[..., torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+    row: object
+    column: str
+
+
+_Launched = tuple[Callable[[], list[Any]], list[_Measurement]]
 
 
 class WeightSample(NamedTuple):
@@ -50,8 +58,8 @@ def is_narrow(weight: torch.Tensor) -> bool:
 
 
 def raw_codes(weight: torch.Tensor) -> torch.Tensor:
-    own = local_part(weight)
-    return any_codes(own) if is_quantized(own) else own
+    local = local_part(weight)
+    return any_codes(local) if is_quantized(local) else local
 
 
 def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:
@@ -60,17 +68,10 @@ def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:
     Args:
         thin: every how many sampled columns are returned.
     """
-    return tensor.contiguous().as_strided(*_layout_of_sample(tensor.shape, thin))
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout_of_sample(shape: torch.Size, thin: int) -> tuple[list[int], list[int]]:
-    """Return shape and strides of a sample, so that one operation makes the view."""
-    rows = shape[0] if len(shape) > 1 else 1
-    columns = shape.numel() // rows
+    rows = tensor.shape[0] if tensor.dim() > 1 else 1
+    columns = tensor.numel() // rows
     row_step, column_step = _steps(rows, columns)
-    column_step *= thin
-    return [len(range(0, rows, row_step)), len(range(0, columns, column_step))], [row_step * columns, column_step]
+    return tensor.contiguous().view(rows, columns)[::row_step, :: column_step * thin]
 
 
 def _steps(rows: int, columns: int) -> tuple[int, int]:
@@ -84,11 +85,11 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     Args:
         span: limits the sample to these positions in the flattened weight.
     """
-    own: Any = local_part(weight)
-    if not is_quantized(own):
-        values = sampled_view(own if span is None else own.reshape(-1)[span.start : span.stop]).float()
+    local: Any = local_part(weight)
+    if not is_quantized(local):
+        values = sampled_view(local if span is None else local.reshape(-1)[span.start : span.stop]).float()
         return WeightSample(values, 1.001 * PLAIN_ROUNDING * values.abs())
-    part = read_stored(own, columnwise=False)
+    part = read_stored(local, columnwise=False)
     if part is None or part.transposed:
         return None
     device = part.codes.device
@@ -98,10 +99,10 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
         rows, columns = [torch.arange(0, size, step, device=device) for size, step in steps]
         rows = rows[:, None]
     else:
-        places = torch.arange(span.start, span.stop, _steps(1, len(span))[1], device=device)[None]
-        rows = places // length
-        columns = places % length
-    if scaling_mode(own) == NVFP4:
+        positions = torch.arange(span.start, span.stop, _steps(1, len(span))[1], device=device)[None]
+        rows = positions // length
+        columns = positions % length
+    if scaling_mode(local) == NVFP4:
         codes = (part.codes[rows, columns // 2] >> (columns % 2 * 4).to(torch.uint8)) & 0xF
     else:
         codes = part.codes[rows, columns]
@@ -120,27 +121,28 @@ class BatchedMeasurements:
     """Measurements of many small tensors, launched together by device and kind, and read in a later step."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, tuple[Measure, list[tuple[tuple[torch.Tensor, ...], object, str]]]] = {}
+        self._waiting: list[_Measurement] = []
         self._launched: list[_Launched] = []
         self._pending: list[_Launched] = []
 
-    def add(self, measure: Measure, tensors: tuple[torch.Tensor, ...], row: object, column: str) -> None:
+    def add(
+        self, measure: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], row: object, column: str
+    ) -> None:
         """Add a measurement.
 
         Args:
             measure: takes stacks of the tensors; returns [rows], or [rows, numbers] for lists of numbers.
             row, column: the object, and the name of its attribute that gets the result.
         """
-        kinds = [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
-        self._waiting.setdefault((measure, *kinds), (measure, []))[1].append((tensors, row, column))
+        self._waiting.append(_Measurement(measure, tensors, row, column))
 
     def launch(self) -> None:
         """Measure, and start copying the results to the host."""
-        waiting = self._waiting
-        self._waiting = {}
-        for measure, members in waiting.values():
-            stacks = [torch.stack(column) for column in zip(*(tensors for tensors, _, _ in members), strict=True)]
-            self._launched.append((to_host(measure(*stacks)), [(row, column) for _, row, column in members]))
+        kinds = group_by_key(((waiting.measure, *map(_kind, waiting.tensors)), waiting) for waiting in self._waiting)
+        self._waiting.clear()
+        for members in kinds.values():
+            stacks = map(torch.stack, zip(*[member.tensors for member in members], strict=True))
+            self._launched.append((to_host(members[0].measure(*stacks)), members))
 
     def read(self) -> bool:
         """Set the columns that were launched before the last call, which then need not be waited for; return whether
@@ -148,27 +150,29 @@ class BatchedMeasurements:
         ready = self._pending
         self._pending = self._launched
         self._launched = []
-        for copy, targets in ready:
-            for (row, column), result in zip(targets, copy(), strict=True):
-                setattr(row, column, result)
+        for copy, members in ready:
+            for member, result in zip(members, copy(), strict=True):
+                setattr(member.row, member.column, result)
         return bool(ready)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size]:
+    return tensor.device, tensor.dtype, tensor.shape
 
 
 def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Stack tensors of equal device, dtype and shape: yield their indices and the stack, [tensors, ...]."""
-    places: dict[Hashable, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(place)
-    for group in places.values():
-        yield group, torch.stack([tensors[place] for place in group])
+    kinds = group_by_key((_kind(tensor), index) for index, tensor in enumerate(tensors))
+    for indices in kinds.values():
+        yield indices, torch.stack([tensors[index] for index in indices])
 
 
 def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy tensors, with an operation for each device, dtype and shape."""
     copies = list(tensors)
-    for places, stack in stack_equal(tensors):
-        for place, copy in zip(places, stack.unbind(), strict=True):
-            copies[place] = copy
+    for indices, stack in stack_equal(tensors):
+        for index, copy in zip(indices, stack.unbind(), strict=True):
+            copies[index] = copy
     return copies
 
 

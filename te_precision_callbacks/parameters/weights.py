@@ -63,9 +63,9 @@ class WeightSamples:
                 continue
             # Optimizers may share a parameter.
             is_new = not parameter.samples or parameter.samples[-1][0] < iteration
-            if is_new and parameter.is_matrix and not is_quantized(own := local_part(weight)):
+            if is_new and parameter.is_matrix and not is_quantized(local := local_part(weight)):
                 sampled.append(parameter)
-                values.append(sampled_view(own, THIN))
+                values.append(sampled_view(local, THIN))
             if parameter.is_settled:
                 parameter.reference = None
             else:
@@ -96,8 +96,8 @@ class WeightSamples:
             if tensor.grad is None and weight.grad is not None:
                 row.moved = 1.0  # the optimizer steps a copy that gets no gradient
             else:
-                before = codes if tensor is weight else sampled_view(raw_codes(tensor)).clone()
-                self._stepping.append((row, tensor, before))
+                stepped_codes = codes if tensor is weight else sampled_view(raw_codes(tensor)).clone()
+                self._stepping.append((row, tensor, stepped_codes))
 
     def after_step(self) -> None:
         for row, tensor, codes in self._stepping:

@@ -306,7 +306,7 @@ class ParameterChecks:
         broken, is_new = self.watch.end_step(iteration, stepped)
         problems: list[Problem] = []
         with self._failures.guard("checking", "the parameters"):
-            problems = self._problems.nonfinite(broken) if broken else []
+            problems = self._problems.with_shares(broken) if broken else []
             if is_new:
                 problems = self._problems.find() + problems
         try:
@@ -328,7 +328,7 @@ class ParameterChecks:
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""
         broken = self.watch.end(iteration)
-        problems = self._problems.find(at_last=True) + self._problems.nonfinite(broken)
+        problems = self._problems.find(at_last=True) + self._problems.with_shares(broken)
         self._record(self._replicas.take_news() + problems, iteration, of_all=False)
 
     def _record(self, problems: list[Problem], iteration: int, *, of_all: bool) -> None:

@@ -12,21 +12,18 @@ from te_precision_callbacks.diagnosis.rules import (
     jumps,
     kernels,
     lost_elements,
-    outcome,
     parameters,
     precision,
     scales,
     settings,
     siblings,
     training,
-    updates,
 )
 
 ROWS: Sequence[Rule] = (
     *lost_elements.RULES,
     *scales.RULES,
     *kernels.RULES,
-    *updates.RULES,
     *parameters.RULES,
     *siblings.RULES,
     *gradients.RULES,
@@ -34,7 +31,6 @@ ROWS: Sequence[Rule] = (
     *jumps.RULES,
     *precision.RULES,
     *settings.RULES,
-    *outcome.RULES,
 )
 """All rules and their variants. Of two findings of one severity in one step, that of the earlier row comes first."""
 

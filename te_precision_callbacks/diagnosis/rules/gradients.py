@@ -119,10 +119,10 @@ class Growth(RuleCheck):
     def step(self, numbers: StepNumbers) -> Sightings:
         if not numbers.has("cur_amax"):
             return
-        now = numbers.bits("cur_amax")
-        if holds_any(np.isfinite(now)):
+        bits = numbers.bits("cur_amax")
+        if holds_any(np.isfinite(bits)):
             self.note_data(numbers.iteration)
-        grown = now - self._compare(numbers, now)
+        grown = bits - self._compare(numbers, bits)
         holds = grown >= GROWTH
         is_far = holds
         hurts = holds
@@ -148,15 +148,15 @@ class Growth(RuleCheck):
             helps = sighting.severity == "warning" and sighting.layers[0] in hurt and sighting.tensor != "weight"
             yield sighting._replace(patch=keep_first(sighting.layers, numbers) if helps else "")
 
-    def _compare(self, numbers: StepNumbers, now: Floats) -> Floats:
+    def _compare(self, numbers: StepNumbers, bits: Floats) -> Floats:
         """Note the amaxes of a step; [rows]: the least of the first ones before it."""
-        least: Floats = extend_rows(self._least, len(now), np.nan)
-        count = extend_rows(self._numbers_of_amaxes, len(now), 0)
+        least: Floats = extend_rows(self._least, len(bits), np.nan)
+        count = extend_rows(self._numbers_of_amaxes, len(bits), 0)
         begins = count < BEGIN
-        jumps = now - np.log2(numbers.earlier(numbers.last, "cur_amax")) >= GROWTH
-        self._has_jumped = extend_rows(self._has_jumped, len(now), False) | (jumps & ~begins)
-        self._least = np.where(begins, np.fmin(least, now), least)
-        self._numbers_of_amaxes = count + np.isfinite(now)
+        jumps = bits - np.log2(numbers.earlier(numbers.last, "cur_amax")) >= GROWTH
+        self._has_jumped = extend_rows(self._has_jumped, len(bits), False) | (jumps & ~begins)
+        self._least = np.where(begins, np.fmin(least, bits), least)
+        self._numbers_of_amaxes = count + np.isfinite(bits)
         return least
 
 
@@ -170,11 +170,11 @@ def _form(facts: Facts, layer: str, tensor: str) -> str:
 
 def _grow_together(groups: npt.NDArray[Any], grows: Mask, counts: Mask) -> Mask:
     """[rows]: whether most counted rows of the same group grow."""
-    together = np.zeros(len(groups), bool)
+    are_growing = np.zeros(len(groups), bool)
     for name in np.unique(groups[grows & counts]):
         group = (groups == name) & counts
-        together |= group & (group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER)
-    return together
+        are_growing |= group & (group.sum() >= LEAST_TOGETHER and grows[group].mean() > TOGETHER)
+    return are_growing
 
 
 DEAD_STEPS = 3

@@ -17,10 +17,11 @@ from te_precision_callbacks.diagnosis.shapes import (
     NEEDS_EACH_STEP,
     Changed,
     find_absences,
+    layers_of_change,
 )
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any, total
+from te_precision_callbacks.statistics.arrays import Floats, holds_any, total
 
 _REMEDY_OF_RATE = (
     "Look at the learning-rate scheduler, and at code that sets the learning rate: it must not rise that far in one"
@@ -38,7 +39,7 @@ class _Sizes(NamedTuple):
 
 class WeightJump(ParameterRule):
     def __init__(self) -> None:
-        super().__init__("weight-jump", 3)
+        super().__init__(rule="weight-jump", needed=3)
         self._last: dict[str, _Sizes] = {}  # by statistic
         self._rise: Event | None = None
         self._changed: int | None = None  # the step of the last sudden change
@@ -53,30 +54,26 @@ class WeightJump(ParameterRule):
             bits: Floats = np.log2(np.where(values == 0, np.nan, values))
             unknown = np.full(len(bits), np.nan)
             last = self._last.get(statistic, _Sizes(0, unknown, unknown))
-            before = extend_rows(last.bits, len(bits), np.nan)
-            vanished = (values == 0) & np.isfinite(before)
+            last_bits = extend_rows(last.bits, len(bits), np.nan)
+            vanished = (values == 0) & np.isfinite(last_bits)
             if statistic != "std" and holds_any(vanished):
-                layers = self._layers(numbers, vanished)
-                seen = f"all elements are 0, and were not in an earlier step; {many(len(layers), 'layer')}"
-                label = numbers.column(statistic).label(int(vanished.argmax()))
-                yield Sighting(seen, layers, "weight", label, numbers.iteration)
+                rows = np.flatnonzero(vanished).tolist()
+                seen = f"all elements are 0, and were not in an earlier step; {many(len(rows), 'layer')}"
+                layers = tuple(numbers.names[row] for row in rows)
+                yield Sighting(seen, layers, "weight", numbers.column(statistic).label(rows[0]), numbers.iteration)
             jumped = np.abs(extend_rows(last.changes, len(bits), np.nan)) <= STEADY
-            jumped &= np.abs(bits - before) >= WEIGHT_JUMP
-            count = int(total(jumped))
-            if count >= max(2, total(weights) / 2):
-                layers = self._layers(numbers, jumped)
-                row = next(row for row in np.flatnonzero(jumped).tolist() if numbers.names[row] == layers[0])
+            jumped &= np.abs(bits - last_bits) >= WEIGHT_JUMP
+            if total(jumped) >= max(2, total(weights) / 2):
+                rows = numbers.in_order(np.flatnonzero(jumped).tolist())
+                row = rows[0]
                 label = numbers.column(statistic).label(row)
                 seen = (
-                    f"{label} has changed from {2 ** before[row]:.3g} in step {last.iteration} to {values[row]:.3g},"
-                    f" and by {2**WEIGHT_JUMP:g} times or more in {count} of {many(int(total(weights)), 'layer')}"
+                    f"{label} has changed from {2 ** last_bits[row]:.3g} in step {last.iteration} to {values[row]:.3g},"
+                    f" and by {2**WEIGHT_JUMP:g} times or more in {len(rows)} of {many(int(total(weights)), 'layer')}"
                 )
+                layers = tuple(numbers.names[row] for row in rows)
                 yield self._of_optimizer(layers, label, seen, numbers.iteration)
-            self._last[statistic] = _Sizes(numbers.iteration, bits, bits - before)
-
-    @staticmethod
-    def _layers(numbers: StepNumbers, weights: Mask) -> tuple[str, ...]:
-        return tuple(numbers.facts.sort_by_execution(numbers.names_of(weights), "weight"))
+            self._last[statistic] = _Sizes(numbers.iteration, bits, bits - last_bits)
 
     def event(self, event: Event) -> Sightings:
         for written in super().event(event):
@@ -86,8 +83,7 @@ class WeightJump(ParameterRule):
         if event.kind == "learning_rate_rose":
             self._rise = event
         if event.kind == "changed" and event.data["kind"] == "weights":
-            layers = tuple(layer for layer, _ in event.data["slots"])
-            jump = self._of_optimizer(layers, "", event.text, event.iteration)
+            jump = self._of_optimizer(layers_of_change(event), "", event.text, event.iteration)
             if event.data["of_all"] and not jump.key:
                 jump = jump._replace(severity="note")
             else:
@@ -99,8 +95,8 @@ class WeightJump(ParameterRule):
         """A jump in a step; the optimizer's if the learning rate rose before."""
         rise = self._rise
         jump = Sighting(seen, layers, "weight", statistic, since)
-        before = max((step for step in self.steps if step < since), default=0)
-        if rise is None or not min(before, since - changes.LEAST_HISTORY) <= rise.iteration <= since:
+        last_good = max((step for step in self.steps if step < since), default=0)
+        if rise is None or not min(last_good, since - changes.LEAST_HISTORY) <= rise.iteration <= since:
             return jump
         seen += f", after {rise.text[0].lower()}{rise.text[1:-1]} in step {rise.iteration}"
         return jump._replace(seen=seen, since=rise.iteration, key="rate", remedy=_REMEDY_OF_RATE)

@@ -90,13 +90,13 @@ class Nonfinite(RuleCheck):
         amaxes = numbers.are_known("cur_amax")
         if not holds_any(amaxes | numbers.are_known("nonfinite_num")):
             return
-        before = self.steps[-1] if self.steps else None
+        last_finite = self.steps[-1] if self.steps else None
         self.note_data(numbers.iteration)
         are_broken = (amaxes & ~np.isfinite(numbers.values("cur_amax"))) | (numbers.values("nonfinite_num") > 0)
         if holds_any(are_broken):
             rows = np.flatnonzero(are_broken).tolist()
             in_backward = all(numbers.tensors[row] in BACKWARD for row in rows)
-            yield self._begin(_first_nonfinite(numbers, rows, before), in_backward=in_backward)
+            yield self._begin(_first_nonfinite(numbers, rows, last_finite), in_backward=in_backward)
 
     def event(self, event: Event) -> Sightings:
         problems = event.data.get("problems", ()) if event.kind == "parameters" else ()
@@ -104,8 +104,8 @@ class Nonfinite(RuleCheck):
         in_backward = event.phase == "backward"
         if event.kind == "nonfinite":
             first_line = re.sub(r"^> \[\d+\] \S+: ", "", event.text.partition("\n")[0].rstrip(". "))
-            found = Sighting(first_line, tuple(filter(None, (event.layer,))), since=event.iteration)
-            yield self._begin(found, in_backward=False)
+            sighting = Sighting(first_line, tuple(filter(None, (event.layer,))), since=event.iteration)
+            yield self._begin(sighting, in_backward=False)
         if event.kind == "first_nonfinite":
             if event.data["since"] < event.data["iteration"]:
                 self.note_data(event.data["iteration"] - 1)  # which was watched, and finite
@@ -123,23 +123,23 @@ class Nonfinite(RuleCheck):
             if self._first is None and row["what"] in _OF_PARAMETERS:
                 yield self._begin(_OF_PARAMETERS[row["what"]](row), in_backward=False)
 
-    def _begin(self, found: Sighting, *, in_backward: bool) -> Sighting:
+    def _begin(self, sighting: Sighting, *, in_backward: bool) -> Sighting:
         """Return the first sighting of the run, or a note on a step that a GradScaler skips."""
         if in_backward and self._is_scaled:
-            return found._replace(severity="note", key="scaled", remedy=_SKIPPED)
-        if self._first is None or (found.since or 0) < (self._first.since or 0):  # known late, from another rank
-            self._first = found
+            return sighting._replace(severity="note", key="scaled", remedy=_SKIPPED)
+        if self._first is None or (sighting.since or 0) < (self._first.since or 0):  # known late, from another rank
+            self._first = sighting
         return self._first
 
 
 def _origin(event: Event) -> Sighting:
     """Return the sighting of the first tensor with inf or nan, as the watch of every step reports it."""
     since = event.data["iteration"]
-    found = Sighting(event.text.partition(": ")[2].rstrip("."), (event.layer,), event.tensor, since=since)
+    sighting = Sighting(event.text.partition(": ")[2].rstrip("."), (event.layer,), event.tensor, since=since)
     if event.tensor != "weight":
-        return found._replace(remedy=_remedy_between(event))
-    found = found._replace(remedy=_REMEDY_OF_UPDATE if event.data["since"] < since else _REMEDY_OF_START)
-    return found._replace(layers=(), tensor="") if event.data["weights"] > 1 else found
+        return sighting._replace(remedy=_remedy_between(event))
+    sighting = sighting._replace(remedy=_REMEDY_OF_UPDATE if event.data["since"] < since else _REMEDY_OF_START)
+    return sighting._replace(layers=(), tensor="") if event.data["weights"] > 1 else sighting
 
 
 def _remedy_between(event: Event) -> str:
@@ -167,8 +167,8 @@ def _nonfinite_gradients(row: Mapping[str, Any]) -> Sighting:
     if row["number"] >= NEARLY_ALL:
         seen = "the gradients of nearly all parameters have inf or nan at the optimizer's step"
         return Sighting(seen, (), "gradient", since=row["since"], remedy=_REMEDY_OF_ALL_GRADIENTS)
-    others = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
-    seen = f"the gradient of {names[-1]}{others} has inf or nan at the optimizer's step"
+    more = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
+    seen = f"the gradient of {names[-1]}{more} has inf or nan at the optimizer's step"
     return Sighting(seen, layers_of(names), "gradient", since=row["since"], remedy=_REMEDY_OF_GRADIENT)
 
 
@@ -186,27 +186,27 @@ _OF_PARAMETERS: Mapping[str, Callable[[Mapping[str, Any]], Sighting]] = {
 }
 
 
-def _first_nonfinite(numbers: StepNumbers, broken: Sequence[int], before: int | None) -> Sighting:
+def _first_nonfinite(numbers: StepNumbers, broken: Sequence[int], last_finite: int | None) -> Sighting:
     """The sighting of the first tensor with inf or nan in a step, of the rows with such a tensor."""
     iteration = numbers.iteration
     weights = sum(numbers.tensors[row] == "weight" for row in broken)
-    if before is not None and weights > 1:  # the optimizer's step has spread it, so the first layer is not the origin
-        first = before + 1
+    if last_finite is not None and weights > 1:  # the optimizer has spread it, so the first layer is not the origin
+        first = last_finite + 1
         steps = f"in step {iteration}" if first == iteration else f"in the steps {first} to {iteration}"
         seen = (
             f"the weights of {weights} layers have inf or nan, so the first layer is unknown. The values appeared"
             f" {steps}: rerun from step {first} to find the layer"
         )
         return Sighting(seen, statistic="nonfinite_num", since=iteration)
-    row = min(broken, key=lambda row: numbers.facts.order_key(numbers.names[row], str(numbers.tensors[row])))
+    row = numbers.in_order(broken)[0]
     tensor = str(numbers.tensors[row])
     count = numbers.values("nonfinite_num")[row]
     seen = "has inf or nan"
     if count > 0:
         seen = f"{many(round(count), 'element')} {'is' if count == 1 else 'are'} inf or nan"
-    others = len({numbers.names[row] for row in broken}) - 1
-    if others:
-        seen += f"; {many(others, 'more layer')} {'has' if others == 1 else 'have'} inf or nan in the same step"
+    more = len({numbers.names[row] for row in broken}) - 1
+    if more:
+        seen += f"; {many(more, 'more layer')} {'has' if more == 1 else 'have'} inf or nan in the same step"
     remedy = ""
     if tensor == "weight":
         remedy = _REMEDY_OF_WEIGHT if iteration else _REMEDY_OF_START
@@ -225,11 +225,11 @@ def starts_from_zero(numbers: StepNumbers) -> Mask:
 def _overflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
     values = np.fmax(numbers.finite("overflows%"), 0.0)
     values = np.where(numbers.by_row(can_overflow) & ~starts_from_zero(numbers), values, 0.0)
-    before = np.fmax(numbers.earlier(numbers.last, "overflows%"), 0.0)
+    last_share = np.fmax(numbers.earlier(numbers.last, "overflows%"), 0.0)
     return streaks.sightings(
         numbers,
         "overflows%",
-        (values >= numbers.by_row(overflow_threshold)) & (values >= FALLING * before),
+        (values >= numbers.by_row(overflow_threshold)) & (values >= FALLING * last_share),
         lambda row: f"{values[row]:.3g} % of the elements are above the range of the format",
     )
 
@@ -252,8 +252,8 @@ def _underflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
 
 
 def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
-    kept = layers[:MOST_KEPT]
-    return keep_high(*kept, others=set(numbers.names) - set(kept))
+    high = layers[:MOST_KEPT]
+    return keep_high(*high, others=set(numbers.names) - set(high))
 
 
 def can_overflow(facts: Facts, layer: str, tensor: str) -> bool:

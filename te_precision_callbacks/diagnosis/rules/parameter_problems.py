@@ -22,7 +22,7 @@ from te_precision_callbacks.parameters.parameter import (
 )
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.parameters.gradients import Broken, ZeroGradients
+    from te_precision_callbacks.parameters.gradients import ZeroGradients
     from te_precision_callbacks.parameters.watch import ParameterWatch
 
 ENDS_BY_A_GRADIENT: frozenset[ParameterProblem] = frozenset({"no_gradient", "checkpointed", "lost_gradient"})
@@ -94,18 +94,18 @@ class ParameterProblems:
         parameters = watch.parameters
         without = self._without_gradient(parameters)
         idle = _idle(parameters, watch.sizes.zeros)
-        found = [
+        candidates = [
             *idle.values(),
             *self._arrived(),
             *self._decays(),
-            *_missing_gradients(parameters, [(one, gap) for one, gap in without if one not in idle]),
+            *_missing_gradients(parameters, [(parameter, gap) for parameter, gap in without if parameter not in idle]),
             *_of_weights(parameters),
             *self._of_optimizers(at_last=at_last),
             *_of_nearly_all(parameters, watch.sizes.zeros),
             *self._kept_gradients(parameters),
             *self._unheld(),
         ]
-        problems = [problem for problem in found if (problem.what, problem.name) not in self._reported]
+        problems = [problem for problem in candidates if (problem.what, problem.name) not in self._reported]
         self._reported.update((problem.what, problem.name) for problem in problems)
         if "frozen-weight" not in self.checked and any(
             row.changed > 0 or row.moved > 0 for parameter in parameters for row in parameter.rows
@@ -119,11 +119,11 @@ class ParameterProblems:
             self.checked.add("missing-gradient")
         return problems
 
-    def nonfinite(self, broken: Sequence[Broken]) -> list[Problem]:
+    def with_shares(self, nonfinite: Sequence[Problem]) -> list[Problem]:
         """Return the problems of gradients and weights that are not finite, with the share of all trained ones."""
         gradients = sum(parameter.at_step for parameter in self._watch.parameters)
-        share = 100 * len({entry.name for entry in broken}) / max(1, gradients)
-        return [Problem(entry.what, entry.name, entry.iteration, share) for entry in broken]
+        share = 100 * len({problem.name for problem in nonfinite}) / max(1, gradients)
+        return [problem._replace(number=share) for problem in nonfinite]
 
     def _has_reported(self, name: str, *problems: str) -> bool:
         return any((what, name) in self._reported for what in problems)
@@ -169,17 +169,17 @@ class ParameterProblems:
     def _kept_gradients(self, parameters: Iterable[Parameter]) -> Iterator[Problem]:
         """Find gradients that are not cleared."""
         trained = 0
-        kept: list[Problem] = []
+        problems: list[Problem] = []
         for parameter in parameters:
             trained += parameter.has_gradient
             if len(parameter.cleared) == SAMPLED_CLEARINGS:
                 self.checked.add("kept-gradient")
                 if not any(parameter.cleared.values()):
-                    kept.append(Problem("kept", parameter.name, min(parameter.cleared), SAMPLED_CLEARINGS))
-        if len(kept) == trained > 1:
-            yield Problem("all_kept", "", min(problem.since for problem in kept), SAMPLED_CLEARINGS)
+                    problems.append(Problem("kept", parameter.name, min(parameter.cleared), SAMPLED_CLEARINGS))
+        if len(problems) == trained > 1:
+            yield Problem("all_kept", "", min(problem.since for problem in problems), SAMPLED_CLEARINGS)
         elif not self._has_reported("", "all_kept"):
-            yield from kept
+            yield from problems
 
     def _unheld(self) -> Iterator[Problem]:
         """Find trained parameters that no optimizer of the process steps."""
@@ -212,7 +212,9 @@ def _idle(parameters: Sequence[Parameter], zeros: Mapping[str, ZeroGradients]) -
     if not since:
         return {}
     similar = Counter(form_of(parameter.name) for parameter in parameters)
-    without = Counter(form_of(one.name) for one in parameters if one.gap is not None or one.name in zeros)
+    without = Counter(
+        form_of(parameter.name) for parameter in parameters if parameter.gap is not None or parameter.name in zeros
+    )
     idle: dict[Parameter, Problem] = {}
     for parameter, first in since.items():
         form = form_of(parameter.name)

@@ -1,9 +1,12 @@
-"""Rules on parameters that do not train, and on parameters that differ between ranks."""
+"""Rules on weights after an optimizer's step (stale, lost or too small updates), on parameters that do not train, and
+on parameters that differ between ranks.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import many
@@ -23,9 +26,13 @@ from te_precision_callbacks.diagnosis.rules.parameter_problems import (
     UNSTEPPED,
     WITHOUT_GRADIENT,
 )
+from te_precision_callbacks.diagnosis.rules.settings import remedy_of_small_gradients
+from te_precision_callbacks.diagnosis.shapes import AboveLimit
 from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.parameters.parameter import FEW_CHANGED, ParameterProblem
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.names import BELOW_EPS, STALE
+from te_precision_callbacks.statistics.names import UNCHANGED as UNCHANGED_SHARE
 
 _MOST_NAMES = 8
 
@@ -173,20 +180,22 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
 RULE_OF: Mapping[str, str] = {what: rule for rule, kinds in _KINDS.items() for what in kinds}
 
 
+@dataclass(kw_only=True)
 class ParameterRule(RuleCheck):
     """A rule on the events that report parameters; ``on_several_ranks``: it applies only to several ranks."""
 
-    def __init__(self, rule: str, needed: int = 1, *, on_several_ranks: bool = False) -> None:
-        super().__init__(needed=needed)
-        self._rule = rule
-        self._on_several_ranks = on_several_ranks
-        self.applies = not on_several_ranks
+    rule: str
+    on_several_ranks: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.applies = not self.on_several_ranks
         self._missing: dict[str, set[str]] = {}
         self._unmatched: Sequence[str] = ()
 
     @property
     def why_not(self) -> str:
-        if self._unmatched and not self._on_several_ranks:
+        if self._unmatched and not self.on_several_ranks:
             return (
                 f"the tensors that {' and '.join(self._unmatched)} steps are neither weights of the model nor found as"
                 " their master weights, by shape, order and values"
@@ -194,50 +203,142 @@ class ParameterRule(RuleCheck):
         return super().why_not
 
     def facts(self, facts: Facts) -> Sightings:
-        if self._on_several_ranks:
+        if self.on_several_ranks:
             self.applies = facts.settings.ranks > 1
-        yield from ()
+        return ()
 
     def event(self, event: Event) -> Sightings:
         if event.kind != "parameters":
             return
-        if self._rule in event.data.get("checked", ()):
+        if self.rule in event.data.get("checked", ()):
             self.note_data(event.iteration)
         self._unmatched = event.data.get("unmatched", ())
         for row in event.data.get("problems", ()):
-            kind = _KINDS[self._rule].get(row["what"])
-            if kind is not None:
-                first, *others = row["names"]
-                names = f"{first} and {many(len(others), 'more parameter')}" if others else first
-                all_names = fold_for_sentence(*row["names"], most=_MOST_NAMES)
-                places = {"names": names, "all_names": all_names, "number": row["number"], "since": row["since"]}
-                seen = kind.seen.format(**places)
-                layers = layers_of(row["names"])
-                key = row["what"]
-                if key == "arrived":
-                    arrived = Sighting(seen, layers, since=row["since"], severity=kind.severity)
-                    yield from self._ended(row["names"], arrived)
-                    continue
-                if key in ENDS_BY_A_GRADIENT:
-                    self._missing.setdefault(key, set()).update(row["names"])
-                yield Sighting(seen, layers, since=row["since"], severity=kind.severity, key=key, remedy=kind.remedy)
+            if row["what"] in _KINDS[self.rule]:
+                yield from self._sightings(row["what"], row["names"], row["since"], row["number"])
 
-    def _ended(self, names: Sequence[str], sighting: Sighting) -> Sightings:
-        """Yield the note on a problem once none of its parameters has it any more."""
-        for what, missing in self._missing.items():
-            had = bool(missing)
+    def _sightings(self, what: ParameterProblem, names: Sequence[str], since: int, number: float) -> Sightings:
+        kind = _KINDS[self.rule][what]
+        more = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
+        all_names = fold_for_sentence(*names, most=_MOST_NAMES)
+        seen = kind.seen.format(names=f"{names[0]}{more}", all_names=all_names, number=number, since=since)
+        sighting = Sighting(seen, layers_of(names), "", "", since, kind.severity, key=what, remedy=kind.remedy)
+        if what != "arrived":
+            yield sighting
+        if what in ENDS_BY_A_GRADIENT:
+            self._missing.setdefault(what, set()).update(names)
+        # A problem ends once none of its parameters has it any more.
+        for problem, missing in self._missing.items() if what == "arrived" else ():
+            if missing and missing <= set(names):
+                yield sighting._replace(key=problem, replaces=True)
             missing.difference_update(names)
-            if had and not missing:
-                yield sighting._replace(key=what, replaces=True)
 
 
 def layers_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names if name))
 
 
+def _has_16_bit_weights(facts: Facts) -> bool | None:
+    dtypes = [layer.weight_dtype for layer in facts.layers.values() if layer.weight_dtype]
+    return any("float16" in dtype for dtype in dtypes) if dtypes else None
+
+
+def _adds_eps(facts: Facts) -> bool | None:
+    return facts.settings.adds_eps
+
+
+_COLLECT_UPDATES = "the default config, or a section named default_statistics"
 _COLLECT = "at least 6 steps of the optimizer"
 
 RULES = (
+    Rule(
+        id="stale-weights",
+        title="a layer uses stale cached weights of an earlier step",
+        subject="tensor",
+        needs="a forward with is_first_microbatch=False in a collection step",
+        collect="any statistic of the layer",
+        condition="""
+            at least {limit:g} % of the elements of a cached weight differ from the current weight by more than
+            rounding, in {needed} collection steps in a row
+        """,
+        silent="micro-batches 2 to n of a step, frozen weights, learning rates too small to change a code",
+        severity="error",
+        source="arithmetic; the threshold is this project's",
+        why="the layer keeps using the weights of an earlier step, so training it has no effect",
+        disproof="the weights are fixed on purpose",
+        remedy="""
+            Pass is_first_microbatch=True in the first micro-batch after each optimizer step; in Megatron call
+            set_is_first_microbatch() of each model chunk. Collection steps on the debug path refresh the cache, so the
+            run differs without the debugger
+        """,
+        check=partial(
+            AboveLimit,
+            statistic=STALE,
+            limit=3.0,
+            needed=2,
+            seen="{:.3g} % of the elements of the cached weight differ from the current weight",
+        ),
+    ),
+    Rule(
+        id="lost-updates",
+        title="the optimizer's updates vanish in rounding",
+        subject="model",
+        needs=f"{UNCHANGED_SHARE}, of weights in 16 bits or fewer that an optimizer steps without master weights",
+        collect=f"{_COLLECT_UPDATES}; not needed with master weights",
+        condition="""
+            at least {limit:g} % of the sampled elements with a gradient are unchanged by a step, in {needed} collection
+            steps in a row, at a learning rate of at least 1 % of its largest
+        """,
+        silent="master weights, Kahan summation and stochastic rounding; the end of a decay to 0",
+        severity="warning",
+        source="this project: bfloat16 keeps 8 bits, so an update below 1/256 to 1/512 of a weight is lost",
+        why="the loss stops falling, whatever the precision of the GEMMs",
+        disproof="the same run with master weights in float32 has the same loss",
+        remedy="""
+            Raise the learning rate if it is far below the usual one. Otherwise use float32 master weights or stochastic
+            rounding
+        """,
+        cost="four more bytes per weight",
+        check=partial(
+            AboveLimit,
+            statistic=UNCHANGED_SHARE,
+            limit=90.0,
+            needed=2,
+            seen="{:.3g} % of the weights in 16 bits or fewer are unchanged by an optimizer step",
+            applies_to=_has_16_bit_weights,
+            remedy=remedy_of_small_gradients,
+        ),
+        consequence_of=("below-eps",),
+    ),
+    Rule(
+        id="below-eps",
+        title="gradients are below Adam's eps",
+        subject="model",
+        needs=f"{BELOW_EPS}, of optimizers of Adam's kind that step the model's own weights",
+        collect=_COLLECT_UPDATES,
+        condition="""
+            the root mean square of the gradient of at least {limit:g} % of the weights is below the optimizer's eps,
+            and above 0, in {needed} collection steps in a row
+        """,
+        silent="single weights, such as those of rare tokens",
+        severity="warning",
+        source="arithmetic of Adam: with sqrt(v) below eps the update is about lr * g / eps; this project: the share",
+        why="updates are far smaller than the learning rate, so the model hardly learns",
+        disproof="eps is large on purpose",
+        remedy="""
+            Look for a loss that is scaled down or averaged twice, and for gradients clipped to a tiny norm; otherwise
+            lower eps to 1 % of the gradients or less
+        """,
+        check=partial(
+            AboveLimit,
+            statistic=BELOW_EPS,
+            limit=90.0,
+            needed=2,
+            seen="{:.3g} % of the weights have gradients below the optimizer's eps",
+            applies_to=_adds_eps,
+            remedy=remedy_of_small_gradients,
+        ),
+    ),
     Rule(
         id="missing-gradient",
         title="a parameter gets no gradient, or no optimizer steps it",
@@ -266,7 +367,7 @@ RULES = (
             Look for detach() or no_grad() after the layer, a keyword tensor in te.checkpoint (pass it by position, or
             set use_reentrant=False), or a module that forward() no longer calls
         """,
-        check=functools.partial(ParameterRule, "missing-gradient"),
+        check=partial(ParameterRule, rule="missing-gradient"),
         essential=True,
     ),
     Rule(
@@ -297,7 +398,7 @@ RULES = (
             Check whether the optimizer updates a copy of the weight, for example because the model was converted or
             moved after creating the optimizer. Look for code that restores old weights
         """,
-        check=functools.partial(ParameterRule, "frozen-weight"),
+        check=partial(ParameterRule, rule="frozen-weight"),
         essential=True,
         consequence_of=("missing-gradient", "dead-gradient", "frozen-layer"),
     ),
@@ -321,7 +422,7 @@ RULES = (
             End the training where the schedule ends, or make the schedule as long as the training: check its number of
             steps, and whether the scheduler steps more than once per optimizer step
         """,
-        check=functools.partial(ParameterRule, "learning-rate"),
+        check=partial(ParameterRule, rule="learning-rate"),
     ),
     Rule(
         id="kept-gradient",
@@ -345,7 +446,7 @@ RULES = (
             Call optimizer.zero_grad() after each optimizer step. With several micro-batches, step the optimizer only
             after the last one
         """,
-        check=functools.partial(ParameterRule, "kept-gradient"),
+        check=partial(ParameterRule, rule="kept-gradient"),
     ),
     Rule(
         id="replicas-differ",
@@ -371,7 +472,7 @@ RULES = (
             tensor-parallel group, for routers over the expert-parallel group. A distributed optimizer must gather all
             updated weights. Then load a checkpoint on all ranks
         """,
-        check=functools.partial(ParameterRule, "replicas-differ", on_several_ranks=True),
+        check=partial(ParameterRule, rule="replicas-differ", on_several_ranks=True),
         essential=True,
         consequence_of=("no-reduction",),
     ),
@@ -394,6 +495,6 @@ RULES = (
             If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or
             call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients
         """,
-        check=functools.partial(ParameterRule, "no-reduction", on_several_ranks=True),
+        check=partial(ParameterRule, rule="no-reduction", on_several_ranks=True),
     ),
 )

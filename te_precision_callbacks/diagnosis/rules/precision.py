@@ -35,43 +35,34 @@ class Hole(RuleCheck):
         yield from self._left_low_precision(facts)
         yield from _blocks_in_high_precision(facts)
         explicit: list[str] = []
-        for unordered in group_by_key((form_of(layer.name), layer) for layer in facts.layers_that_ran).values():
+        for form, unordered in group_by_key((form_of(layer.name), layer) for layer in facts.layers_that_ran).items():
             self.checked = True
-            alike = sorted(unordered, key=lambda layer: numbers_of(layer.name))
-            low = [layer.name for layer in alike if "fprop" in layer.low]
-            high = {layer.name: layer for layer in alike if _is_hole(layer) and layer.name not in self._low}
-            outside = []
-            for name, layer in high.items():
-                if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST":
-                    outside.append(name)
+            similar = sorted(unordered, key=lambda layer: numbers_of(layer.name))
+            low = [layer.name for layer in similar if "fprop" in layer.low]
+            high = [layer for layer in similar if _is_hole(layer) and layer.name not in self._low]
+            outside = [layer.name for layer in high if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"]
             if low and len(outside) >= max(len(low), LEAST_OUTSIDE):
-                count = f"{len(alike) - len(low)} of {len(alike)} similar layers run outside of te.autocast"
-                yield Sighting(count, tuple(outside), severity="note", key=form_of(low[0]))
-                continue
-            inner = alike[1:-1]
-            in_regions = [layer.name for layer in inner if layer.is_explicit]
-            holes = [(layer.reasons["fprop"], layer.name) for layer in inner if layer.name in high]
-            if len(low) < LEAST_LOW:
-                continue
-            if len(in_regions) < len(low):
-                explicit += in_regions
-            if len(holes) < len(low):
-                similar = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0])}"
-                for reason, names in group_by_key(holes).items():
-                    seen = f"ran in high precision: {_describe_reason(*reason)}; {similar}"
-                    yield Sighting(seen, tuple(names), key=f"{form_of(names[0])} {reason[0]}")
+                count = f"{len(similar) - len(low)} of {len(similar)} similar layers run outside of te.autocast"
+                yield Sighting(count, tuple(outside), severity="note", key=form)
+            elif len(low) >= LEAST_LOW:
+                ends = similar[0].name, similar[-1].name
+                holes = [(layer.reasons["fprop"], layer.name) for layer in high if layer.name not in ends]
+                in_regions = [layer.name for layer in similar[1:-1] if layer.is_explicit]
+                explicit += in_regions if len(in_regions) < len(low) else ()
+                example = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0])}"
+                for reason, names in group_by_key(holes).items() if len(holes) < len(low) else ():
+                    seen = f"ran in high precision: {_describe_reason(*reason)}; {example}"
+                    yield Sighting(seen, tuple(names), key=f"{form} {reason[0]}")
         if explicit:
             seen = "run inside te.autocast(enabled=False), and similar layers in low precision"
             yield Sighting(seen, tuple(explicit), severity="note", key="explicit")
 
     def _left_low_precision(self, facts: Facts) -> Sightings:
-        left = []
-        for layer in facts.layers_that_ran:
-            if layer.name in self._low and _is_hole(layer):
-                left.append(((layer.reasons["fprop"], layer.since), layer.name))
-            elif "fprop" in layer.low:
-                self._low.add(layer.name)
-        for (reason, since), names in group_by_key(left).items():
+        ran = facts.layers_that_ran
+        layers = [layer for layer in ran if layer.name in self._low and _is_hole(layer)]
+        self._low |= {layer.name for layer in ran if "fprop" in layer.low}
+        reasons = group_by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in layers)
+        for (reason, since), names in reasons.items():
             seen = f"ran in high precision after steps in low precision: {_describe_reason(*reason)}"
             yield Sighting(seen, tuple(names), since=since, key=f"left {reason[0]} {since}")
 
@@ -86,18 +77,18 @@ def _blocks_in_high_precision(facts: Facts) -> Sightings:
     for series, numbered in group_by_key((series, block) for (series, _), block in sorted(blocks.items())).items():
         low = [block for block in numbered if any("fprop" in layer.low for layer in block)]
         forms = {form_of(layer.name) for block in low for layer in block if "fprop" in layer.low}
-        others = [
+        without = [
             block
             for block in numbered[1:-1]
             if not any(form_of(layer.name) in forms or layer.low or layer.is_of_te for layer in block)
         ]
-        if len(others) == 1 and len(low) >= LEAST_LOW:
-            (other,) = others
-            if sorted(map(_size, low))[len(low) // 2] <= OF_A_BLOCK * _size(other):
-                reason = _describe_reason(*other[0].reasons["fprop"]) if "fprop" in other[0].reasons else ""
+        if len(without) == 1 and len(low) >= LEAST_LOW:
+            (block,) = without
+            if sorted(map(_size, low))[len(low) // 2] <= OF_A_BLOCK * _size(block):
+                reason = _describe_reason(*block[0].reasons.get("fprop", ("", "")))
                 count = f"{len(low)} similar blocks have such layers"
                 seen = f"no layer of the block runs in low precision: {reason}; {count}"
-                yield Sighting(seen, tuple(layer.name for layer in other), key=f"block {series}")
+                yield Sighting(seen, tuple(layer.name for layer in block), key=f"block {series}")
 
 
 def _size(layers: Iterable[LayerFacts]) -> int:
@@ -136,27 +127,27 @@ class NoLowPrecision(RuleCheck):
     def event(self, event: Event) -> Sightings:
         if event.kind == "segment_ended" and self._facts.has_run:
             yield from self._find()
-            of_te = self._facts.te_layers_that_ran
-            ends_in_high = self._has_low and of_te and not self._facts.has_low
-            if ends_in_high and all(layer.is_explicit for layer in of_te):  # else the rule hole names the layers
+            layers = self._facts.te_layers_that_ran
+            ends_in_high = self._has_low and layers and not self._facts.has_low
+            if ends_in_high and all(layer.is_explicit for layer in layers):  # else the rule hole names the layers
                 seen = "the last steps ran in high precision, earlier steps in low precision"
-                yield Sighting(seen, since=max(layer.since for layer in of_te), severity="note")
+                yield Sighting(seen, since=max(layer.since for layer in layers), severity="note")
 
     def _find(self) -> Sightings:
         if self._has_low or not self.applies:
             return
         self.checked = True
-        ran = self._facts.layers_that_ran
-        of_te = self._facts.te_layers_that_ran
+        te_layers = self._facts.te_layers_that_ran
         expected = self._facts.settings.expects_low
-        if not (of_te or (ran and expected)):
+        ran = te_layers or (self._facts.layers_that_ran if expected else [])
+        if not ran:
             return
-        reasons = Counter(chain(*(layer.reasons.values() for layer in of_te or ran)))
+        reasons = Counter(chain.from_iterable(layer.reasons.values() for layer in ran))
         name, exactly = reasons.most_common(1)[0][0]
         reason = Reason[name] if name in Reason.__members__ else Reason.UNKNOWN
         why = _describe_reason(reason.name, exactly)
         though = f", although {expected}" if expected else ""
-        layers = many(len(of_te), "Transformer Engine layer") if of_te else "no Transformer Engine layers"
+        layers = many(len(te_layers), "Transformer Engine layer") if te_layers else "no Transformer Engine layers"
         seen = f"no product runs in low precision{though}; {layers}; reason: {why}"
         yield Sighting(seen, severity="warning" if expected else "note", remedy=_remedy(reason))
 
@@ -168,33 +159,24 @@ def _remedy(reason: Reason) -> str:
 
 def _recomputed_layers(facts: Facts) -> tuple[str, ...]:
     """Return the layers with a forward in low precision that a checkpoint recomputes in high precision."""
-    names = []
-    for layer in facts.layers_that_ran:
-        for reason, _ in layer.reasons.values():
-            if reason == Reason.RECOMPUTED.name:
-                names.append(layer.name)
-    return tuple(dict.fromkeys(names))
+    recomputed = Reason.RECOMPUTED.name
+    return tuple(
+        layer.name for layer in facts.layers_that_ran if any(name == recomputed for name, _ in layer.reasons.values())
+    )
 
 
 def _recomputed(facts: Facts) -> Sightings:
-    layers = _recomputed_layers(facts)
-    if layers:
+    if layers := _recomputed_layers(facts):
         yield Sighting("the forward runs in low precision, the backward does not: " + Reason.RECOMPUTED.value, layers)
 
 
-def _has_mxfp8(facts: Facts) -> bool:
-    return any("mxfp8" in layer.recipe for layer in facts.layers.values())
+def _of_mxfp8(facts: Facts) -> list[LayerFacts]:
+    return [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
 
 
 def _mxfp8_gradients_in_e5m2(facts: Facts) -> Sightings:
-    layers = [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
-    names = [layer.name for layer in layers if layer.formats.get("gradient") == "MXFP8 E5M2"]
-    if names:
+    if names := [layer.name for layer in _of_mxfp8(facts) if layer.formats.get("gradient") == "MXFP8 E5M2"]:
         yield Sighting("gradients are in E5M2: the recipe has Format.HYBRID", tuple(names), "gradient")
-
-
-def _has_nvfp4(facts: Facts) -> bool:
-    return any(layer.recipe == "nvfp4" for layer in facts.layers_that_ran)
 
 
 def _nvfp4_tail(facts: Facts) -> Sightings:
@@ -214,11 +196,9 @@ _STATES = {
 
 def _states_in_bfloat16(facts: Facts) -> Sightings:
     for subject, text in _STATES.items():
-        if "bfloat16" not in facts.states.get(subject, ()):
-            continue
-        if subject == "optimizer_state":
+        if "bfloat16" in facts.states.get(subject, ()) and subject == "optimizer_state":
             yield Sighting(text, key=subject)
-        elif facts.micro_batches >= MANY:
+        elif "bfloat16" in facts.states.get(subject, ()) and facts.micro_batches >= MANY:
             yield Sighting(f"{text} over {facts.micro_batches} micro-batches", key=subject)
 
 
@@ -339,7 +319,7 @@ RULES = (
         disproof="a run with Format.E4M3 has the same loss",
         remedy="Use MXFP8BlockScaling(fp8_format=Format.E4M3), the default of the recipe",
         recipes=("mxfp8",),
-        check=partial(FactHolds, find=_mxfp8_gradients_in_e5m2, applies_to=_has_mxfp8),
+        check=partial(FactHolds, find=_mxfp8_gradients_in_e5m2, applies_to=lambda facts: bool(_of_mxfp8(facts))),
     ),
     Rule(
         id="nvfp4-tail",
@@ -356,7 +336,11 @@ RULES = (
         remedy="Keep the last layers in BF16 or MXFP8: DisableFP8Layer, or a region of te.autocast",
         cost="these layers run at the speed of BF16",
         recipes=("nvfp4",),
-        check=partial(FactHolds, find=_nvfp4_tail, applies_to=_has_nvfp4),
+        check=partial(
+            FactHolds,
+            find=_nvfp4_tail,
+            applies_to=lambda facts: any(layer.recipe == "nvfp4" for layer in facts.layers_that_ran),
+        ),
     ),
     Rule(
         id="bf16-state",

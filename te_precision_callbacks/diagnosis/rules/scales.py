@@ -16,7 +16,7 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import overflow_thresh
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.diagnosis.shapes import InARow, Reported
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, smallest
+from te_precision_callbacks.statistics.arrays import Floats
 
 _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 
@@ -36,10 +36,8 @@ class ScaleCheck(RuleCheck):
         begins: [rows]: amax before its present rise; nan if it does not rise.
     """
 
-    applies = None
-
     def __init__(self, needed: int, find: Find) -> None:
-        super().__init__(needed=needed)
+        super().__init__(needed=needed, applies=None)
         self._find = find
         self._rows = np.empty((0, 5))  # scale, collection steps, least and largest amax, 1 if the scale has moved
         self.begins = np.empty(0)
@@ -67,10 +65,6 @@ class ScaleCheck(RuleCheck):
         """
         rows = extend_rows(self._rows, len(numbers), [np.nan, 0.0, np.inf, 0.0, 0.0])
         first, count, least, most, moved = rows.T
-        if smallest(np.where(np.isnan(scales), 1.0, moved)) == 1:  # all have moved, for good
-            self.initial = np.zeros(len(rows), bool)
-            self.unmoved = np.zeros(len(rows))
-            return
         first = np.where(np.isnan(first), scales, first)
         used = np.isfinite(amaxes) & (amaxes > 0) & ~np.isnan(scales)
         moved = np.maximum(moved, used & (scales != first))
@@ -125,10 +119,10 @@ def _does_not_fit(check: ScaleCheck, numbers: StepNumbers, scales: Floats, amaxe
     late = follows & ~starts_from_zero(numbers)
     overflows = numbers.values("overflows%") >= numbers.by_row(overflow_threshold)
     small = ((above <= -FAR) | ((above <= -TOO_SMALL) & overflows)) & late
-    before = numbers.earlier(numbers.last, "cur_amax")
-    rises = (amaxes > before) & (above <= -RISING) & ~numbers.are("weight")
+    last_amaxes = numbers.earlier(numbers.last, "cur_amax")
+    rises = (amaxes > last_amaxes) & (above <= -RISING) & ~numbers.are("weight")
     begins = extend_rows(check.begins, len(numbers), np.nan)
-    begins = np.where(begins > 0, begins, before)
+    begins = np.where(begins > 0, begins, last_amaxes)
     begins = np.where(begins == 0, amaxes, begins)
     check.begins = np.where(rises, begins, np.nan)
     risen = amaxes >= 2**RISEN * begins

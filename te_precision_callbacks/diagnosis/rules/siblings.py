@@ -47,13 +47,13 @@ class Sibling(RuleCheck):
             self.note_data(numbers.iteration)
         if largest(shares) < SHARES[statistic] and not self.streaks.held:
             return ()
-        others = np.zeros(len(shares))
+        ordinary_share = np.zeros(len(shares))
         odd = np.zeros(len(shares), bool)
         for rows in groups:
             if shares[rows].max() < SHARES[statistic]:
                 continue
             ordinary = np.sort(shares[rows])[: len(rows) - max(1, len(rows) // MOST_ODD)]
-            others[rows] = np.median(ordinary)
+            ordinary_share[rows] = np.median(ordinary)
             odd[rows] = shares[rows] >= max(SHARES[statistic], TIMES * ordinary.max())
         light = np.zeros(len(shares), bool)
         if statistic == "underflows%":
@@ -68,7 +68,7 @@ class Sibling(RuleCheck):
             statistic,
             odd & ~light,
             odd & light,
-            lambda row: f"{shares[row]:.3g} % of the elements {what}, {others[row]:.2g} % in similar layers",
+            lambda row: f"{shares[row]:.3g} % of the elements {what}, {ordinary_share[row]:.2g} % in similar layers",
             key="share, ",
         )
 
@@ -84,10 +84,9 @@ class Sibling(RuleCheck):
             if len(zeros) <= np.isfinite(values[rows]).sum() / 2:
                 lone += zeros
         if lone:
-            layers = numbers.facts.sort_by_execution([numbers.names[row] for row in lone], "weight")
-            label = numbers.column(statistic).label(lone[0])
+            layers = tuple(numbers.names[row] for row in lone)
             seen = "all elements are 0, and not in similar layers"
-            yield Sighting(seen, tuple(layers), "weight", label, numbers.iteration)
+            yield Sighting(seen, layers, "weight", numbers.column(statistic).label(lone[0]), numbers.iteration)
 
     def _check(self, numbers: StepNumbers, statistic: str) -> Sightings:
         if statistic == "cur_amax":
@@ -160,16 +159,13 @@ class Sibling(RuleCheck):
 
 def _group_similar(numbers: StepNumbers, rows: Ints) -> list[Ints]:
     facts = numbers.facts
-    alike: dict[tuple[str, str, str], list[int]] = {}
+    groups: dict[tuple[str, str, str], list[int]] = {}
     for row in rows.tolist():
         name = numbers.names[row]
         tensor = str(numbers.tensors[row])
-        alike.setdefault((tensor, facts.kind_of(name), facts.format_of(name, tensor)), []).append(row)
+        groups.setdefault((tensor, facts.kind_of(name), facts.format_of(name, tensor)), []).append(row)
 
-    def order(row: int) -> tuple[int, int]:
-        return facts.order_key(numbers.names[row], str(numbers.tensors[row]))
-
-    return [np.array(sorted(group, key=order)) for group in alike.values() if len(group) >= LEAST_ALIKE]
+    return [np.array(numbers.in_order(group)) for group in groups.values() if len(group) >= LEAST_ALIKE]
 
 
 def _is_one_in_a_block(numbers: StepNumbers, rows: Ints) -> bool:
@@ -183,8 +179,8 @@ def _lose_elements(numbers: StepNumbers) -> Mask:
     for statistic, least in (("underflows%", LOST), ("overflows%", OVERFLOW)):
         lost = numbers.values(statistic)
         for tensor in numbers.column(statistic).tensors:
-            of_tensor = numbers.are_known(statistic, tensor)
-            lossy |= of_tensor & (lost >= max(least, 4 * np.median(lost[of_tensor])))
+            rows = numbers.are_known(statistic, tensor)
+            lossy |= rows & (lost >= max(least, 4 * np.median(lost[rows])))
     return lossy
 
 
@@ -231,17 +227,17 @@ def few_deviations(bits: Floats, *, flows: bool, least: float) -> Floats:
     layer, a lasting jump is a deviation of the first layer after it.
     """
     result = np.zeros(len(bits))
-    for place in range(len(bits)):
-        others = np.delete(bits, place)
-        away = bits[place] - np.median(others)
-        if np.abs(away) >= FEW_SPREADS * np.ptp(others):
-            result[place] = away
+    for layer in range(len(bits)):
+        rest = np.delete(bits, layer)
+        away = bits[layer] - np.median(rest)
+        if np.abs(away) >= FEW_SPREADS * np.ptp(rest):
+            result[layer] = away
     for cut in range(2, len(bits) - 1) if flows and not result.any() else ():
-        before = bits[:cut]
-        behind = bits[cut:]
-        jump = np.median(behind) - np.median(before)
-        if np.abs(jump) >= FEW_SPREADS * max(np.ptp(before), np.ptp(behind)):
-            result[cut] = bits[cut] - np.median(before)
+        head = bits[:cut]
+        tail = bits[cut:]
+        jump = np.median(tail) - np.median(head)
+        if np.abs(jump) >= FEW_SPREADS * max(np.ptp(head), np.ptp(tail)):
+            result[cut] = bits[cut] - np.median(head)
     return result
 
 

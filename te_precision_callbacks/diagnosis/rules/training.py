@@ -14,9 +14,9 @@ from te_precision_callbacks.base.counts import many, some_of
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
-from te_precision_callbacks.diagnosis.shapes import OF_EVALUATION, Logged, LoggedNumber, Metrics
+from te_precision_callbacks.diagnosis.shapes import Logged, LoggedNumber, Metrics, is_loss_of_training
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
-from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
+from te_precision_callbacks.runs.summary import is_training_loss, loss_first, words_of
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
@@ -37,10 +37,9 @@ _DIVIDE = (
 def _training_loss(metrics: Metrics) -> tuple[str, float] | None:
     """The training loss, of several ones a loss that is inf or nan; None where the trainer filters these."""
     losses = loss_first(filter(is_training_loss, metrics.values))
-    if not losses or (metrics.facts.settings.loss_is_filtered and not metrics.counts[UNFILTERED]):
-        return None
-    name = min(losses, key=lambda name: math.isfinite(metrics.values[name]))
-    return name, metrics.values[name]
+    is_filtered = metrics.facts.settings.loss_is_filtered and not metrics.counts[UNFILTERED]
+    name = min(losses, key=lambda name: math.isfinite(metrics.values[name]), default=None)
+    return None if name is None or is_filtered else (name, metrics.values[name])
 
 
 def _why_no_loss(metrics: Metrics) -> str:
@@ -49,13 +48,9 @@ def _why_no_loss(metrics: Metrics) -> str:
             "the Trainer filters inf and nan from the logged loss: set logging_nan_inf_filter=False in"
             " TrainingArguments"
         )
-    others = [name for name in metrics.counts if is_loss(name) and words_of(name).isdisjoint(OF_EVALUATION)]
-    if others:
-        return (
-            f"no logged name clearly is the training loss (logged: {some_of(others)}): also log it as loss or"
-            " train_loss"
-        )
-    return ""
+    losses = [name for name in metrics.counts if is_loss_of_training(name)]
+    hint = f"no logged name clearly is the training loss (logged: {some_of(losses)}): also log it as loss or train_loss"
+    return hint if losses else ""
 
 
 @lru_cache
@@ -96,9 +91,8 @@ def _clipped(metrics: Metrics) -> tuple[str, float] | None:
     """The gradient norm before clipping, relative to the limit of clipping."""
     norm = metrics.values.get(CLIPPED_NORM, math.nan)
     limit = metrics.values.get(CLIPPING_LIMIT, math.nan)
-    if math.isfinite(norm) and math.isfinite(limit) and limit > 0:
-        return f"the limit of clipping ({limit:.3g})", norm / limit
-    return None
+    is_clipped = math.isfinite(norm) and 0 < limit < math.inf
+    return (f"the limit of clipping ({limit:.3g})", norm / limit) if is_clipped else None
 
 
 def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: str) -> Sightings:
@@ -106,7 +100,7 @@ def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: s
     are_finite = [math.isfinite(point.value) for point in history[-FINITE_AGAIN - 1 :]]
     if not are_finite[-1]:
         yield Sighting(f"{last.name} is {last.value}", since=last.iteration)
-    elif are_finite == [False, *[True] * FINITE_AGAIN]:
+    elif are_finite == [False] + [True] * FINITE_AGAIN:
         count = many(sum(not math.isfinite(point.value) for point in history), step)
         seen = f"{what} was inf or nan in {count}, and is finite again"
         yield Sighting(seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
@@ -147,8 +141,8 @@ def _creeps_up(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
         jump = np.diff(np.median(norms.reshape(6, -1), axis=1)).max()
         if rise < RISE or min(middle - first, last - middle) < RISE / 4 or jump > JUMP * rise:
             continue
-        before, _, after = np.median(losses, axis=1).tolist()
-        change = (after - before) / max(abs(before), 1e-12)
+        loss_at_first, _, loss_at_last = np.median(losses, axis=1).tolist()
+        change = (loss_at_last - loss_at_first) / max(abs(loss_at_first), 1e-12)
         if change < -FLAT:
             continue
         apart = np.percentile(losses[2], 25) > np.percentile(losses[0], 75)
@@ -199,18 +193,15 @@ def _is_sum(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
 
 
 class DivergingLoss(RuleCheck):
-    kind_of_step = "logged loss value"
-
     def __init__(self) -> None:
-        super().__init__(needed=3)
+        super().__init__(needed=3, kind_of_step="logged loss value")
         self._curves: dict[str, _Curve] = {}
         self._restored: list[float] = []
         self._restored_at = 0
 
     def event(self, event: Event) -> Sightings:
-        losses = event.data.get("losses") if event.kind == "losses_restored" else None
-        if isinstance(losses, list) and all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
-            self._restored = losses
+        if event.kind == "losses_restored":
+            self._restored = event.data["losses"]
             self._restored_at = event.iteration
         if event.kind in ("segment_ended", "stopped"):
             risen = [curve for curve in self._curves.values() if curve.since is not None]
@@ -219,14 +210,13 @@ class DivergingLoss(RuleCheck):
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
         for name in loss_first(filter(is_training_loss, values)):
-            if not math.isfinite(values[name]):
-                continue
-            self.note_data(iteration)
-            if name not in self._curves:
-                self._curves[name] = _Curve(name)
-                for loss in self._restored:
-                    self._curves[name].add(self._restored_at, loss)
-            yield from self._curves[name].add(iteration, values[name])
+            if math.isfinite(values[name]):
+                self.note_data(iteration)
+                if name not in self._curves:
+                    self._curves[name] = _Curve(name)
+                    for loss in filter(math.isfinite, self._restored):
+                        list(self._curves[name].add(self._restored_at, loss))
+                yield from self._curves[name].add(iteration, values[name])
 
 
 class _Curve:
@@ -255,16 +245,14 @@ class _Curve:
         self._level = 0.0  # before the first rise
         self._peak = -math.inf  # since then
 
-    def add(self, iteration: int, loss: float) -> list[Sighting]:
+    def add(self, iteration: int, loss: float) -> Sightings:
         self._least = min(self._least, loss)
         self._count += 1
         self._zeros += loss == 0
-        self._start = self._start or [loss]
-        if 1 < self._count <= 3:
+        if len(self._start) < 3:
             self._start.append(loss)
         self._steps.append(iteration)
         self._losses.append(loss)
-        found = []
         count, level = next(self._rises(), (0, 0.0))
         last = self._last(count)
         if count and not (self._has_ratios and max(last) < NEGLIGIBLE * self._start[0]):
@@ -274,13 +262,13 @@ class _Curve:
                 self._level = level
                 self._peak = max(last)
             seen = f"{self._name} has risen from {level:.3g} to {statistics.median(last):.3g}"
-            found.append(self._sighting(self._steps[-count], seen))
+            yield self._sighting(self._steps[-count], seen)
         elif loss >= self._limit[0]:
-            found.append(self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}"))
+            yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
         self._peak = max(self._peak, loss)
         if len(self._losses) > LASTS:
             self._add_level(self._losses[-LASTS - 1])
-        return found + self._jump()
+        yield from self._jump()
 
     def _last(self, count: int) -> list[float]:
         return list(self._losses)[-count:]
@@ -310,11 +298,11 @@ class _Curve:
         """Yield the number of last losses that are far above a level, and that level."""
         values = list(self._losses)
         for count, least, low, high in RISES if self._has_ratios else OF_SIGNED:
-            before = values[-BLOCK - count : -count]
-            top = max(map(abs, before), default=0.0)
+            earlier = values[-BLOCK - count : -count]
+            top = max(map(abs, earlier), default=0.0)
             sizes = list(map(abs, values[-count:]))
-            if len(before) >= least and top > 0 and min(sizes) >= low * top and max(sizes) >= high * top:
-                yield count, statistics.median(before)
+            if len(earlier) >= least and top > 0 and min(sizes) >= low * top and max(sizes) >= high * top:
+                yield count, statistics.median(earlier)
         last = values[-LASTS:]
         level = self._best[0]
         spread = max([self._best[1], *self._spreads])
@@ -324,29 +312,28 @@ class _Curve:
             yield LASTS, level
         first = self._start[0]
         if self._has_ratios and len(values) > LASTS and min(last) >= OF_FIRST * first:
-            others = [math.log(loss) for loss in values[1:][-BLOCK:] if loss]
-            distance = statistics.mean(others[-LASTS:]) - math.log(first)
-            if distance >= FIRST_SPREADS * statistics.stdev(others):
+            logarithms = [math.log(loss) for loss in values[1:][-BLOCK:] if loss]
+            distance = statistics.mean(logarithms[-LASTS:]) - math.log(first)
+            if distance >= FIRST_SPREADS * statistics.stdev(logarithms):
                 yield LASTS, first
 
-    def _jump(self) -> list[Sighting]:
+    def _jump(self) -> Sightings:
         """Find a jump from one step to the next that stays: code may have written the weights."""
         values = list(self._losses)
         if len(values) <= STAYS + 2:
-            return []
+            return
         self._largest_change = max(self._largest_change, abs(values[-STAYS - 2] - values[-STAYS - 3]))
-        before, first = values[-STAYS - 1 : -STAYS + 1]
-        jump = first - before
-        stays = min(values[-STAYS:]) >= before + jump / 2
-        is_far = jump >= max(TIMES_CHANGE * self._largest_change, OF_LOSS * abs(before)) > 0
-        if not (stays and is_far and self._has_ratios and len(values) >= STAYS + 2 + LEAST_CHANGES):
-            return []
-        times = jump / self._largest_change if self._largest_change else math.inf
-        seen = (
-            f"{self._name} has jumped from {before:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
-            " change before, and stays there"
-        )
-        return [Sighting(seen, since=self._steps[-STAYS], severity="warning")]
+        base, first = values[-STAYS - 1 : -STAYS + 1]
+        jump = first - base
+        stays = min(values[-STAYS:]) >= base + jump / 2
+        is_far = jump >= max(TIMES_CHANGE * self._largest_change, OF_LOSS * abs(base)) > 0
+        if stays and is_far and self._has_ratios and len(values) >= STAYS + 2 + LEAST_CHANGES:
+            times = jump / self._largest_change if self._largest_change else math.inf
+            seen = (
+                f"{self._name} has jumped from {base:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
+                " change before, and stays there"
+            )
+            yield Sighting(seen, since=self._steps[-STAYS], severity="warning")
 
     def _add_level(self, loss: float) -> None:
         self._block.append(loss)
