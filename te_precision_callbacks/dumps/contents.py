@@ -7,17 +7,14 @@ neither padded nor swizzled. Transformer Engine is not needed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.environment import installed_version
 from te_precision_callbacks.base.numerics.layouts import NVFP4, PER_TENSOR, ScaleMemory, Stored, unpack_fp4
 from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.dumps.errors import DumpError
@@ -30,7 +27,6 @@ from te_precision_callbacks.dumps.header import (
     SCALE_DTYPES,
     Direction,
     DumpedGemm,
-    DumpedOperand,
     Header,
     Plain,
     Quantized,
@@ -109,27 +105,21 @@ class Dump:
 
 
 def create_dump(
+    header: Header,
     high_precision: torch.Tensor | None,
     quantized: Any,
     *,
     internals: bool = True,
-    layer: str = "",
-    tensor: str = "",
-    iteration: int | None = None,
-    micro_batch: int = 0,
-    rank: int = 0,
-    recipe: Any = None,
     columnwise_from: Any = None,
 ) -> Dump:
     """Create a dump of a tensor. It shares the tensor's memory if the layout in the file is the same.
 
     Args:
+        header: the description, without the contents.
         high_precision: the tensor before quantization, or None. A quantized model parameter counts as ``quantized``.
         quantized: the tensor after quantization, or None: a quantized tensor of Transformer Engine or its storage
             class, with scales in any layout; or a plain tensor.
         internals: whether files also get the decoded internals.
-        layer, tensor, iteration, micro_batch, rank: see :class:`Header`.
-        recipe: the recipe, as an object or text.
         columnwise_from: another quantized tensor with the columnwise data.
 
     Raises:
@@ -141,56 +131,34 @@ def create_dump(
             quantized = high_precision
         high_precision = None
     if high_precision is None and quantized is None:
-        raise DumpError(f"There is nothing to dump for {tensor or 'a tensor'!r}: give high_precision or quantized.")
+        what = header.tensor or "a tensor"
+        raise DumpError(f"There is nothing to dump for {what!r}: give high_precision or quantized.")
     tensors: dict[str, torch.Tensor] = {}
     plain = None
-    shape = None
+    described = None
     if high_precision is not None:
         tensors[HIGH_PRECISION] = _plain(high_precision)
         plain = _describe_plain(high_precision)
-        shape = plain.shape
-    what = None
     if quantized is not None:
-        what, of_quantized = _describe_quantized(quantized, columnwise_from, shape)
+        described, of_quantized = _describe_quantized(quantized, columnwise_from, plain)
         tensors.update(of_quantized)
-    if recipe is not None:
-        recipe = str(recipe)
-    header = _header(layer, tensor, iteration, micro_batch, rank, recipe, high_precision=plain, quantized=what)
+    header = dataclasses.replace(header, high_precision=plain, quantized=described)
     return Dump(header, tensors, internals=internals)
 
 
-def _header(
-    layer: str, tensor: str, iteration: int | None, micro_batch: int, rank: int, recipe: str | None, **contents: Any
-) -> Header:
-    return Header(
-        layer=layer,
-        tensor=tensor,
-        iteration=iteration,
-        micro_batch=micro_batch,
-        rank=rank,
-        recipe=recipe,
-        versions=dict(_versions()),
-        time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        **contents,
-    )
-
-
 def create_record(
+    header: Header,
     gemm: DumpedGemm,
     operands: Mapping[str, tuple[Any, torch.Tensor | None]],
-    out: torch.Tensor,
     *,
+    out: torch.Tensor,
     before: torch.Tensor | None,
     bias: torch.Tensor | None,
-    layer: str,
-    iteration: int,
-    micro_batch: int,
-    rank: int,
-    recipe: str,
 ) -> Dump:
     """Create a record of a GEMM.
 
     Args:
+        header: the description, without the contents.
         gemm: its description, with the tensors and directions of its operands, but without their contents.
         operands: "a" and "b" -> the plain or quantized operand, and the tensor before quantization, if any.
         out, before, bias: the result, the tensor that the product was added to, and the bias.
@@ -202,45 +170,26 @@ def create_record(
     described: dict[str, Any] = {}
     for side, (data, high) in operands.items():
         operand = gemm.operands()[side]
-        memory: Stored | torch.Tensor = data
         if kind_is_known(data):
             part = read_stored(data, columnwise=operand.columnwise)
             if part is None:
                 raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
-            memory = part
-        described[side] = _operand(side, operand, memory, high, tensors)
+            direction, of_direction = _internals(part, one_object=False, prefix=f"{side}.")
+            tensors.update(of_direction)
+            operand = dataclasses.replace(operand, direction=direction)
+            if high is not None:
+                tensors[f"{side}.{HIGH_PRECISION}"] = _plain(high)
+                operand = dataclasses.replace(operand, high_precision=_describe_plain(high))
+        else:
+            tensors[f"{side}.values"] = _plain(data)
+            operand = dataclasses.replace(operand, values=_describe_plain(data))
+        described[side] = operand
     for name, tensor in (("out", out), ("before", before), ("bias", bias)):
         if tensor is not None:
             tensors[name] = _plain(tensor)
             described[name] = _describe_plain(tensor)
     gemm = dataclasses.replace(gemm, **described)
-    return Dump(_header(layer, f"{gemm.gemm}_gemm", iteration, micro_batch, rank, recipe, gemm=gemm), tensors)
-
-
-def _operand(
-    name: str,
-    operand: DumpedOperand,
-    memory: Stored | torch.Tensor,
-    high: torch.Tensor | None,
-    tensors: dict[str, torch.Tensor],
-) -> DumpedOperand:
-    if not isinstance(memory, Stored):
-        tensors[f"{name}.values"] = _plain(memory)
-        return dataclasses.replace(operand, values=_describe_plain(memory))
-    direction, of_direction = _internals(memory, one_object=False)
-    for key, tensor in of_direction.items():
-        tensors[f"{name}.{key}"] = tensor
-    direction = dataclasses.replace(
-        direction,
-        data=f"{name}.{direction.data}",
-        scale=f"{name}.{direction.scale}",
-        amax=direction.amax and f"{name}.{direction.amax}",
-    )
-    operand = dataclasses.replace(operand, direction=direction)
-    if high is None:
-        return operand
-    tensors[f"{name}.{HIGH_PRECISION}"] = _plain(high)
-    return dataclasses.replace(operand, high_precision=_describe_plain(high))
+    return Dump(dataclasses.replace(header, tensor=f"{gemm.gemm}_gemm", gemm=gemm), tensors)
 
 
 def _describe_plain(tensor: torch.Tensor) -> Plain:
@@ -248,7 +197,7 @@ def _describe_plain(tensor: torch.Tensor) -> Plain:
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    gemm = require_dump(dump).header.gemm
+    gemm = dump.header.gemm
     if gemm is None:
         raise DumpError("The dump has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
     operand = gemm.operands()[side]
@@ -268,7 +217,9 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     Raises:
         DumpError: the dump has no quantized tensor, or not this direction; or ``dump`` is not a dump.
     """
-    what = require_dump(dump).header.quantized
+    if not isinstance(dump, Dump):
+        raise DumpError(f"A dump is expected, not {dump!r:.200}. Use a result of load(path) or save(tensor, path).")
+    what = dump.header.quantized
     if what is None:
         raise DumpError(f"The dump of {dump.header.tensor or 'a tensor'!r} has no quantized tensor.")
     dtype = dtype or DTYPES[what.dtype]
@@ -284,12 +235,6 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
             )
         part = other
     return part.dequantized().to(dtype).reshape(what.shape).contiguous()
-
-
-def require_dump(given: Any) -> Dump:
-    if isinstance(given, Dump):
-        return given
-    raise DumpError(f"A dump is expected, not {given!r:.200}. Use a result of load(path) or save(tensor, path).")
 
 
 def kind_is_known(tensor: Any) -> bool:
@@ -309,7 +254,7 @@ def _plain(tensor: Any) -> torch.Tensor:
 
 
 def _describe_quantized(
-    quantized: Any, columnwise_from: Any, before: tuple[int, ...] | None
+    quantized: Any, columnwise_from: Any, before: Plain | None
 ) -> tuple[Quantized, dict[str, torch.Tensor]]:
     class_name = type(quantized).__name__
     if not kind_is_known(quantized):
@@ -335,8 +280,8 @@ def _describe_quantized(
     shape = (directions.get(False) or directions[True]).shape
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
-    elif before is not None and shape == (math.prod(before[:-1]), *before[-1:]):
-        shape = before  # a storage with columnwise data only may have merged leading dimensions
+    elif before is not None and shape == (math.prod(before.shape[:-1]), *before.shape[-1:]):
+        shape = before.shape  # a storage with columnwise data only may have merged leading dimensions
     described = Quantized(
         class_name=class_name,
         shape=shape,
@@ -348,28 +293,33 @@ def _describe_quantized(
     return described, tensors
 
 
-def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, torch.Tensor]]:
+_SHARED = ("shape", "transposed", "block", "largest_scale", "stored_scale_shape", "swizzled", "hadamard")
+"""Fields that a Direction and a Stored have."""
+
+
+def _shared(part: Direction | Stored) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in _SHARED}
+
+
+def _internals(part: Stored, *, one_object: bool, prefix: str = "") -> tuple[Direction, dict[str, torch.Tensor]]:
     side = direction_name(part.columnwise)
-    data = f"{side}_data"
-    scale = f"{side}_block_scale_inv"
-    amax = None
+    data = f"{prefix}{side}_data"
+    scale = f"{prefix}{side}_block_scale_inv"
+    scales = part.scales
     scale_format = FLOAT32
-    if part.scale_format is not None:
-        scale_format = part.scale_format.name
     if part.mode == PER_TENSOR:
-        scale = scale.replace("block_", "")
+        scales = scales.reshape(1)
+        scale = f"{prefix}{side}_scale_inv"
         if one_object:
-            data = "data"
-            if part.columnwise:
-                data = "transpose"
+            data = "transpose" if part.columnwise else "data"
             scale = "scale_inv"
-    tensors = {data: _elements_in_memory(part), scale: part.scales}
-    if part.mode == PER_TENSOR:
-        tensors[scale] = part.scales.reshape(1)
     elif part.scale_format is not None:
-        tensors[scale] = part.scales.view(SCALE_DTYPES[scale_format])
+        scale_format = part.scale_format.name
+        scales = scales.view(SCALE_DTYPES[scale_format])
+    tensors = {data: _elements_in_memory(part), scale: scales}
+    amax = None
     if part.amax is not None:
-        amax = f"amax_{side}"
+        amax = f"{prefix}amax_{side}"
         tensors[amax] = part.amax
     direction = Direction(
         format=part.element_format.name,
@@ -377,14 +327,8 @@ def _internals(part: Stored, *, one_object: bool) -> tuple[Direction, dict[str, 
         data=data,
         scale=scale,
         amax=amax,
-        shape=tuple(part.shape),
-        transposed=part.transposed,
-        block=part.block,
         scale_format=scale_format,
-        largest_scale=part.largest_scale,
-        stored_scale_shape=part.stored_scale_shape,
-        swizzled=part.swizzled,
-        hadamard=part.hadamard,
+        **_shared(part),
     )
     return direction, tensors
 
@@ -417,17 +361,11 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
         mode=direction.scaling_mode,
         columnwise=columnwise,
         codes=tensors[direction.data].reshape(rows, columns * element_format.bits // 8).view(torch.uint8),
-        transposed=direction.transposed,
         element_format=element_format,
         scale_memory=ScaleMemory(scales),
         scale_format=scale_format,
-        block=direction.block,
-        shape=direction.shape,
-        stored_scale_shape=direction.stored_scale_shape,
         amax=amax,
-        largest_scale=direction.largest_scale,
-        swizzled=direction.swizzled,
-        hadamard=direction.hadamard,
+        **_shared(direction),
     )
 
 
@@ -456,9 +394,3 @@ def _format_quantizer(quantizer: Any) -> str | None:
         if not name.startswith("_") and isinstance(value, (bool, int, float, str, Enum)):
             settings.append(f"{name}={getattr(value, 'name', value)}")
     return f"{type(quantizer).__name__}({', '.join(settings)})"
-
-
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    versions = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
-    return ("torch", str(torch.__version__)), *((name, version) for name, version in versions.items() if version)

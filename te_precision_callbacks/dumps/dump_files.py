@@ -85,17 +85,15 @@ def save(
     if high_precision is None:
         high_precision = tensor
         tensor = None
-    dump = create_dump(
-        high_precision,
-        tensor,
-        internals=internals,
+    header = Header(
         layer=layer,
         tensor=tensor_name,
         iteration=iteration,
         micro_batch=_require_int("micro_batch", micro_batch),
         rank=_require_int("rank", rank),
-        recipe=recipe,
+        recipe=None if recipe is None else str(recipe),
     )
+    dump = create_dump(header, high_precision, tensor, internals=internals)
     _require_one_shape(dump.header)
     write(dump, path)
     return dump

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Annotated
 
 import pydantic
 import torch
 
+from te_precision_callbacks.base.environment import installed_version
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.dumps.errors import NotADumpError
@@ -30,13 +33,8 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, E8M0)}
 SCALE_DTYPES = {"E4M3": torch.float8_e4m3fn, "E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8)}
 """Format of scales -> dtype in a dump; the default is float32."""
 
-_DTYPE_NAMES = (
-    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-)
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-"""The valid dtypes in a header that this torch has."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""The valid dtypes in a header."""
 
 
 def _check_dtype(name: str) -> str:
@@ -215,8 +213,8 @@ class Header:
     high_precision: Plain | None = None
     quantized: Quantized | None = None
     gemm: DumpedGemm | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    time: str = ""
+    versions: dict[str, str] = field(default_factory=lambda: dict(_versions()))
+    time: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -241,6 +239,12 @@ class Header:
 
 
 _HEADER = pydantic.TypeAdapter(Header)
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    versions = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
+    return ("torch", str(torch.__version__)), *((name, version) for name, version in versions.items() if version)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.config.schemas import DumpTensorsItem
 from te_precision_callbacks.dumps.contents import Dump, create_dump, kind_is_known
 from te_precision_callbacks.dumps.header import Header
-from te_precision_callbacks.dumps.writer import Writer
+from te_precision_callbacks.dumps.writer import LONGEST_STILL, Writer
 from te_precision_callbacks.layers.gemm_events import Watched
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Recorder:
         if self._at_exit is not None:
             self._at_exit.cancel()
         writer = self._writer
-        writer.finish()
+        writer.thread.finish(LONGEST_STILL)
         if writer.files:
             logger.info("%d tensors were dumped (%s bytes), in %s.", writer.files, f"{writer.nbytes:,}", writer.folder)
         self._report_failure()
@@ -142,18 +142,16 @@ class Recorder:
                 lacking,
             )
             return None
-        return create_dump(
-            values,
-            quantized,
-            internals=options.dump_quantized_internals,
+        header = Header(
             layer=watched.layer,
             tensor=watched.tensor,
             iteration=watched.iteration,
             micro_batch=micro_batch,
             rank=own_rank(),
             recipe=recipe_of(watched.quantizer),
-            columnwise_from=columnwise_from,
         )
+        internals = options.dump_quantized_internals
+        return create_dump(header, values, quantized, internals=internals, columnwise_from=columnwise_from)
 
     def _report_failure(self) -> None:
         failure = self._writer.take_failure()

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from te_precision_callbacks.base.files import why_full
 from te_precision_callbacks.dumps.contents import Dump
@@ -38,46 +39,29 @@ class Writer:
         self.nbytes = 0
         self.written: deque[Header] = deque(maxlen=_MOST_HEADERS)
         self._run = new_run_id()
-        self._thread: WriterThread[Dump] = WriterThread("tensor dumps", self)
+        self.thread: WriterThread[Dump] = WriterThread("tensor dumps", self)
         self._is_full = False
         self._failure: Exception | None = None
 
     @property
-    def pending(self) -> int:
-        return self._thread.queued
-
-    @property
     def stopped(self) -> bool:
-        return self._is_full or self._thread.failure is not None
+        return self._is_full or self.thread.failure is not None
 
     def put(self, dump: Dump) -> None:
         """Queue a snapshot of a dump, once the queue has room for it or is empty."""
-        self._thread.wait(lambda: not self.pending or self.pending + dump.nbytes <= MOST_QUEUED)
-        self._thread.put(dump.copied(), dump.nbytes)
-        self._thread.flush_soon()
+        self.thread.wait(lambda: not self.thread.queued or self.thread.queued + dump.nbytes <= MOST_QUEUED)
+        self.thread.put(dump.copied(), dump.nbytes)
+        self.thread.flush_soon()
 
     def drain(self) -> None:
-        wait = self._thread.flush_soon()
-        self._thread.wait(lambda: wait(0.0))
-
-    def finish(self) -> None:
-        self._thread.finish(LONGEST_STILL)
+        wait = self.thread.flush_soon()
+        self.thread.wait(lambda: wait(0.0))
 
     def take_failure(self) -> Exception | None:
         """Return a failure of the thread that was not returned before."""
-        noted = self._failure
+        failure = self._failure or self.thread.take_failure()
         self._failure = None
-        if noted is not None:
-            return noted
-        failure = self._thread.take_failure()
-        if failure is None or isinstance(failure, DumpError):
-            return failure
-        ended = DumpError(
-            f"The thread that writes dumps has ended: {type(failure).__name__}: {failure}. No more tensors are"
-            " dumped, and waiting tensors are lost."
-        )
-        ended.__cause__ = failure
-        return ended
+        return cast("Exception | None", failure)
 
     # ------------------------------------------------------------------ in the writer's thread
 

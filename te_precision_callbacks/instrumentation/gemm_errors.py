@@ -32,7 +32,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, LogGemmErrorItem
 from te_precision_callbacks.dumps.contents import Dump, create_record
-from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Plain
+from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Header, Plain
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error import (
     Factor,
@@ -268,18 +268,10 @@ class SelectedGemms:
             "a": (event.a.data, self._rows_of(event, event.a, m)),
             "b": (event.b.data, self._rows_of(event, event.b, n)),
         }
-        return create_record(
-            gemm,
-            operands,
-            out,
-            before=before,
-            bias=call.bias,
-            layer=event.layer,
-            iteration=iteration,
-            micro_batch=micro_batch,
-            rank=own_rank(),
-            recipe=event.recipe,
+        header = Header(
+            layer=event.layer, iteration=iteration, micro_batch=micro_batch, rank=own_rank(), recipe=event.recipe
         )
+        return create_record(header, gemm, operands, out=out, before=before, bias=call.bias)
 
     def _rows_of(self, event: GemmEvent, operand: GemmOperand, rows: int) -> torch.Tensor | None:
         """Return an operand in high precision, [rows, k], unless gathered after quantization."""

@@ -14,11 +14,10 @@ so all statistics of quantized tensors in iteration 0 are flagged as the first s
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -26,15 +25,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.runs.index import NO_VECTORS, VALUE_COLUMNS, SeriesIndex, Subject, sort_by_series
+from te_precision_callbacks.runs.index import VALUE_ROWS, VECTOR_ROWS, SeriesIndex, Subject
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, RunError, Segment
-from te_precision_callbacks.runs.run_files import gaps_of_numbers
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS, VALUES, part_of
+from te_precision_callbacks.runs.run_files import gaps
+from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.statistics.series import family_of, parse_log_name
+from te_precision_callbacks.statistics.series import parse_log_name
 
 # Folders of nvidia-dlfw-inspect 0.2.2 (logging.py).
 STATISTICS_FOLDER = "nvdlfw_inspect_statistics_logs"
@@ -54,7 +54,7 @@ _LINE = re.compile(
 _TEXT_LINE = re.compile(rb"^(?!.{23} - INFO - Here another run begins).*\S", re.MULTILINE)
 _LAYER = re.compile(r"^.{23} - INFO - Assigned layer name: (.+)$", re.MULTILINE)
 
-_ROW = np.dtype([("iteration", "i8"), ("name", "i4"), ("value", "f8")])
+_ROW = np.dtype([("name", "i4"), ("rank", "i4"), ("iteration", "i8"), ("value", "f8")])
 _Rows = npt.NDArray[np.void]
 
 
@@ -65,56 +65,43 @@ class Logs(NamedTuple):
 
 def find_logs(path: Path) -> Logs | None:
     """Find the logs of nvidia-dlfw-inspect at a path; None without statistics."""
+    logs = Logs({}, {})
     if path.is_file():
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            return None
-        return Logs({int(match[1]): path}, {})
-    logs_of_run = Logs({}, {})
-    for folder in (path, *sorted(path.glob("rank_*"))):  # BioNeMo's recipes have a folder for each rank
-        for logs, name in ((logs_of_run.statistics, STATISTICS_FOLDER), (logs_of_run.events, EVENTS_FOLDER)):
-            logs_folder = folder / name
-            if folder.name == name:
-                logs_folder = folder
-            for file in sorted(logs_folder.glob("*.log*")):
-                match = _NAME.fullmatch(file.name)
-                if match is not None:
-                    logs.setdefault(int(match[1]), file.with_name(match[0]))
-    if logs_of_run.statistics:
-        return logs_of_run
-    return None
+        _add_logs(logs.statistics, [path])
+    else:
+        for folder in (path, *sorted(path.glob("rank_*"))):  # BioNeMo's recipes have a folder for each rank
+            for files, name in zip(logs, (STATISTICS_FOLDER, EVENTS_FOLDER), strict=True):
+                _add_logs(files, sorted((folder if folder.name == name else folder / name).glob("*.log")))
+    return logs if logs.statistics else None
+
+
+def _add_logs(logs: dict[int, Path], files: Iterable[Path]) -> None:
+    for file in files:
+        if match := _NAME.fullmatch(file.name):
+            logs.setdefault(int(match[1]), file)
 
 
 def import_logs(path: Path, logs: Logs) -> RecordedRun:
     """Read logs as a run; raises NotARunError if they have no statistics."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress
-
     unread: list[str] = []
     names: dict[bytes, int] = {}
     times: dict[int, bytes] = {}
-    rows: dict[int, _Rows] = {}
+    rows = [np.empty(0, _ROW)]
     layers: dict[str, None] = {}
-    size = sum(file.stat().st_size for file in logs.statistics.values())
-    is_hidden = size < _PROGRESS_BYTES or not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as bar:
-        advance = functools.partial(bar.advance, bar.add_task(escape(f"Reading {path}"), total=size))
-        try:
-            for file in logs.events.values():
-                for lines in _lines_of(file):
-                    layers.update(dict.fromkeys(_LAYER.findall(lines.decode(errors="replace"))))
-            for rank, file in logs.statistics.items():
-                parts = _read_statistics(file, names, times, unread, advance)
-                rows[rank] = np.concatenate([np.empty(0, _ROW), *parts])
-        except OSError as error:
-            raise RunError(f"{file} cannot be read: {error}.") from error
+    try:
+        for file in logs.events.values():
+            for lines in _lines_of(file):
+                layers.update(dict.fromkeys(_LAYER.findall(lines.decode(errors="replace"))))
+        for rank, file in logs.statistics.items():
+            rows += _read_statistics(file, rank, names, times, unread)
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error}.") from error
     if not names:
         raise NotARunError(f"{path}: the statistics logs of nvidia-dlfw-inspect in it hold no statistic.")
     world = max(logs.statistics) + 1
-    if missing := gaps_of_numbers(logs.statistics):
+    if len(logs.statistics) > 1 and (missing := gaps(logs.statistics)):
         unread.append(f"The logs of {world - len(logs.statistics)} ranks are missing: {missing}.")
-    index, table = _assemble(rows, [name.decode(errors="replace") for name in names], layers)
+    index, values = _assemble(np.concatenate(rows), [name.decode(errors="replace") for name in names], layers)
     layer_rows = [{"scope": "", "layer": name, "since": 0} for name in layers]
     steps = [
         {"segment": 0, "iteration": iteration, "logging_step": iteration, "wall_time": _time(times[iteration])}
@@ -131,45 +118,41 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
         steps=pa.Table.from_pylist(steps, STEPS),
         scalars=SCALARS.empty_table(),
         events=EVENTS.empty_table(),
-        read_values=functools.partial(_select, table),
-        read_vectors=lambda _: NO_VECTORS,
+        read_values=lambda series: values if series is None else values.filter(pc.field("series").isin(series)),
+        read_vectors=lambda _: VECTOR_ROWS.empty_table(),
         said=dict.fromkeys(unread, "unread"),
     )
-
-
-def _select(table: pa.Table, wanted: list[int] | None) -> pa.Table:
-    if wanted is None:
-        return table
-    return table.filter(pa.array(np.isin(table["series"].to_numpy(), wanted)))
 
 
 # ---------------------------------------------------------------------- files
 
 
-def _lines_of(file: Path, advance: Callable[[int], None] = lambda read: None) -> Iterator[bytes]:
-    with regular_file(file).open("rb") as log:
+def _lines_of(file: Path) -> Iterator[bytes]:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import open as open_with_bar
+
+    is_hidden = regular_file(file).stat().st_size < _PROGRESS_BYTES or not sys.stderr.isatty()
+    console = Console(stderr=True)
+    text = escape(f"Reading {file}")
+    with open_with_bar(file, "rb", description=text, console=console, transient=True, disable=is_hidden) as log:
         while lines := log.readlines(_PIECE):
-            advance(sum(map(len, lines)))
             if not lines[-1].endswith(b"\n"):
                 lines.pop()
             yield b"".join(lines)
 
 
 def _read_statistics(
-    file: Path,
-    names: dict[bytes, int],
-    times: dict[int, bytes],
-    unread: list[str],
-    advance: Callable[[int], None],
+    file: Path, rank: int, names: dict[bytes, int], times: dict[int, bytes], unread: list[str]
 ) -> Iterator[_Rows]:
     """Yield the rows of a log piece by piece; extends ``names``, ``times`` and the notes in ``unread``."""
     bad = 0
-    for lines in _lines_of(file, advance):
+    for lines in _lines_of(file):
         rows = []
         for time, name, iteration, value in _LINE.findall(lines):
             step = int(iteration)
             times.setdefault(step, time)
-            rows.append((step, names.setdefault(name.rstrip(b" "), len(names)), float(value)))
+            rows.append((names.setdefault(name.rstrip(b" "), len(names)), rank, step, float(value)))
         bad += len(_TEXT_LINE.findall(lines)) - len(rows)
         yield np.array(rows, _ROW)
     if bad:
@@ -212,37 +195,30 @@ def _by_statistic(name: str) -> tuple[str, str, str]:
     return "", "", name
 
 
-def _assemble(rows: dict[int, _Rows], names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:
-    by_name: dict[int, list[tuple[int | None, _Rows]]] = defaultdict(list)  # name -> rank and rows
-    for rank, of_rank in rows.items():
-        ordered = of_rank[np.lexsort((of_rank["iteration"], of_rank["name"]))]
-        ends = np.flatnonzero(np.diff(ordered["name"])) + 1
-        for part in np.split(ordered, ends):
-            if len(part):
-                is_last = np.append(np.diff(part["iteration"]) > 0, True)  # of an iteration that ran again
-                by_name[int(part["name"][0])].append((rank, part[is_last]))
+def _assemble(rows: _Rows, names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:
+    """Number the series, and return their values, sorted by series and iteration."""
+    rows = rows[np.lexsort((rows["iteration"], rows["rank"], rows["name"]))]
+    changes = np.stack([np.diff(rows[name]) != 0 for name in ("name", "rank", "iteration")])
+    rows = rows[np.append(changes.any(0), True)]  # without those of iterations that ran again
+    ends = np.flatnonzero(np.diff(rows["name"]) | np.diff(rows["rank"])) + 1
+    parts_of: dict[int, list[_Rows]] = defaultdict(list)  # name -> the rows of each rank
+    for part in np.split(rows, ends):
+        parts_of[int(part["name"][0])].append(part)
     index = SeriesIndex()
-    schema = part_of(VALUES, VALUE_COLUMNS)
-    tables = []
+    parts: list[_Rows] = []
+    numbers: list[int] = []
     for number, (layer, tensor, statistic) in enumerate(parse_names(names, layers).values()):
-        rank_parts = by_name[number]
-        first = rank_parts[0][1]
-        if all(_have_equal_values(first, part) for _, part in rank_parts):
-            rank_parts = [(None, first)]
-        is_quantized = family_of(tensor, statistic).is_of_delayed_scaling
-        for part_rank, part in rank_parts:
-            columns = {
-                "segment": np.zeros(len(part), "i2"),
-                "iteration": part["iteration"],
-                "series": np.full(len(part), index.number(Subject("", layer, tensor, "", statistic, part_rank)), "i4"),
-                "value": part["value"],
-                "flags": np.where(is_quantized & (part["iteration"] == 0), STEP0, 0).astype("u1"),
-            }
-            tables.append(pa.Table.from_pydict(columns, schema))
-    table = sort_by_series(pa.concat_tables(tables).combine_chunks())
-    index.note(*(table[name].to_numpy() for name in ("series", "iteration", "value", "flags")))
-    return index, table
-
-
-def _have_equal_values(a: _Rows, b: _Rows) -> bool:
-    return np.array_equal(a["iteration"], b["iteration"]) and np.array_equal(a["value"], b["value"], equal_nan=True)
+        of_ranks = parts_of[number]
+        ranks: list[int | None] = [int(part["rank"][0]) for part in of_ranks]
+        if len({(part["iteration"].tobytes(), part["value"].tobytes()) for part in of_ranks}) == 1:
+            of_ranks = of_ranks[:1]
+            ranks = [None]
+        parts += of_ranks
+        numbers += index.number(Subject("", layer, tensor, "", statistic, rank) for rank in ranks)
+    rows = np.concatenate(parts)
+    series = np.repeat(np.array(numbers, np.int32), [len(part) for part in parts])
+    first_step = index.rows["delayed"][series] & (rows["iteration"] == 0)
+    index.note_values(series, rows["iteration"], rows["value"], first_step)
+    flags = (STEP0 * first_step).astype(np.uint8)
+    columns = [np.zeros(len(rows), np.int16), rows["iteration"], series, rows["value"], flags]
+    return index, pa.table(columns, schema=VALUE_ROWS)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product, starmap
+from itertools import starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +26,10 @@ from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.base.files import StrPath
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
 from te_precision_callbacks.runs.index import (
-    NO_VALUES,
-    NO_VECTORS,
-    VALUE_COLUMNS,
-    VECTOR_COLUMNS,
+    VALUE_ROWS,
+    VECTOR_ROWS,
     SeriesIndex,
     Subject,
-    sort_by_series,
     subjects_of,
 )
 from te_precision_callbacks.runs.recorded import (
@@ -46,13 +44,10 @@ from te_precision_callbacks.runs.recorded import (
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
-    MOST_ITERATION,
     RUN_FILE,
-    DataFile,
     data_files,
     ended_by_sigterm,
     gaps,
-    gaps_of_numbers,
     is_gone,
     is_silent,
     list_numbers,
@@ -64,15 +59,14 @@ from te_precision_callbacks.runs.run_files import (
 from te_precision_callbacks.runs.tables import (
     EVENTS,
     FACTS,
-    SCALARS,
     SCHEMA_VERSION,
-    STEPS,
+    STEP0,
+    TABLES,
     UNREADABLE,
-    VALUES,
-    VECTORS,
     read_table,
 )
 from te_precision_callbacks.statistics.arrays import Ints
+from te_precision_callbacks.statistics.series import MOST_ITERATION
 
 _MOST_ATTEMPTS = 5
 """Maximum number of attempts to read a run whose files are being replaced."""
@@ -181,10 +175,10 @@ def _records_of(folder: Path) -> Path:
     return folder / FOLDER
 
 
-def _read_run(folder: Path, given: Path) -> RecordedRun:
+def _read_run(folder: Path, path: Path) -> RecordedRun:
     for _ in range(_MOST_ATTEMPTS):
         try:
-            return _Reader(folder, given, segments_of(folder)).run()
+            return _Reader(folder, path, segments_of(folder)).run()
         except FileNotFoundError as error:  # a file was replaced after it was listed
             vanished = error
     raise _replaced(folder, vanished) from vanished
@@ -213,23 +207,21 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
 
 def _last_start(run: Path) -> str:
     """Return the start of the last segment as sortable text, so that a resumed run is the latest."""
-    day, clock, milliseconds, *_ = *run.name.split("-"), "", "", ""
-    name_time = f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}.{milliseconds}"
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        started = read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at")
-        return max(str(started or ""), name_time)
-    return name_time
+    started = ""
+    with contextlib.suppress(OSError, ValueError):
+        started = str(read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at"))
+    return max(re.sub(r"\D", "", text)[:17] for text in (started, run.name))
 
 
 @dataclass
-class _Rows:
-    """A file of a table.
+class _File:
+    """A file of values or histograms.
 
     Attributes:
         numbers: number of a series in the file -> its number in the run.
     """
 
-    file: DataFile
+    path: Path
     segment: int
     numbers: dict[int, int]
 
@@ -239,58 +231,52 @@ class _Reader:
     """Reads a run.
 
     Attributes:
-        folder, given: the folder of the run, and the path that the user gave.
+        folder, path: the folder of the run, and the path that the user gave.
+        ranks: segment -> rank -> folder.
         spans: segment -> first and last recorded iteration.
         ends: segment -> end of its valid iterations, exclusive: a later segment begins, or the run was opened.
         counts: folder of a rank -> table -> number of files, if recorded.
     """
 
     folder: Path
-    given: Path
+    path: Path
     folders: Mapping[int, Path]
     said: dict[str, Said] = field(default_factory=dict)
     index: SeriesIndex = field(default_factory=SeriesIndex)
+    ranks: dict[int, dict[int, Path]] = field(default_factory=dict)
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     counts: dict[Path, Mapping[str, object]] = field(default_factory=dict)
 
     def run(self) -> RecordedRun:
+        self.ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
         segments = tuple(starmap(self._segment, self.folders.items()))
-        ranks = {number: ranks_of(folder) for number, folder in self.folders.items()}
-        self._note_missing(segments, ranks)
-        folders: list[tuple[int, Path]] = []
-        for number, of_rank in ranks.items():
-            folders += product([number], of_rank.values())
-        steps: list[tuple[int, pa.Table]] = []
-        scalars: list[tuple[int, pa.Table]] = []
-        events = []
-        for number, rank in folders:
-            steps += product([number], self._tables(rank, "steps", STEPS))
-            scalars += product([number], self._tables(rank, "scalars", SCALARS))
-            events += self._tables(rank, "events", EVENTS)
+        self._note_missing(segments)
+        steps = list(self._tables("steps"))
+        scalars = list(self._tables("scalars"))
         for number, table in (*steps, *scalars):
             self._note_span(number, table["iteration"].to_numpy())
-        events += [self._sigterms(*of_rank) for of_rank in folders]
+        events = [table for _, table in self._tables("events")]
+        events.append(pa.Table.from_pylist(list(self._sigterms()), EVENTS))
         for number in self.folders:
             later = (first for other, (first, _) in self.spans.items() if other > number)
             self.ends[number] = min(later, default=MOST_ITERATION)
-        values = self._rows(folders, "values", VALUES)
-        vectors = self._rows(folders, "vectors", VECTORS)
+        values = self._index("values")
+        vectors = self._index("vectors")
         for number, (_, last) in self.spans.items():
             self.ends[number] = min(self.ends[number], last + 1)
-        all_steps = _first_of_each(self._joined(steps, STEPS), "iteration")
         return RecordedRun(
-            path=self.given,
+            path=self.path,
             source="te-precision-callbacks",
             run_id=self.folder.name,
             segments=segments,
             **self._facts(segments),
             series=self.index.table(),
-            steps=all_steps,
-            scalars=self._joined(scalars, SCALARS),
+            steps=_first_of_each(self._joined("steps", steps), "iteration"),
+            scalars=self._joined("scalars", scalars),
             events=_sorted(EVENTS, events, "iteration", "wall_time"),
-            read_values=functools.partial(self._read, values, VALUE_COLUMNS, NO_VALUES),
-            read_vectors=functools.partial(self._read, vectors, VECTOR_COLUMNS, NO_VECTORS),
+            read_values=functools.partial(self._read, values, VALUE_ROWS),
+            read_vectors=functools.partial(self._read, vectors, VECTOR_ROWS),
             said=self.said,
         )
 
@@ -310,13 +296,11 @@ class _Reader:
         except (OSError, ValueError) as error:
             self._note(f"{path} is damaged ({error}): the facts of segment {number} are unknown.", "damaged")
         schema = facts.get("schema", SCHEMA_VERSION)
-        versions = facts.get("versions")
         if schema != SCHEMA_VERSION:
-            version = "of an unknown version"
-            if isinstance(versions, dict):
-                version = versions.get("te-precision-callbacks") or version
+            versions = facts.get("versions")
+            version = versions.get("te-precision-callbacks") if isinstance(versions, dict) else None
             raise RunError(
-                f"{path}: the run was recorded by te-precision-callbacks {version}, with"
+                f"{path}: the run was recorded by te-precision-callbacks {version or 'of an unknown version'}, with"
                 f" schema {schema!r}; this version reads only schema {SCHEMA_VERSION}. Read the run with the version"
                 " that recorded it."
             )
@@ -324,25 +308,10 @@ class _Reader:
             self.counts[folder / rank_name(0)] = counts
         if facts.get("not_written"):
             self._note(f"The end of segment {number} is not recorded: {facts['not_written']}")
-        status = facts.get("status")
-        without_end: tuple[int, ...] = ()
-        if status in ("ended", "failed") and is_gone(path, facts):  # until then, other ranks may still write
-            others = ranks_of(folder)
-            others.pop(0, None)
-            without_end = tuple(
-                rank for rank, place in others.items() if _has_open_file(place) and ended_by_sigterm(place) is None
-            )
-        if without_end and status == "ended":
-            status = "stopped without an end"
-        elif status not in ("ended", "failed"):
-            status = "running"
-            if ended_by_sigterm(folder / rank_name(0)) is not None:
-                status = "failed"
-            elif is_gone(path, facts):
-                status = "stopped without an end"
+        status, without_end = self._status(number, facts)
         return Segment(
             number=number,
-            status=cast("Status", status),
+            status=status,
             started_at=str(facts.get("started_at") or ""),
             ended_at=str(facts.get("ended_at") or ""),
             first_iteration=_whole(facts.get("first_iteration"), 0),
@@ -351,97 +320,111 @@ class _Reader:
             without_end=without_end,
         )
 
-    def _note_missing(self, segments: Iterable[Segment], ranks: Mapping[int, Mapping[int, Path]]) -> None:
-        if missing := gaps_of_numbers(self.folders):
+    def _status(self, number: int, facts: Mapping[str, Any]) -> tuple[Status, tuple[int, ...]]:
+        """Return the status of a segment, and the ranks without an end, where rank 0 has recorded one."""
+        path = self.folders[number] / RUN_FILE
+        status = facts.get("status")
+        if status not in ("ended", "failed"):
+            if ended_by_sigterm(path.with_name(rank_name(0))) is not None:
+                return "failed", ()
+            return "stopped without an end" if is_gone(path, facts) else "running", ()
+        without_end: tuple[int, ...] = ()
+        if is_gone(path, facts):  # until then, other ranks may still write
+            others = (item for item in self.ranks[number].items() if item[0])
+            without_end = tuple(rank for rank, own in others if _has_open_file(own) and ended_by_sigterm(own) is None)
+        if without_end and status == "ended":
+            return "stopped without an end", without_end
+        return cast("Status", status), without_end
+
+    def _note_missing(self, segments: Iterable[Segment]) -> None:
+        if len(self.folders) > 1 and (missing := gaps(self.folders)):
             self._note(f"Segments are missing: {missing}.", "unread")
         for segment in segments:
             expected = segment.facts.get("writing_ranks")
             if not isinstance(expected, list):
                 expected = [0] * bool(segment.facts)
-            gone = [str(rank) for rank in expected if isinstance(rank, int) and rank not in ranks[segment.number]]
-            if gone:
+            ranks = self.ranks[segment.number]
+            if gone := [str(rank) for rank in expected if isinstance(rank, int) and rank not in ranks]:
                 self._note(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
                     f" {list_numbers(gone)}.",
                     "unread",
                 )
 
-    def _sigterms(self, segment: int, folder: Path) -> pa.Table:
-        """Return an end by SIGTERM as an event: the process itself has recorded none."""
-        rows = []
-        seconds = ended_by_sigterm(folder)
-        if seconds is not None:
-            row = {
-                "segment": segment,
-                "iteration": self.spans.get(segment, (0, 0))[1],
-                "rank": int(folder.name.partition("-")[2]),
-                "kind": "segment_ended",
-                "severity": "error",
-                "wall_time": round(seconds * 1e6),
-                "text": "SIGTERM",
-            }
-            rows.append(row)
-        return pa.Table.from_pylist(rows, schema=EVENTS)
+    def _sigterms(self) -> Iterator[dict[str, Any]]:
+        """Yield ends by SIGTERM as events: the process itself has recorded none."""
+        for segment, ranks in self.ranks.items():
+            for rank, folder in ranks.items():
+                seconds = ended_by_sigterm(folder)
+                if seconds is not None:
+                    yield {
+                        "segment": segment,
+                        "iteration": self.spans.get(segment, (0, 0))[1],
+                        "rank": rank,
+                        "kind": "segment_ended",
+                        "severity": "error",
+                        "wall_time": round(seconds * 1e6),
+                        "text": "SIGTERM",
+                    }
 
     # ------------------------------------------------------------------ tables
 
-    def _tables(self, folder: Path, name: str, schema: pa.Schema) -> list[pa.Table]:
-        tables = (self._load(file.path, schema.names, schema) for file in self._files(folder, name))
-        return list(filter(None, tables))
+    def _files(self, name: str) -> Iterator[tuple[int, Path, Path]]:
+        """Yield segment, folder and path of each file of a table, in order."""
+        for segment, ranks in self.ranks.items():
+            for folder in ranks.values():
+                files = [file for file in data_files(folder) if file.table == name]
+                count = self.counts.get(folder, {}).get(name)
+                end = count + 1 if isinstance(count, int) else 0
+                if missing := gaps((file.number for file in files), 1, end):
+                    self._note(f"{folder}: files of {name} are missing: {missing}.", "damaged")
+                for file in files:
+                    yield segment, folder, file.path
 
-    def _files(self, folder: Path, name: str) -> list[DataFile]:
-        files = [file for file in data_files(folder) if file.table == name]
-        count = self.counts.get(folder, {}).get(name)
-        spans = [(file.number, file.number) for file in files]
-        if isinstance(count, int):
-            spans.append((count + 1, count))
-        missing = gaps(spans, 1)
-        if missing:
-            self._note(f"{folder}: files of {name} are missing: {missing}.", "damaged")
-        return files
+    def _tables(self, name: str) -> Iterator[tuple[int, pa.Table]]:
+        for segment, _, path in self._files(name):
+            table = self._load(path, TABLES[name])
+            if table is not None:
+                yield segment, table
 
-    def _load(self, path: Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table | None:
+    def _load(self, path: Path, schema: pa.Schema, series: list[int] | None = None) -> pa.Table | None:
         try:
-            return read_table(path, columns, schema)
+            return read_table(path, schema, series)
         except FileNotFoundError:
             raise
         except UNREADABLE as error:
-            self._note_lost(path, error)
+            lines = str(error).splitlines() or [type(error).__name__]
+            self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", "damaged")
         return None
 
-    def _note_lost(self, path: Path, error: BaseException) -> None:
-        lines = str(error).splitlines() or [type(error).__name__]
-        self._note(f"{path} cannot be read, and its rows are missing: {lines[0]}", "damaged")
-
-    def _joined(self, tables: Iterable[tuple[int, pa.Table]], schema: pa.Schema) -> pa.Table:
-        return _sorted(schema, [self._drop_replaced(number, table) for number, table in tables], "iteration")
+    def _joined(self, name: str, tables: Iterable[tuple[int, pa.Table]]) -> pa.Table:
+        return _sorted(TABLES[name], [self._drop_replaced(number, table) for number, table in tables], "iteration")
 
     def _drop_replaced(self, segment: int, table: pa.Table) -> pa.Table:
         return table.filter(pc.less(table["iteration"], pa.scalar(self.ends[segment], pa.int64())))
 
-    def _rows(self, folders: Iterable[tuple[int, Path]], name: str, schema: pa.Schema) -> list[_Rows]:
-        listed = []
-        columns = [column for column in schema.names if column != "segment"]
-        for segment, folder in folders:
-            numbers: dict[int, int] = {}
-            for file in self._files(folder, name):
-                table = self._load(file.path, columns, schema)
-                if table is None:
-                    continue
-                self._number_series(table, numbers)
-                listed.append(_Rows(file, segment, numbers))
-                table = self._drop_replaced(segment, table)
-                if not len(table):
-                    continue
-                iterations = table["iteration"].to_numpy()
-                self._note_span(segment, iterations)
-                series = _translated(table["series"], numbers).to_numpy()
-                if "value" in columns:
-                    flags = table["flags"].fill_null(0).to_numpy()
-                    self.index.note(series, iterations, table["value"].to_numpy(), flags)
-                else:
-                    self.index.note(series, iterations)
-        return listed
+    def _index(self, name: str) -> list[_File]:
+        files = []
+        numbers_of: dict[Path, dict[int, int]] = {}  # folder of a rank -> numbers of its series
+        schema = TABLES[name]
+        schema = schema.remove(schema.get_field_index("segment"))
+        for segment, folder, path in self._files(name):
+            table = self._load(path, schema)
+            if table is None:
+                continue
+            numbers = numbers_of.setdefault(folder, {})
+            self._number_series(table, numbers)
+            files.append(_File(path, segment, numbers))
+            table = self._drop_replaced(segment, table)
+            iterations = table["iteration"].to_numpy()
+            self._note_span(segment, iterations)
+            series = _translated(table["series"], numbers).to_numpy()
+            if name == "values":
+                first_step = (table["flags"].fill_null(0).to_numpy() & STEP0) != 0
+                self.index.note_values(series, iterations, table["value"].to_numpy(), first_step)
+            else:
+                self.index.note(series, iterations)
+        return files
 
     def _note_span(self, segment: int, iterations: Ints) -> None:
         if len(iterations):
@@ -449,54 +432,43 @@ class _Reader:
             self.spans[segment] = min(first, int(iterations.min())), max(last, int(iterations.max()))
 
     def _number_series(self, table: pa.Table, rank_numbers: dict[int, int]) -> None:
-        wanted, rows = np.unique(table["series"].to_numpy(), return_index=True)
-        new = np.array([number not in rank_numbers for number in wanted.tolist()], bool)
-        if not new.any():
-            return
-        subjects = subjects_of(table.select(Subject._fields).take(pa.array(rows[new])))
-        rank_numbers.update(zip(wanted[new].tolist(), map(self.index.number, subjects), strict=True))
+        numbers, rows = np.unique(table["series"].to_numpy(), return_index=True)
+        is_new = np.array([number not in rank_numbers for number in numbers.tolist()], bool)
+        subjects = subjects_of(table.select(Subject._fields).take(pa.array(rows[is_new])))
+        rank_numbers.update(zip(numbers[is_new].tolist(), self.index.number(subjects), strict=True))
 
-    def _read(self, rows: list[_Rows], columns: list[str], nothing: pa.Table, wanted: list[int] | None) -> pa.Table:
-        try:
-            tables = [self._read_rows(file_rows, columns, nothing, wanted) for file_rows in rows]
-        except FileNotFoundError as error:
-            raise _replaced(self.folder, error) from error
-        return sort_by_series(pa.concat_tables([nothing, *filter(None, tables)]).combine_chunks())
-
-    def _read_rows(
-        self, rows: _Rows, columns: list[str], nothing: pa.Table, wanted: list[int] | None
-    ) -> pa.Table | None:
-        numbers = rows.numbers
-        numbers_in_file = None
-        if wanted is not None:
-            chosen = set(wanted)
-            numbers = {number: in_run for number, in_run in numbers.items() if in_run in chosen}
-            numbers_in_file = list(numbers)
-        if not numbers:
-            return None
-        try:
-            table = read_table(rows.file.path, columns, nothing.schema, numbers_in_file)
-        except FileNotFoundError:
-            raise
-        except UNREADABLE as error:
-            self._note_lost(rows.file.path, error)
-            return None
-        table = self._drop_replaced(rows.segment, table)
-        series = _translated(table["series"], numbers)
-        table = table.set_column(columns.index("series"), nothing.schema.field("series"), series)
-        return table.filter(pc.is_valid(series))
+    def _read(self, files: list[_File], schema: pa.Schema, series: list[int] | None) -> pa.Table:
+        tables = []
+        for file in files:
+            numbers = file.numbers
+            numbers_in_file = None
+            if series is not None:
+                chosen = set(series)
+                numbers = {number: in_run for number, in_run in numbers.items() if in_run in chosen}
+                numbers_in_file = list(numbers)
+            if not numbers:
+                continue
+            try:
+                table = self._load(file.path, schema, numbers_in_file)
+            except FileNotFoundError as error:
+                raise _replaced(self.folder, error) from error
+            if table is not None:
+                table = self._drop_replaced(file.segment, table)
+                in_run = _translated(table["series"], numbers)
+                table = table.set_column(schema.get_field_index("series"), schema.field("series"), in_run)
+                tables.append(table.filter(pc.is_valid(in_run)))
+        return _sorted(schema, tables, "series", "iteration")
 
     # ------------------------------------------------------------------ facts
 
     def _facts(self, segments: tuple[Segment, ...]) -> dict[str, pa.Table]:
         by_table: dict[str, list[pa.Table]] = {name: [] for name in FACTS}
         gemms = 0
-        for place, segment in enumerate(segments):
-            folder = self.folders[segment.number]
+        for number, segment in enumerate(segments, 1):
             # Any later segment may have started at an earlier iteration than the next segment.
-            following = min((later.first_iteration for later in segments[place + 1 :]), default=None)
-            for where in (folder, *ranks_of(folder).values()):
-                tables = {name: self._fact(where, name, following) for name in FACTS}
+            following = min((later.first_iteration for later in segments[number:]), default=None)
+            for folder in (self.folders[segment.number], *self.ranks[segment.number].values()):
+                tables = {name: self._fact(folder, name, following) for name in FACTS}
                 gemms += _renumber(tables, gemms)
                 for name, table in tables.items():
                     by_table[name].append(table)
@@ -507,11 +479,11 @@ class _Reader:
         """Read a table of facts; its spans end before ``following``, the start of a later segment."""
         path = folder / f"{name}{CLOSED}"
         schema = FACTS[name]
-        if not path.exists():
-            if self.counts.get(folder / rank_name(0), {}).get(name):
-                self._note(f"{path} is missing.", "damaged")
-            return schema.empty_table()
-        table = self._load(path, schema.names, schema)
+        table = None
+        if path.exists():
+            table = self._load(path, schema)
+        elif self.counts.get(folder / rank_name(0), {}).get(name):
+            self._note(f"{path} is missing.", "damaged")
         if table is None:
             return schema.empty_table()
         if following is None or "until" not in schema.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.run_files import (
     Place,
     rank_name,
@@ -21,14 +22,11 @@ from te_precision_callbacks.runs.run_files import (
     untrace_sigterm,
 )
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
-from te_precision_callbacks.runs.writing import RunWriter
+from te_precision_callbacks.runs.writing import CLOSE_BYTES, RunWriter
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, StepRecords, end_of
 from te_precision_callbacks.statistics.arrays import Mask
-from te_precision_callbacks.statistics.series import SeriesTable
 
 logger = logging.getLogger(__name__)
-
-_MOST_PENDING = 1 << 26
 
 
 class FactTables(NamedTuple):
@@ -42,6 +40,17 @@ class StepJob(NamedTuple):
     records: StepRecords
     wall_time: float
     seconds: float | None
+
+
+class End(NamedTuple):
+    """The end of the segment, with the last iteration, and the iteration that it has interrupted; -1 if unknown."""
+
+    error: BaseException | None
+    last: int = -1
+    step: int = -1
+
+
+Job = StepJob | Event | Scalars | FactTables | End
 
 
 class Recording:
@@ -72,7 +81,6 @@ class Recording:
         (self._folder / segment_name(segment)).mkdir(parents=True, exist_ok=True)
         writer = RunWriter(self._folder, segment, run.rank)
         trace_sigterm(writer.own)
-        self._numbers = _SeriesNumbers(writer, self._scopes)
         if run.rank == 0:
             begun = {"first_iteration": first_iteration, "world": run.world_size}
             facts = {"versions": dict(run.versions), "config": run.config, "started_at": time_text(started)}
@@ -81,20 +89,26 @@ class Recording:
 
     # ------------------------------------------------------------------ jobs
 
-    def take(self, job: StepJob | Event | Scalars | FactTables) -> None:
+    def take(self, job: Job) -> None:
         match job:
             case StepJob():
                 self._take_step(job)
             case Event():
                 self._latest = max(job.iteration, self._latest)
                 self._take_event(job)
-            case Scalars():
-                self._latest = max(job.iteration, self._latest)
-                self.writer.add_scalars(job.iteration, job.values, logging_step=job.logging_step)
+            case Scalars(iteration, logging_step):
+                self._latest = max(iteration, self._latest)
+                step = {"iteration": iteration, "logging_step": logging_step}
+                self.writer.add("scalars", ({**step, "name": name, "value": job.values[name]} for name in job.values))
             case FactTables():
                 self._facts = job
                 self._scopes.update((row["layer"], row["scope"]) for row in job.tables["layers"] if row["scope"])
                 self._write_facts()
+            case End(error, last, step):
+                latest = max(self._latest, last)
+                self._take_event(end_of(error, latest, max(latest, step)))
+                self.writer.close("ended" if error is None else "failed")
+                untrace_sigterm(self.writer.own)
 
     def _write_facts(self) -> None:
         if self._run.rank == 0:
@@ -103,18 +117,12 @@ class Recording:
             self.writer.put_facts(name, rows)
 
     def _take_event(self, event: Event) -> None:
-        self.writer.add_event(
-            event.kind,
-            event.text,
-            iteration=event.iteration,
-            severity=event.severity,
-            wall_time=event.wall_time,
-            data=event.data or None,
-            phase=event.phase,
-            layer=event.layer or None,
-            tensor=event.tensor or None,
-            gemm=event.gemm or None,
-        )
+        row = {name: value or None for name, value in vars(event).items()}
+        row |= {"rank": self._run.rank, "iteration": event.iteration, "wall_time": round(event.wall_time * 1e6)}
+        row["text"] = event.text.encode(errors="backslashreplace").decode()  # a file name may contain invalid UTF-8
+        if event.data:
+            row["data"] = json.dumps(event.data, default=str)
+        self.writer.add("events", [row])
 
     def _take_step(self, step: StepJob) -> None:
         records = step.records
@@ -122,15 +130,16 @@ class Recording:
             self._go_back(records.iteration)
         self._last_step = records.iteration
         self._latest = max(records.iteration, self._latest)
-        self.writer.add_step(
-            records.iteration,
-            logging_step=records.logging_step,
-            wall_time=step.wall_time,
-            step_seconds=step.seconds,
-            observe_seconds=records.observe_seconds,
-            local=records.local,
-            ranks=self._run.world_size,
-        )
+        row = {
+            "iteration": records.iteration,
+            "logging_step": records.logging_step,
+            "wall_time": round(step.wall_time * 1e6),
+            "step_seconds": step.seconds,
+            "observe_seconds": records.observe_seconds,
+            "local": records.local,
+            "ranks": self._run.world_size,
+        }
+        self.writer.add("steps", [row])
         if not self._is_full:
             self._take_numbers(records)
 
@@ -144,42 +153,35 @@ class Recording:
 
     def _take_numbers(self, records: StepRecords) -> None:
         writer = self.writer
-        table = records.table
         rank = None
         if self._run.world_size > 1:
             rank = self._run.rank
+        # Series n of the session is series 2 n of the file, reduced over ranks, and 2 n + 1, of this rank.
+        for layer, family in records.table.since(len(writer.subjects) // 2):
+            names = self._scopes.get(layer, ""), layer, family.tensor, family.gemm or "", family.statistic
+            writer.subjects += Subject(*names, None), Subject(*names, rank)
         local = local_mask(records)
-        kept = local | self._writes_reduced
-        series = records.series[kept]
-        local = local[kept]
-        numbers = np.empty(len(series), np.int32)
-        numbers[~local] = self._numbers.assign(table, series[~local], None)
-        numbers[local] = self._numbers.assign(table, series[local], rank)
+        written = local | self._writes_reduced
+        series = records.series[written]
         flags = np.full(len(series), LOCAL * records.local, np.uint8)
         if records.unscaled:
-            unscaled = [table[number].layer in records.unscaled for number in series.tolist()]
+            unscaled = [records.table[number].layer in records.unscaled for number in series.tolist()]
             flags[np.array(unscaled, bool)] |= STEP0
-        writer.add_values(records.iteration, numbers, np.frombuffer(records.values)[kept], flags)
-        if not records.local:
-            rank = None
+        in_file = 2 * series + (local[written] & (rank is not None))
+        writer.add_values(records.iteration, in_file, np.frombuffer(records.values)[written], flags)
         if self._writes_reduced or records.local:
-            for number, counts in records.histograms.items():
-                (its_number,) = self._numbers.assign(table, np.array([number]), rank)
-                writer.add_vector(records.iteration, int(its_number), counts)
-        if writer.waiting > min(_MOST_PENDING, self._limit):
-            writer.flush()
-            self._check_size()
+            own = records.local and rank is not None
+            writer.add_vectors(records.iteration, {2 * n + own: counts for n, counts in records.histograms.items()})
+        if writer.open_bytes > min(CLOSE_BYTES, self._limit):
+            self.flush()
 
     # ------------------------------------------------------------------ files
 
     def flush(self) -> None:
+        """Close large files, and record no more statistics at the limit."""
         self.writer.flush()
         if self._run.rank == 0:
             self.writer.show_life()
-        self._check_size()
-
-    def _check_size(self) -> None:
-        """At the limit, record no more statistics."""
         if self._is_full:
             return
         size = self._size()
@@ -194,54 +196,15 @@ class Recording:
                 " records=."
             )
             logger.warning("%s Training continues. The records are in %s.", text, self._folder)
-            self.writer.add_event("records_limited", text, iteration=self._latest, severity="warning")
+            self._take_event(Event("records_limited", text, self._latest, "warning"))
 
     def _size(self) -> int:
         folders = [segment / rank_name(self._run.rank) for segment in segments_of(self._folder).values()]
         files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
         return sum(path.stat().st_size for path in files)
 
-    def end(self, error: BaseException | None, last: int = -1, step: int = -1) -> None:
-        """Write everything, with the end of the segment.
-
-        Args:
-            last, step: the last iteration, and the iteration that the end has interrupted; -1 if unknown.
-        """
-        latest = max(self._latest, last)
-        self._take_event(end_of(error, latest, max(latest, step)))
-        if error is None:
-            self.writer.close()
-        else:
-            self.writer.close("failed")
-        untrace_sigterm(self.writer.own)
-
 
 def local_mask(records: StepRecords) -> Mask:
     if records.own:
         return np.fromiter(records.own, bool, len(records))
     return np.ones(len(records), bool)
-
-
-class _SeriesNumbers:
-    def __init__(self, writer: RunWriter, scopes: Mapping[str, str]) -> None:
-        self.writer = writer
-        self._scopes = scopes
-        self._by_rank: dict[int | None, npt.NDArray[np.int32]] = {}
-
-    def assign(self, table: SeriesTable, series: npt.NDArray[np.int32], rank: int | None) -> npt.NDArray[np.int32]:
-        known = self._by_rank.get(rank, np.empty(0, np.int32))
-        if len(known) < len(table):
-            known = np.r_[known, np.full(len(table) - len(known), -1, np.int32)]
-            self._by_rank[rank] = known
-        new = series[known[series] < 0].tolist()
-        for number in sorted(set(new)):
-            layer, family = table[number]
-            known[number] = self.writer.series(
-                layer,
-                family.tensor,
-                family.statistic,
-                gemm=family.gemm,
-                scope=self._scopes.get(layer, ""),
-                rank=rank,
-            )
-        return known[series]

@@ -33,9 +33,6 @@ from te_precision_callbacks.base.files import regular_file
 
 FOLDER = "precision_records"
 
-MOST_ITERATION = 1 << 53
-"""Upper bound of iterations: JavaScript's integers are exact up to here."""
-
 RUN_FILE = "run.json"
 OPEN = ".arrow"
 CLOSED = ".parquet"
@@ -142,23 +139,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return facts
 
 
-def gaps(spans: Iterable[tuple[int, int]], first: int) -> str:
-    """Format the numbers that are missing from ascending spans, which should start at ``first``."""
+def gaps(numbers: Iterable[int], first: int = 0, end: int = -1) -> str:
+    """Format the numbers that are missing from ``first`` to the largest one, or until ``end``."""
     missing = []
     expected = first
-    for begin, end in spans:
-        if begin > expected:
-            missing.append(f"{expected} to {begin - 1}".removesuffix(f" to {expected}"))
-        expected = max(expected, end + 1)
+    for number in sorted({*numbers, end}):
+        if number > expected:
+            missing.append(f"{expected} to {number - 1}".removesuffix(f" to {expected}"))
+        expected = max(expected, number + 1)
     return list_numbers(missing)
-
-
-def gaps_of_numbers(numbers: Iterable[int]) -> str:
-    """Format the numbers that are missing from 0 on; empty for a single number."""
-    spans = [(number, number) for number in sorted(numbers)]
-    if len(spans) == 1:
-        return ""
-    return gaps(spans, 0)
 
 
 def list_numbers(numbers: Sequence[str]) -> str:
@@ -200,10 +189,6 @@ def overwrite(path: Path, data: bytes) -> None:
         file.write(data.ljust(room))
         file.flush()
         os.fsync(file.fileno())
-
-
-def is_incomplete(path: Path) -> bool:
-    return path.name.startswith(".") and path.name.endswith(_INCOMPLETE)
 
 
 class AppendedFile(io.FileIO):
@@ -285,15 +270,6 @@ def ended_by_sigterm(folder: Path) -> float | None:
         if facts.st_size:
             return facts.st_mtime
     return None
-
-
-def has_ended(run_file: Path) -> bool:
-    """Return whether a segment has ended, by run.json or its process."""
-    try:
-        facts = read_json(run_file)
-    except (OSError, ValueError):
-        facts = {}
-    return facts.get("status") in ("ended", "failed") or is_gone(run_file, facts)
 
 
 def is_gone(run_file: Path, facts: Mapping[str, Any]) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.runs.recording import FactTables, Recording, StepJob, local_mask
+from te_precision_callbacks.runs.recording import End, FactTables, Job, Recording, StepJob, local_mask
 from te_precision_callbacks.runs.run_files import (
     DEFAULT_LIMIT,
     FOLDER,
@@ -39,15 +39,6 @@ _PLACE = "place"
 
 
 class RecordingError(PrecisionDebugError, RuntimeError): ...
-
-
-class _End(NamedTuple):
-    error: BaseException | None
-    last: int
-    step: int
-
-
-_Job = StepJob | Event | Scalars | FactTables | _End
 
 
 class RecordSink(EventSink):
@@ -76,9 +67,9 @@ class RecordSink(EventSink):
         self._limit = limit
         self._run: RunInfo | None = None
         self._info: RunInfo
-        self.thread: WriterThread[_Job] = WriterThread("records", self, MAX_QUEUED)
+        self.thread: WriterThread[Job] = WriterThread("records", self, MAX_QUEUED)
         self._recording: Recording | None = None
-        self._before: list[Event | Scalars | FactTables] = []
+        self._before: list[Job] = []
         self.has_content = False
         self._notices = Notices()
         self._last_records: StepRecords | None = None
@@ -151,12 +142,12 @@ class RecordSink(EventSink):
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; after an interruption, a second call continues to wait."""
-        self._put(_End(error, self.last, self.step))
+        self._put(End(error, self.last, self.step))
         self._run = None
         self.thread.finish()
         self._raise_failure()
 
-    def _put(self, job: _Job) -> None:
+    def _put(self, job: Job) -> None:
         if self._run is not None:
             self.thread.put(job)
 
@@ -172,13 +163,12 @@ class RecordSink(EventSink):
 
     # ------------------------------------------------------------------ in the sink's thread
 
-    def take(self, job: _Job) -> bool:
+    def take(self, job: Job) -> bool:
         if self._recording is None and self._concerns(job):
             if self.place is None:
                 # These alone do not create a run, nor do scalars that a trainer logs without a step.
                 if isinstance(job, Scalars) or not _is_content(job):
-                    if isinstance(job, Event | Scalars | FactTables):
-                        self._before.append(job)
+                    self._before.append(job)
                     return True
                 if self._info.rank == 0:
                     self.place = self.begin()
@@ -198,14 +188,11 @@ class RecordSink(EventSink):
             )
             for earlier in self._before:
                 self._recording.take(earlier)
-        if self._recording is None:
-            return True
-        if isinstance(job, _End):
-            self._recording.end(job.error, job.last, job.step)
-            self._recording = None
-        elif self._concerns(job):
+        if self._recording is not None and (isinstance(job, End) or self._concerns(job)):
             self._recording.take(job)
             self.has_content = self.has_content or _is_content(job)
+            if isinstance(job, End):
+                self._recording = None
         return True
 
     def _find_place(self) -> Place | None:
@@ -227,12 +214,12 @@ class RecordSink(EventSink):
             self._recording.writer.leave()
             untrace_sigterm(self._recording.writer.own)
 
-    def _concerns(self, job: _Job) -> bool:
+    def _concerns(self, job: Job) -> bool:
         if self.writes_reduced:
             return True
         if isinstance(job, StepJob):
             return bool(local_mask(job.records).any())
-        if isinstance(job, _End):
+        if isinstance(job, End):
             # An end without a failure, such as by a signal, is the same on all ranks.
             return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
         if not isinstance(job, Event):
@@ -244,13 +231,13 @@ class RecordSink(EventSink):
         return job.severity != "info" or job.kind in ("dump_written", "last_steps")
 
 
-def _is_content(job: _Job) -> bool:
+def _is_content(job: Job) -> bool:
     if isinstance(job, FactTables):
         return len(job.tables["gemms"]) > 0
     if isinstance(job, Event):
         return job.kind not in ("segment_started", "segment_ended")
     if isinstance(job, StepJob):
         return len(job.records) > 0
-    if isinstance(job, _End):
+    if isinstance(job, End):
         return job.error is not None
     return isinstance(job, Scalars)

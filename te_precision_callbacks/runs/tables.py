@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from te_precision_callbacks.base.files import regular_file
-from te_precision_callbacks.runs.run_files import CLOSED, MOST_ITERATION, OPEN, replace_whole
-from te_precision_callbacks.statistics.series import FIRST_STEP
+from te_precision_callbacks.runs.run_files import CLOSED, OPEN, replace_whole
+from te_precision_callbacks.statistics.series import FIRST_STEP, MOST_ITERATION
 
 SCHEMA_VERSION = 4
 """Version of the schema; readers refuse other versions."""
@@ -113,6 +113,15 @@ EVENTS = pa.schema(
     ]
 )
 """Events of the run, such as findings."""
+
+TABLES: Mapping[str, pa.Schema] = {
+    "steps": STEPS,
+    "scalars": SCALARS,
+    "events": EVENTS,
+    "values": VALUES,
+    "vectors": VECTORS,
+}
+"""Name of a table of rows -> schema. A rank has its own files of each."""
 
 LAYERS = pa.schema(
     [
@@ -280,7 +289,7 @@ def part_of(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     return pa.schema(list(map(schema.field, columns)))
 
 
-def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
+def read_table(path: Path, schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
     """Read columns of a Parquet file, or of an Arrow stream up to its last complete batch.
 
     If the stream was closed since, its Parquet file is read.
@@ -295,16 +304,13 @@ def read_table(path: Path, columns: Sequence[str], schema: pa.Schema, series: li
         except FileNotFoundError:
             path = path.with_suffix(CLOSED)
     if table is None and series is None:  # without what a filter needs: in less than half of the time
-        table = pq.ParquetFile(regular_file(path), page_checksum_verification=True).read(list(columns))
+        table = pq.ParquetFile(regular_file(path), page_checksum_verification=True).read(schema.names)
     elif table is None:
         rows = pc.field("series").isin(series)
         table = pq.read_table(
-            regular_file(path), columns=list(columns), filters=rows, partitioning=None, page_checksum_verification=True
+            regular_file(path), columns=schema.names, filters=rows, partitioning=None, page_checksum_verification=True
         )
-    wanted = part_of(schema, columns)
-    table = table.select(columns).replace_schema_metadata(None)
-    if not table.schema.equals(wanted):
-        table = table.cast(wanted)
+    table = table.select(schema.names).cast(schema)
     _check_integers(table)
     if series is not None and path.suffix == OPEN:
         table = table.filter(pc.field("series").isin(series))

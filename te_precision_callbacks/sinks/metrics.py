@@ -131,20 +131,10 @@ def series_name(prefix: str, series: Series) -> str:
     return metric_name(prefix, row_of(series, 0.0))
 
 
-def _histograms(records: StepRecords) -> Iterator[tuple[Series, tuple[float, ...]]]:
-    for number, counts in records.histograms.items():
-        yield records.table[number], counts
-
-
 def overall_name(prefix: str, name: str) -> str:
     if prefix:
         return f"{prefix}/{name}"
     return name
-
-
-def prefix_of(prefix: str, *, local: bool) -> str:
-    """Return the first part of metric names: ``te``, or ``te.local`` for local values."""
-    return ".".join(filter(None, (prefix, "local" if local else "")))
 
 
 class MetricSelection:
@@ -161,61 +151,68 @@ class MetricSelection:
     def __init__(self, prefix: str = "te", log_filter: LogFilter = None) -> None:
         self._prefix = prefix
         self._wanted = _predicate(log_filter)
-        self._says_if_idle = log_filter not in ([], ())
+        self._warns_if_none = log_filter is not None and log_filter not in ([], ())
         self._series = SeriesChoice()
         self._notices = Notices()
         self._layers_of: dict[Family, int] = {}
-        self._last: tuple[StepRecords | None, dict[str, float]] = (None, {})
+        self._last: StepRecords | None = None
+        self._metrics: dict[str, float] = {}
+        self._histograms: dict[str, tuple[float, ...]] = {}
 
     def __call__(self, records: StepRecords) -> dict[str, float]:
-        return dict(self._chosen(records))
+        self._choose(records)
+        return dict(self._metrics)
 
     def histograms(self, records: StepRecords) -> dict[str, tuple[float, ...]]:
         """Return the histograms of a step for the loggers: name -> counts by exponent."""
-        self._chosen(records)
-        prefix = prefix_of(self._prefix, local=records.local)
-        chosen = {}
-        for series, counts in _histograms(records):
-            name = series_name(prefix, series)
-            is_logged = self._wanted is None and series.layer in self._series.logged_layers(series.family)
-            if is_logged or (self._wanted is not None and self._wanted(name)):
-                chosen[name] = counts
-        return chosen
+        self._choose(records)
+        return self._histograms
 
-    def _chosen(self, records: StepRecords) -> dict[str, float]:
-        if self._last[0] is not records:
-            self._last = (records, self._choose(records))
-        return self._last[1]
-
-    def _choose(self, records: StepRecords) -> dict[str, float]:
+    def _choose(self, records: StepRecords) -> None:
+        if self._last is records:
+            return
         families = records.families
         comparable = comparable_values(records)
-        prefix = prefix_of(self._prefix, local=records.local)
-        overall = dict(self._overall(families, comparable, prefix))
-        overall[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
+        prefix = ".".join(filter(None, (self._prefix, "local" if records.local else "")))
+        metrics = dict(self._overall(families, comparable, prefix))
+        metrics[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
         for rule, count in records.findings.items():
-            overall[overall_name(prefix, f"findings/{rule}")] = float(count)
-        if self._wanted is not None:
-            table = records.table
-            numbers = records.series.tolist()
-            named = {
-                series_name(prefix, table[number]): value for number, value in zip(numbers, records.values, strict=True)
-            }
-            chosen = {name: value for name, value in {**overall, **named}.items() if self._wanted(name)}
-            first = bool(named) and self._says_if_idle and self._notices.first("the result of log_filter=")
-            if first and not chosen:
-                logger.warning(
-                    "log_filter= matches none of the %d metrics of iteration %d, such as %r, so the loggers get"
-                    " none. To turn metrics off, set log_filter=[].",
-                    len(named),
-                    records.iteration,
-                    next(iter(named)),
-                )
-            return chosen
-        histogram_families: dict[Family, dict[str, float]] = {}
-        for series, _ in _histograms(records):
-            histogram_families.setdefault(series.family, {})[series.layer] = 0.0
-        self._series.take({**families, **histogram_families}, {**comparable, **histogram_families})
+            metrics[overall_name(prefix, f"findings/{rule}")] = float(count)
+        histograms = {records.table[number]: counts for number, counts in records.histograms.items()}
+        if self._wanted is None:
+            self._note_series(families, comparable, histograms)
+        else:
+            metrics = {name: value for name, value in metrics.items() if self._wanted(name)}
+        values = zip(map(records.table.__getitem__, records.series.tolist()), records.values, strict=True)
+        metrics |= {name: value for series, value in values if (name := self._logged_name(prefix, series))}
+        self._histograms = {
+            name: counts for series, counts in histograms.items() if (name := self._logged_name(prefix, series))
+        }
+        self._metrics = metrics
+        self._last = records
+        if self._warns_if_none and len(records) and self._notices.first("the result of log_filter=") and not metrics:
+            logger.warning(
+                "log_filter= matches none of the %d metrics of iteration %d, such as %r, so the loggers get none. To"
+                " turn metrics off, set log_filter=[].",
+                len(records),
+                records.iteration,
+                series_name(prefix, records.table[int(records.series[0])]),
+            )
+
+    def _logged_name(self, prefix: str, series: Series) -> str:
+        """Return the name of a series that goes to the loggers, else an empty text."""
+        if self._wanted is None and series.layer not in self._series.logged_layers(series.family):
+            return ""
+        name = series_name(prefix, series)
+        return name if self._wanted is None or self._wanted(name) else ""
+
+    def _note_series(
+        self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], histograms: Iterable[Series]
+    ) -> None:
+        without_values: dict[Family, dict[str, float]] = {}
+        for series in histograms:
+            without_values.setdefault(series.family, {})[series.layer] = 0.0
+        self._series.take({**families, **without_values}, {**comparable, **without_values})
         if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
                 "More than %d series: for each statistic, the trainer's loggers get only known series, the %d worst"
@@ -225,22 +222,13 @@ class MetricSelection:
                 PLACES,
                 LATER_PLACES,
             )
-        for family, values in families.items():
-            logged = self._series.logged_layers(family)
-            for layer, value in values.items():
-                if layer in logged:
-                    overall[series_name(prefix, Series(layer, family))] = value
-        return overall
 
     def _overall(
         self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
-        worst = worst_of_all(comparable)
         # In the first step of delayed scaling, shares are not meaningful: log 0, so that alerts have a value.
-        for key in worst_of_all(families):
-            if key.endswith("%") and key not in worst:
-                yield overall_name(prefix, key), 0.0
-        for key, (_, value) in worst.items():
+        shares = (key for key in worst_of_all(families) if key.endswith("%"))
+        for key, value in {**dict.fromkeys(shares, 0.0), **worst_of_all(comparable)}.items():
             yield overall_name(prefix, key), value
         for family, by_layer in families.items():
             values = [value for layer, value in by_layer.items() if layer]
@@ -250,9 +238,8 @@ class MetricSelection:
                 continue
             known = [value for value in values if not math.isnan(value)] or [math.nan]
             name = overall_name(prefix, series_name("all", Series("", family)))
-            yield f"{name}/min", min(known)
-            yield f"{name}/median", statistics.median(known)
-            yield f"{name}/max", max(known)
+            for part, of_layers in (("min", min), ("median", statistics.median), ("max", max)):
+                yield f"{name}/{part}", of_layers(known)
 
 
 def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from te_precision_callbacks.sinks.step_records import Row, StepRecords, row_of
-from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, badness, sign_of
+from te_precision_callbacks.statistics.series import Family, SeriesTable, Summaries
 
 WORST_OF_ALL: Mapping[str, str] = {
     "worst_underflows%": "underflows%",
@@ -42,23 +42,17 @@ def comparable_values(records: StepRecords) -> Mapping[Family, ByLayer]:
     return families
 
 
-def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, tuple[Series, float]]:
-    """Return name of :data:`WORST_OF_ALL` -> series and worst value, given the result of :func:`comparable_values`."""
-    worst: dict[str, tuple[Series, float]] = {}
-    largest: dict[str, float] = {}
+def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, float]:
+    """Return name of :data:`WORST_OF_ALL` -> worst value, given the result of :func:`comparable_values`."""
     keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
+    values_of: dict[str, list[tuple[float, float]]] = {}  # and badness
     for family, values in families.items():
-        if family.request is None or family.request.statistic.name not in keys:
-            continue
-        key = keys[family.request.statistic.name]
-        for layer in worst_first(1, family, values):
-            value = values[layer]
-            # An SQNR of inf is never the worst: the quantized tensor is exact.
-            badness = family.badness(value)
-            if badness > largest.get(key, -math.inf):
-                largest[key] = badness
-                worst[key] = (Series(layer, family), value)
-    return worst
+        if family.request is not None and family.request.statistic.name in keys:
+            rated = values_of.setdefault(keys[family.request.statistic.name], [])
+            rated += ((family.badness(value), value) for value in values.values())
+    worst = {key: max(rated) for key, rated in values_of.items() if rated}
+    # An SQNR of inf is never the worst: the quantized tensor is exact.
+    return {key: value for key, (badness, value) in worst.items() if badness > -math.inf}
 
 
 class Worst(NamedTuple):
@@ -68,64 +62,32 @@ class Worst(NamedTuple):
     iteration: int
 
 
-_SUMMARY = np.dtype(
-    [
-        *(("last", "f8"), ("worst", "f8"), ("badness", "f8"), ("iteration", "i8")),
-        *(("sign", "f8"), ("directed", "?"), ("has", "?"), ("delayed", "?")),
-    ],
-    align=True,
-)
-"""Summary of a series; ``iteration`` is -1 if no value counts as worst."""
-
-
 class RunStatistics:
     """Keeps the last value of each series of a run, and the worst value of series with a worse direction."""
 
     def __init__(self, table: SeriesTable) -> None:
         self._table = table
-        self._summaries = np.empty(0, _SUMMARY)
+        self._summaries = Summaries()
 
     def add(self, records: StepRecords) -> None:
-        self._grow()
-        summaries = self._summaries
-        series = records.series
-        values = np.frombuffer(records.values)
-        summaries["last"][series] = values
-        summaries["has"][series] = True
-        compared = summaries["directed"][series]
+        # After an interruption, the next step adds the new series.
+        self._summaries.grow([series.family for series in self._table.since(len(self._summaries.rows))])
+        first_step = np.zeros(len(records), bool)
         if records.unscaled:
-            waiting = [self._table[number].layer in records.unscaled for number in series.tolist()]
-            compared &= ~(summaries["delayed"][series] & np.array(waiting, dtype=bool))
-        series = series[compared]
-        values = values[compared]
-        bad = badness(values, summaries["sign"][series])
-        worse = ((bad > summaries["badness"][series]) | (summaries["iteration"][series] < 0)).nonzero()[0]
-        worse = worse[bad[worse].argsort(kind="stable")]  # if a series occurs twice, its worst value comes last
-        taken = series[worse]
-        summaries["badness"][taken] = bad[worse]
-        summaries["worst"][taken] = values[worse]
-        summaries["iteration"][taken] = records.iteration
+            first_step[:] = [self._table[number].layer in records.unscaled for number in records.series.tolist()]
+        iterations = np.full(len(records), records.iteration)
+        self._summaries.note_values(records.series, iterations, np.frombuffer(records.values), first_step)
 
     def last(self) -> Iterator[Row]:
-        for number in np.flatnonzero(self._summaries["has"]).tolist():
-            yield row_of(self._table[number], float(self._summaries["last"][number]))
+        rows = self._summaries.rows
+        for number in np.flatnonzero(rows["count"]).tolist():
+            yield row_of(self._table[number], float(rows["latest"][number]))
 
     def worst(self) -> Iterator[Worst]:
-        for number in np.flatnonzero(self._summaries["iteration"] >= 0).tolist():
-            row = row_of(self._table[number], float(self._summaries["worst"][number]))
-            yield Worst(row, int(self._summaries["iteration"][number]))
-
-    def _grow(self) -> None:
-        """Add rows for new series; after an interruption, the next step adds them."""
-        families = [series.family for series in self._table.since(len(self._summaries))]
-        if not families:
-            return
-        without_values = {}
-        for family in set(families):
-            facts = sign_of(family.worse), family.has_direction, False, family.is_of_delayed_scaling
-            without_values[family] = (math.nan, math.nan, math.nan, -1, *facts)
-        new = [without_values[family] for family in families]
-        self._summaries = np.append(self._summaries, np.array(new, _SUMMARY))
+        rows = self._summaries.rows
+        for number in np.flatnonzero(rows["worst_at"] >= 0).tolist():
+            if self._table[number].family.has_direction:
+                yield Worst(row_of(self._table[number], float(rows["worst"][number])), int(rows["worst_at"][number]))
 
 
 def worst_first(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:

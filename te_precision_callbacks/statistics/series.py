@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.statistics.arrays import Floats, Mask
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Request, logged_request
 from te_precision_callbacks.statistics.table import Worse
+
+MOST_ITERATION = 1 << 53
+"""Upper bound of iterations: JavaScript's integers are exact up to here."""
 
 FIRST_STEP = 4
 """Flag of a value from a layer's first step of delayed scaling, with a scale of 1."""
@@ -143,6 +146,58 @@ class SeriesTable:
             self._series.append(Series(layer, family))
             self._numbers[key] = number  # last, so that no series gets a used number after a MemoryError
         return number
+
+
+_SUMMARY = np.dtype(
+    [
+        *(("count", "i8"), ("first", "i8"), ("last", "i8"), ("latest", "f8")),
+        *(("sign", "f8"), ("delayed", "?"), ("bad", "f8"), ("worst", "f8"), ("worst_at", "i8")),
+    ],
+    align=True,
+)
+
+
+class Summaries:
+    """Count, first and last iteration, latest value and worst value of each series.
+
+    Attributes:
+        rows: [series], structured; ``worst_at`` is the iteration of the first worst value, or -1 without one.
+    """
+
+    def __init__(self) -> None:
+        self.rows = np.empty(0, _SUMMARY)
+
+    def grow(self, families: Sequence[Family]) -> None:
+        """Add series without values."""
+        empty = {}
+        for family in set(families):
+            facts = sign_of(family.worse), family.is_of_delayed_scaling
+            empty[family] = (0, MOST_ITERATION, -MOST_ITERATION, math.nan, *facts, -math.inf, math.nan, -1)
+        if families:
+            self.rows = np.append(self.rows, np.array([empty[family] for family in families], _SUMMARY))
+
+    def note(self, series: npt.NDArray[np.integer[Any]], iterations: Ints) -> None:
+        self.rows["count"] += np.bincount(series, minlength=len(self.rows))
+        np.minimum.at(self.rows["first"], series, iterations)
+        np.maximum.at(self.rows["last"], series, iterations)
+
+    def note_values(
+        self, series: npt.NDArray[np.integer[Any]], iterations: Ints, values: Floats, first_step: Mask
+    ) -> None:
+        """Note values; those of delayed scaling from the layer's first step (``first_step``) do not count as worst."""
+        self.note(series, iterations)
+        rows = self.rows
+        rows["latest"][series] = values
+        counting = np.flatnonzero(~(rows["delayed"][series] & first_step))
+        key = badness(values[counting], rows["sign"][series[counting]])
+        ascending = np.argsort(-key, kind="stable")[::-1]  # of equal values, the first one comes last
+        key = key[ascending]
+        at = counting[ascending]
+        worse = (key > rows["bad"][series[at]]) | (rows["worst_at"][series[at]] < 0)
+        at = at[worse]
+        rows["bad"][series[at]] = key[worse]
+        rows["worst"][series[at]] = values[at]
+        rows["worst_at"][series[at]] = iterations[at]
 
 
 class Measurement(NamedTuple):

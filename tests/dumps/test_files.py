@@ -134,7 +134,7 @@ def test_a_dump_shares_memory_and_a_snapshot_does_not() -> None:
     x, codes = X.clone(), random_bytes(8, 64, seed=1)
     quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
     quantized = quantizer(torch.randn(8, 64, generator=torch.Generator().manual_seed(2)))
-    dump = create_dump(x, quantized)
+    dump = create_dump(Header(), x, quantized)
     assert dump.tensors["high_precision"].data_ptr() == x.data_ptr()
     assert dump.tensors["data"].data_ptr() == quantized._data.data_ptr()
     snapshot = dump.copied()
@@ -152,7 +152,7 @@ def test_a_snapshot_of_a_tensor_with_a_format_for_each_direction(tmp_path: Path)
         columnwise_quantizer=te.NVFP4Quantizer(tex.DType.kFloat4E2M1),
     )
     quantized = quantizer(torch.randn(256, 256, generator=torch.Generator().manual_seed(5)).bfloat16())
-    dump = create_dump(None, quantized)
+    dump = create_dump(Header(), None, quantized)
     assert dump.nbytes == 256 * 256 * 3 // 2 + 256 * 8 + 256 * 16 + 4, "codes, scales and amax"
     expected, snapshot = quantized.dequantize().clone(), dump.copied()
     quantized._rowwise_storage._rowwise_data.zero_()
@@ -335,7 +335,7 @@ def test_a_new_file_never_replaces_one(tmp_path: Path, monkeypatch: pytest.Monke
     def write(value: int) -> None:
         begin.wait()
         for number in range(4):
-            dump = create_dump(torch.full((1000,), 4.0 * value + number), None, layer="fc1", tensor="a")
+            dump = create_dump(Header("fc1", "a"), torch.full((1000,), 4.0 * value + number), None)
             dump_files.write_new(dump, tmp_path)
 
     with ThreadPoolExecutor(8) as pool:
@@ -392,7 +392,7 @@ def test_nobody_waits_for_a_thread_that_has_ended(
         assert ends(lambda: writer.put(empty(3, 2000)))
         assert ends(writer.drain)
         assert written == [0], "what waited is dropped, and nothing more is taken"
-    assert writer.pending == 0
+    assert writer.thread.queued == 0
     failure = writer.take_failure()
     assert error in (failure, failure.__cause__)
     assert writer.take_failure() is None

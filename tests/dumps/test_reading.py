@@ -176,7 +176,7 @@ def test_the_table_has_every_name() -> None:
     named = {row.replace("S_", "rowwise_") if row.startswith("S_") else row.replace("_S", "_rowwise") for row in rows}
     written = {"quantized", "transpose", "data", "scale_inv"}  # of Float8 and plain tensors
     for quantized in (some_mxfp8(), some_nvfp4()):
-        written |= create_dump(torch.ones(1), quantized).complete().keys()
+        written |= create_dump(Header(), torch.ones(1), quantized).complete().keys()
     assert written <= named
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from te_precision_callbacks.runs import writing
+from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
 from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
@@ -27,6 +31,59 @@ class RunWriter(writing.RunWriter):
         writer = cls(run_folder, make_segment(run_folder), rank)
         writer.put_run(**facts)
         return writer
+
+    def series(
+        self,
+        layer: str,
+        tensor: str,
+        statistic: str,
+        *,
+        gemm: str = "",
+        scope: str = "",
+        rank: int | None = None,
+    ) -> int:
+        """The number of a series, which may be new."""
+        subject = Subject(scope, layer, tensor, gemm, statistic, rank)
+        if subject not in self.subjects:
+            self.subjects.append(subject)
+        return self.subjects.index(subject)
+
+    def add_step(self, iteration: int) -> None:
+        self.add("steps", [{"iteration": iteration, "logging_step": iteration, "wall_time": round(time.time() * 1e6),
+                            "local": False, "ranks": 1}])  # fmt: skip
+
+    def add_values(
+        self,
+        iteration: int,
+        series: npt.NDArray[np.int32],
+        values: npt.NDArray[np.floating[Any]],
+        flags: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        flags = np.zeros(len(series), np.uint8) if flags is None else flags
+        super().add_values(iteration, series, np.asarray(values, np.float64), flags)
+
+    def add_vector(self, iteration: int, series: int, counts: Sequence[float]) -> None:
+        self.add_vectors(iteration, {series: counts})
+
+    def add_scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        self.add("scalars", [{"iteration": iteration, "logging_step": iteration, "name": name, "value": value}
+                             for name, value in scalars.items()])  # fmt: skip
+
+    def add_event(
+        self,
+        kind: str,
+        text: str,
+        *,
+        iteration: int,
+        severity: str = "info",
+        wall_time: float | None = None,
+        data: Mapping[str, Any] | None = None,
+        **subject: str,
+    ) -> None:
+        microseconds = round((time.time() if wall_time is None else wall_time) * 1e6)
+        self.add("events", [{"iteration": iteration, "rank": self.rank, "kind": kind, "severity": severity,
+                             "wall_time": microseconds, "text": text,
+                             "data": None if data is None else json.dumps(data, default=str), **subject}])  # fmt: skip
 
     def __enter__(self) -> RunWriter:
         return self

@@ -27,10 +27,12 @@ from te_precision_callbacks.runs import (
     open_run,
     writing,
 )
-from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT
+from te_precision_callbacks.runs.recording import Recording
+from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, new_run_id
 from te_precision_callbacks.runs.sink import RecordingError, RecordSink
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
 from te_precision_callbacks.sinks import writer_thread
+from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.forked import REPOSITORY, executable
 from tests.full_disk import files_up_to
@@ -216,11 +218,12 @@ def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_events_are_read_in_order(tmp_path: Path) -> None:
-    run = RunWriter.begin(tmp_path)
-    run.add_event("finding", "second \ud800", iteration=2, wall_time=3.0)
+    place = Place(new_run_id(), 0)
+    run = Recording(tmp_path / FOLDER, place, info(tmp_path), writes_reduced=True, limit=DEFAULT_LIMIT, begun=0.0)
+    run.take(Event("finding", "second \ud800", 2, wall_time=3.0))
     run.flush()
-    run.add_event("dump_written", "first", iteration=1, layer="fc", data={"a": 1}, wall_time=4.0)
-    run.add_event("finding", "third", iteration=2, wall_time=5.0)
+    run.take(Event("dump_written", "first", 1, layer="fc", data={"a": 1}, wall_time=4.0))
+    run.take(Event("finding", "third", 2, wall_time=5.0))
     run.flush()
     events = open_run(tmp_path).events.to_pylist()
     assert [(event["kind"], event["text"], event["layer"]) for event in events] == [
@@ -229,8 +232,6 @@ def test_events_are_read_in_order(tmp_path: Path) -> None:
         ("finding", "third", None),
     ]
     assert (json.loads(events[0]["data"]), events[1]["wall_time"].timestamp()) == ({"a": 1}, 3.0)
-    with pytest.raises(TypeError, match="an event has no place"):
-        run.add_event("finding", "", iteration=0, place="")
 
 
 # ---------------------------------------------------------------------- processes

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.recording import Recording, StepJob
+from te_precision_callbacks.runs.recording import End, Recording, StepJob
 from te_precision_callbacks.runs.run_files import Place, make_segment
 from te_precision_callbacks.sinks.step_records import Event, Scalars
 from te_precision_callbacks.statistics.series import SeriesTable
@@ -41,7 +41,7 @@ def test_at_the_limit_all_but_statistics_is_recorded(tmp_path: Path, caplog: pyt
     recording = begin(tmp_path)
     record(recording, range(100))
     recording.take(Event("finding", "late", 99, "warning"))
-    recording.end(None)
+    recording.take(End(None))
     assert LIMIT < size(tmp_path) < 1.5 * LIMIT
     run = open_run(tmp_path)
     assert run.steps["iteration"].to_pylist() == list(range(100))
@@ -58,10 +58,10 @@ def test_at_the_limit_all_but_statistics_is_recorded(tmp_path: Path, caplog: pyt
 def test_a_resumed_run_shares_the_limit(tmp_path: Path) -> None:
     first = begin(tmp_path)
     record(first, range(5))
-    first.end(None)
+    first.take(End(None))
     resumed = begin(tmp_path, start=5)
     record(resumed, range(5, 100))
-    resumed.end(None)
+    resumed.take(End(None))
     assert size(tmp_path) < 1.5 * LIMIT
     run = open_run(tmp_path)
     assert [segment.number for segment in run.segments] == [0, 1]
@@ -71,7 +71,7 @@ def test_a_resumed_run_shares_the_limit(tmp_path: Path) -> None:
 def test_a_diagnosis_says_since_when_no_statistics_are_recorded(tmp_path: Path) -> None:
     recording = begin(tmp_path)
     record(recording, range(100))
-    recording.end(None)
+    recording.take(End(None))
     output = CliRunner().invoke(app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"}).output
     assert "have reached their limit of 100,000 bytes" in output
     assert "No problems found" not in output.splitlines()[0]

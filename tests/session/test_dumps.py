@@ -201,7 +201,7 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
         for number in range(21):
             tensors = {"high_precision": torch.zeros(1000 if number == 20 else 100, dtype=torch.uint8)}
             held.put(Dump(Header(iteration=number), tensors))
-            pending.append(held.pending)
+            pending.append(held.thread.queued)
 
     monkeypatch.setattr(writer, "write_new", slow)
     monkeypatch.setattr(writer, "MOST_QUEUED", 350)
@@ -216,8 +216,8 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
     assert written == list(range(21)), "in order, and all"
     assert max(pending[:20]) <= 350
     assert pending[20] <= 1000
-    assert held.pending == 0
-    held.finish()
+    assert held.thread.queued == 0
+    held.thread.finish()
 
 
 @pytest.mark.parametrize("strict", [False, True])
