@@ -58,8 +58,8 @@ class PlainObservation(Observation):
             self._messages.close()
 
     def end_step(self) -> None:
+        self.recorder.drain()
         self.recorder.end_step()
-        self.recorder.flush()
 
     def end(self) -> None:
         self._disconnect()

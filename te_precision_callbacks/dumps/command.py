@@ -63,9 +63,7 @@ def list_command(
         if (gemm := header.gemm) is not None:
             sizes = _by(layer_sizes(gemm.gemm, gemm.n, gemm.m, gemm.k))
             contents.append(f"a GEMM, {sizes} (tokens x in x out)")
-        iteration: int | str = ""
-        if header.iteration is not None:
-            iteration = header.iteration
+        iteration = "" if header.iteration is None else header.iteration
         cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(contents))
         table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))
     if listing:

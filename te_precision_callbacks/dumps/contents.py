@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.numerics.blocks import block_counts
 from te_precision_callbacks.base.numerics.layouts import NVFP4, PER_TENSOR, ScaleMemory, Stored, unpack_fp4
 from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.dumps.errors import DumpError
@@ -350,8 +351,12 @@ def _shape_in_memory(part: Stored) -> tuple[int, ...]:
 def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Tensor]) -> Stored:
     element_format = FORMATS[direction.format]
     scale_format = FORMATS.get(direction.scale_format)
-    rows, columns = direction.matrix_shape
-    scales = tensors[direction.scale].reshape(direction.blocks)
+    rows = math.prod(direction.shape[:-1])
+    columns = math.prod(direction.shape[-1:])
+    if direction.transposed:
+        rows, columns = columns, rows
+    counts = (1, 1) if direction.scaling_mode == PER_TENSOR else block_counts((rows, columns), direction.block)
+    scales = tensors[direction.scale].reshape(counts)
     if scale_format is not None:
         scales = scales.view(torch.uint8)
     amax = None

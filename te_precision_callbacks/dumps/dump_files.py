@@ -167,19 +167,10 @@ def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
 
 def _rename_to_first_free(source: Path, folder: Path, stem: str) -> None:
     for count in itertools.count():
-        path = folder / f"{stem}.{count}{SUFFIX}"
-        if not count:
-            path = folder / f"{stem}{SUFFIX}"
+        path = folder / (stem + (f".{count}" if count else "") + SUFFIX)
         with contextlib.suppress(FileExistsError):
-            try:
-                os.link(source, path)  # unlike a rename, it does not replace an existing file
-            except FileExistsError:
-                raise
-            except OSError:  # the file system has no hard links
-                path.touch(exist_ok=False)
-                os.replace(source, path)
-            else:
-                source.unlink()
+            path.touch(exist_ok=False)
+            os.replace(source, path)
             return
 
 
@@ -242,30 +233,26 @@ class Listing(tuple[Entry, ...]):
 
 def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     """List the dumps in a folder and its subfolders, or in a file, by their headers; raises DumpError."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise NotADumpError(f"{folder}: there is no such folder.")
     entries: list[Entry] = []
-    foreign: list[Foreign] = []
-
     unreadable: list[OSError] = []
-    for path in _files(Path(folder), unreadable.append):
+    foreign: list[Foreign] = []
+    paths = [folder]
+    if folder.is_dir():
+        walk = os.walk(folder, onerror=unreadable.append)
+        paths = [Path(parent, name) for parent, _, names in walk for name in names if name.endswith(SUFFIX)]
+    for path in paths:
         try:
             with _open(path) as file:
                 entries.append(Entry(path, path.stat().st_size, _header_of(file)))
         except NotADumpError as error:
             foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
-    foreign += [Foreign(Path(error.filename), f"cannot be read: {error.strerror}") for error in unreadable]
+    foreign += (Foreign(Path(error.filename), f"cannot be read: {error.strerror}") for error in unreadable)
     listing = Listing(sorted(entries, key=_order))
     listing.foreign = tuple(sorted(foreign, key=lambda file: file.path))
     return listing
-
-
-def _files(folder: Path, unreadable: Callable[[OSError], None]) -> Iterator[Path]:
-    if folder.is_file():
-        yield folder
-        return
-    if not folder.is_dir():
-        raise NotADumpError(f"{folder}: there is no such folder.")
-    for parent, _, names in os.walk(folder, onerror=unreadable):
-        yield from (Path(parent, name) for name in names if name.endswith(SUFFIX))
 
 
 def _order(entry: Entry) -> tuple[int, str, str, int, int, str]:

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.dumps.contents import Dump, operand_of
+from te_precision_callbacks.dumps.contents import operand_of
 from te_precision_callbacks.dumps.dump_files import load
 from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import HIGH_PRECISION
 from te_precision_callbacks.gemm_error import (
-    Factor,
     GemmCall,
     check_format,
     check_kernel,
@@ -68,23 +67,18 @@ def gemm_errors(path: str | os.PathLike[str]) -> GemmErrors:
         split_accumulator=gemm.split_accumulator,
         capability=gemm.capability,
     )
-    left, right = (factor_of(operand_of(dump, side), columnwise=gemm.operands()[side].columnwise) for side in "ba")
+    operands = [(side, operand_of(dump, side), gemm.operands()[side].columnwise) for side in "ba"]
+    left, right = (factor_of(operand, columnwise=columnwise) for _, operand, columnwise in operands)
     check = check_kernel(thin(factor_of(out, columnwise=False), x), left, right, x, call)
     gain = check.gain_dot / check.stored_square if check.stored_square else check.stored_square + 1
-    high_left, high_right = (_high(dump, side) for side in "ba")
+    high = []
+    for side, operand, columnwise in operands:
+        exact = tensors.get(f"{side}.{HIGH_PRECISION}") if isinstance(operand, Stored) else operand
+        if exact is not None:
+            high.append(factor_of(exact, columnwise=columnwise))
     format_error = None
-    if high_left is not None and high_right is not None:
-        high = gemm.alpha * high_left.multiply(high_right.t.multiply(x).product).product
-        error, square = check_format(check.stored, high).tolist()
+    if len(high) == 2:
+        product = gemm.alpha * high[0].multiply(high[1].t.multiply(x).product).product
+        error, square = check_format(check.stored, product).tolist()
         format_error = (error / square) ** 0.5 if square else 0.0
     return GemmErrors(float(check.error), float(check.ratio), float(gain), format_error)
-
-
-def _high(dump: Dump, side: str) -> Factor | None:
-    """Return an operand before quantization, if the dump has it."""
-    operand = operand_of(dump, side)
-    high = dump.tensors.get(f"{side}.{HIGH_PRECISION}") if isinstance(operand, Stored) else operand
-    gemm = dump.header.gemm
-    if high is None or gemm is None:
-        return None
-    return factor_of(high, columnwise=gemm.operands()[side].columnwise)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Annotated
@@ -15,7 +14,6 @@ import torch
 
 from te_precision_callbacks.base.environment import installed_version
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
-from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.dumps.errors import NotADumpError
 
 SCHEMA = 1
@@ -39,7 +37,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 
 def _check_dtype(name: str) -> str:
     if name not in DTYPES:
-        raise ValueError(f"{name!r} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return name
 
 
@@ -83,21 +81,6 @@ class Direction:
     stored_scale_shape: _Shape
     swizzled: bool
     hadamard: bool
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        leading = math.prod(self.shape[:-1])
-        last = math.prod(self.shape[-1:])
-        if self.transposed:
-            return (last, leading)
-        return (leading, last)
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        if self.scaling_mode == PER_TENSOR:
-            return (1, 1)
-        rows, columns = self.matrix_shape
-        return (-(-rows // self.block[0]), -(-columns // self.block[1]))
 
 
 @dataclass(frozen=True)
@@ -185,6 +168,12 @@ class DumpedGemm:
         return {"a": self.a, "b": self.b}
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
+    return {"torch": str(torch.__version__), **{name: version for name, version in versions.items() if version}}
+
+
 @dataclass(frozen=True)
 class Header:
     """Describes the tensor in a dump.
@@ -213,7 +202,7 @@ class Header:
     high_precision: Plain | None = None
     quantized: Quantized | None = None
     gemm: DumpedGemm | None = None
-    versions: dict[str, str] = field(default_factory=lambda: dict(_versions()))
+    versions: dict[str, str] = field(default_factory=_versions)
     time: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
     schema: int = SCHEMA
 
@@ -239,12 +228,6 @@ class Header:
 
 
 _HEADER = pydantic.TypeAdapter(Header)
-
-
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    versions = {name: installed_version(name) for name in ("transformer_engine", "te_precision_callbacks")}
-    return ("torch", str(torch.__version__)), *((name, version) for name, version in versions.items() if version)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

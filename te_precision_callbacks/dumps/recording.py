@@ -1,38 +1,53 @@
-"""Records tensors and GEMMs for DumpTensors, and writes them to files in the background.
+"""Records tensors and GEMMs for DumpTensors, and writes them to files in the background, in order.
 
-Training waits for the disk only while more than :data:`MOST_QUEUED` bytes wait to be written.
+Training waits for the disk only while more than :data:`MOST_QUEUED` bytes wait to be written. An error of the disk, or
+a disk that is nearly full, ends the dumps of a run: waiting dumps are dropped.
 
 A run has one recorder, in its :class:`te_precision_callbacks.observation.Observation`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.files import why_full
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.config.schemas import DumpTensorsItem
 from te_precision_callbacks.dumps.contents import Dump, create_dump, kind_is_known
+from te_precision_callbacks.dumps.dump_files import iteration_folder, write_new
+from te_precision_callbacks.dumps.errors import DumpError
 from te_precision_callbacks.dumps.header import Header
-from te_precision_callbacks.dumps.writer import LONGEST_STILL, Writer
 from te_precision_callbacks.layers.gemm_events import Watched
+from te_precision_callbacks.runs.run_files import new_run_id
+from te_precision_callbacks.sinks.writer_thread import WriterThread
 
 logger = logging.getLogger(__name__)
 
+MOST_QUEUED = 1 << 30
+"""The bytes that may wait to be written."""
+
+LONGEST_STILL = 30.0
+"""The maximum seconds without a finished file that the end of a run waits for the disk."""
+
+_MOST_HEADERS = 10_000
+
 
 class Recorder:
-    """Takes asynchronous snapshots in a forward or backward, and hands them to the writer's thread.
+    """Takes asynchronous snapshots in a forward or backward, and writes them in a thread.
 
     Args:
         folder: the log folder; dumps go to ``tensor_dumps/rank_R/iter_XXXXXX`` in it.
@@ -48,9 +63,15 @@ class Recorder:
         self._process = os.getpid()
         self._at_exit: Finalize | None = None
         self._closed = False
-        self._writer = Writer(self._folder)
         self._notices = Notices()
         self._micro_batches: dict[tuple[str, str, int], int] = {}
+        self._files = 0
+        self._nbytes = 0
+        self._written: deque[Header] = deque(maxlen=_MOST_HEADERS)
+        self._run = new_run_id()
+        self.thread: WriterThread[Dump] = WriterThread("tensor dumps", self)
+        self._is_full = False
+        self._failure: Exception | None = None
 
     def end_step(self) -> None:
         """Begin to count micro-batches again, and report failures."""
@@ -58,26 +79,25 @@ class Recorder:
         self._micro_batches.clear()
         self._report_failure()
 
-    def flush(self) -> None:
-        self._writer.drain()
-        self._report_failure()
+    def drain(self) -> None:
+        """Wait until the queued dumps are written."""
+        wait = self.thread.flush_soon()
+        self.thread.wait(lambda: wait(0.0))
 
     def take_written(self) -> list[Header]:
-        written = self._writer.written
-        return [written.popleft() for _ in range(len(written))]
+        return [self._written.popleft() for _ in range(len(self._written))]
 
     def close(self) -> None:
-        """Wait for the writer, at the end of a run. Can be called twice. A disk that does not respond is logged."""
+        """Wait for the files, at the end of a run. Can be called twice. A disk that does not respond is logged."""
         self._follow_fork()
         if self._closed:
             return
         self._closed = True
         if self._at_exit is not None:
             self._at_exit.cancel()
-        writer = self._writer
-        writer.thread.finish(LONGEST_STILL)
-        if writer.files:
-            logger.info("%d tensors were dumped (%s bytes), in %s.", writer.files, f"{writer.nbytes:,}", writer.folder)
+        self.thread.finish(LONGEST_STILL)
+        if self._files:
+            logger.info("%d tensors were dumped (%s bytes), in %s.", self._files, f"{self._nbytes:,}", self._folder)
         self._report_failure()
 
     def _follow_fork(self) -> None:
@@ -99,7 +119,7 @@ class Recorder:
             options: identifies one of several options for the same tensor.
         """
         self._follow_fork()
-        if self._writer.stopped:
+        if self._is_full or self.thread.failure is not None:
             return
         if is_capturing():  # each replay would repeat a copy
             self._warn_once(
@@ -121,7 +141,7 @@ class Recorder:
         with torch.inference_mode(False), torch.no_grad():
             dump = make(micro_batch)
             if dump is not None:
-                self._writer.put(dump)
+                self.put(dump)
 
     def _dump(self, watched: Watched, options: DumpTensorsItem, micro_batch: int) -> Dump | None:
         quantized = None
@@ -153,14 +173,64 @@ class Recorder:
         internals = options.dump_quantized_internals
         return create_dump(header, values, quantized, internals=internals, columnwise_from=columnwise_from)
 
+    def put(self, dump: Dump) -> None:
+        """Queue a snapshot of a dump, once the queue has room for it or is empty."""
+        self.thread.wait(lambda: not self.thread.queued or self.thread.queued + dump.nbytes <= MOST_QUEUED)
+        self.thread.put(dump.copied(), dump.nbytes)
+        self.thread.flush_soon()
+
+    def take_failure(self) -> Exception | None:
+        """Return a failure that was not returned before."""
+        failure = self._failure or self.thread.take_failure()
+        self._failure = None
+        return cast("Exception | None", failure)
+
     def _report_failure(self) -> None:
-        failure = self._writer.take_failure()
+        failure = self.take_failure()
         if failure is not None:
             self._report("dumping tensors to", str(self._folder), failure)
 
     def _warn_once(self, key: str, text: str, *values: object) -> None:
         if self._notices.first(key):
             logger.warning(text, *values)
+
+    # ------------------------------------------------------------------ in the thread
+
+    def flush(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def take(self, dump: Dump) -> bool:
+        """Write a dump, unless the disk is nearly full; an error of the disk ends the thread."""
+        if self._is_full:
+            return True
+        header = dataclasses.replace(dump.header, run=self._run)
+        folder = iteration_folder(self._folder, header.rank, header.iteration or 0)
+        try:
+            dump.wait()
+            dump = dataclasses.replace(dump, header=header, tensors=dump.complete(), internals=False)
+            refusal = why_full(self._folder, dump.nbytes)
+            if refusal is None:
+                self._nbytes += write_new(dump, folder)
+        except Exception as error:
+            # A full disk ends the thread; a tensor that the format cannot store does not affect others.
+            if isinstance(error.__cause__ or error, OSError) or "I/O error" in str(error):  # raised by safetensors
+                raise DumpError(f"{error} No more tensors are dumped.") from error
+            self._failure = self._failure or error
+            return True
+        if refusal is None:
+            self._files += 1
+            self._written.append(header)
+            return True
+        self._is_full = True
+        logger.warning(
+            "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training continues.",
+            header.rank,
+            header.iteration,
+            refusal,
+            folder.parent,
+        )
+        return True
 
 
 def _log(doing: str, of: str, error: Exception) -> None:

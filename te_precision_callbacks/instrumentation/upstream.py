@@ -461,9 +461,7 @@ class EventLog(logging.Handler):
         """
         if self._lines.file is None:
             self._lines.min_level = logging.NOTSET if in_full else logging.WARNING
-            file = LogFile(self._folder / log_file_name(own_rank()), EVENTS_LIMIT, "")
-            file.note_progress = self.thread.note_progress
-            self._lines.file = file
+            self._lines.file = LogFile(self._folder / log_file_name(own_rank()), EVENTS_LIMIT, "")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -241,36 +243,30 @@ def with_recipes(
             does not show this, since its last forward may have been an evaluation in another precision.
     """
     module_of = modules_by_layer(modules)
-    recipes: dict[str, RecipeFingerprint] = {}
+    recipes: list[RecipeFingerprint] = []
     layers = []
     for layer in fingerprint.layers:
-        in_force = None
-        if layer.name in module_of:
-            in_force = recipe_of_module(module_of[layer.name])
+        recipe = None
+        in_force = recipe_of_module(module_of[layer.name]) if layer.name in module_of else None
         if trained_in_fp8(layer.name) is False:
             recipe = RecipeFingerprint(HIGH_PRECISION, {})
         elif in_force is not None:
             recipe = recipe_fingerprint(in_force)
-        else:
-            layers.append(replace(layer, recipe=None))
-            continue
-        key = str(recipe)
-        recipes.setdefault(key, recipe)
-        layers.append(replace(layer, recipe=list(recipes).index(key)))
-    return replace(fingerprint, recipes=tuple(recipes.values()), layers=tuple(layers))
+        if recipe is not None and recipe not in recipes:
+            recipes.append(recipe)
+        layers.append(replace(layer, recipe=None if recipe is None else recipes.index(recipe)))
+    return replace(fingerprint, recipes=tuple(recipes), layers=tuple(layers))
 
 
 def recipe_fingerprint(recipe: Any) -> RecipeFingerprint:
-    """Return a recipe's dataclass fields and public attributes, of the class and the object."""
-    names = set(vars(recipe))
-    if dataclasses.is_dataclass(recipe):
-        names |= {entry.name for entry in dataclasses.fields(recipe)}
-    for base in type(recipe).__mro__:
-        for name, value in vars(base).items():
-            if not callable(value) and not hasattr(value, "__get__"):
-                names.add(name)
-    public = sorted(name for name in names if not name.startswith("_"))
-    return RecipeFingerprint(type(recipe).__name__, dict(_flat((name, getattr(recipe, name)) for name in public)))
+    """Return a recipe's public attributes, of the class and the object, without methods and properties."""
+    fields = []
+    for name in dir(recipe):
+        of_class = inspect.getattr_static(type(recipe), name, None)
+        is_field = name in vars(recipe) or not (callable(of_class) or hasattr(of_class, "__get__"))
+        if is_field and not name.startswith("_"):
+            fields.append((name, getattr(recipe, name)))
+    return RecipeFingerprint(type(recipe).__name__, dict(_flat(fields)))
 
 
 def _flat(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bool | int | float | str | None]]:
@@ -301,28 +297,20 @@ def _states(module: torch.nn.Module, direction: str, layers: int) -> list[Scalin
 
 
 def _weights(module: Any, number: int) -> Weights:
-    sharded = getattr(module, "tp_size", 1) > 1
-    quantized = []
-    classes: dict[str, None] = {}
-    dtypes: dict[str, None] = {}
-    for weight in te_modules.of(module).weights(module, number):
-        sharded = sharded or hasattr(weight, "_local_tensor")
-        local = getattr(weight, "_local_tensor", weight)  # a DTensor holds its shard (torch 2.13)
-        dtypes[str(local.dtype).partition(".")[2]] = None
-        if not QUANTIZED.isdisjoint(class_names(local)):
-            quantized.append(local)
-            classes[type(local).__name__] = None
+    weights = te_modules.of(module).weights(module, number)
+    local = [getattr(weight, "_local_tensor", weight) for weight in weights]  # a DTensor holds its shard (torch 2.13)
+    quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]
     hashes = {}
     for direction, columnwise in (("rowwise", False), ("columnwise", True)):
-        parts: list[torch.Tensor] = []
-        for weight in quantized:
-            parts += _data(weight, columnwise=columnwise)
-        if parts:
-            hashes[direction] = content_hash(*parts)
-    kind: Literal["high", "quantized"] = "high"
+        parts = [_data(weight, columnwise=columnwise) for weight in quantized]
+        if any(parts):
+            hashes[direction] = content_hash(*itertools.chain(*parts))
+    sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
     if quantized:
-        kind = "quantized"
-    return Weights(kind, ", ".join(classes or dtypes), hashes, sharded)
+        names = dict.fromkeys(type(weight).__name__ for weight in quantized)
+        return Weights("quantized", ", ".join(names), hashes, sharded)
+    dtypes = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in local)
+    return Weights("high", ", ".join(dtypes), hashes, sharded)
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:

@@ -174,25 +174,18 @@ def _time(text: bytes) -> datetime | None:
 
 def parse_names(names: Iterable[str], layers: Iterable[str]) -> dict[str, tuple[str, str, str]]:
     """Split a log's names into layer, tensor and statistic; ``("", "", name)`` if this is not possible."""
-    known = set(layers)
-    parsed: dict[str, tuple[str, str, str]] = {}
-    for name in names:
-        parsed[name] = parse_log_name(name, known)
-        if not parsed[name][0]:
-            parsed[name] = _by_statistic(name)
-    known |= {layer for layer, _, _ in parsed.values() if layer}
-    for name, (layer, _, _) in parsed.items():
-        if not layer:
-            parsed[name] = parse_log_name(name, known)
-    return parsed
+    names = list(names)
+    known = {*layers, *filter(None, map(_layer_by_statistic, names))}
+    return {name: parse_log_name(name, known) for name in names}
 
 
-def _by_statistic(name: str) -> tuple[str, str, str]:
+def _layer_by_statistic(name: str) -> str:
+    """Return the layer of a name with a known statistic, else an empty text."""
     for tensor in TENSORS:
         layer, _, statistic = name.rpartition(f"_{tensor}_")
         if layer and logged_request(statistic) is not None:
-            return layer, tensor, statistic
-    return "", "", name
+            return layer
+    return ""
 
 
 def _assemble(rows: _Rows, names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:

@@ -44,6 +44,7 @@ from te_precision_callbacks.runs.recorded import (
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
+    OPEN,
     RUN_FILE,
     data_files,
     ended_by_sigterm,
@@ -330,8 +331,10 @@ class _Reader:
             return "stopped without an end" if is_gone(path, facts) else "running", ()
         without_end: tuple[int, ...] = ()
         if is_gone(path, facts):  # until then, other ranks may still write
-            others = (item for item in self.ranks[number].items() if item[0])
-            without_end = tuple(rank for rank, own in others if _has_open_file(own) and ended_by_sigterm(own) is None)
+            for rank, own in self.ranks[number].items():
+                has_open_file = any(file.path.suffix == OPEN for file in data_files(own))
+                if rank and has_open_file and ended_by_sigterm(own) is None:
+                    without_end += (rank,)
         if without_end and status == "ended":
             return "stopped without an end", without_end
         return cast("Status", status), without_end
@@ -514,15 +517,14 @@ def _first_of_each(table: pa.Table, column: str) -> pa.Table:
     return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
 
 
-def _renumber(tables: dict[str, pa.Table], gemms: int) -> int:
-    own = np.unique(np.concatenate([tables[name]["gemm_id"].to_numpy() for name in ("gemms", "operands")]))
+def _renumber(tables: dict[str, pa.Table], first: int) -> int:
+    """Add ``first`` to the numbers of GEMMs, and return how many numbers there are."""
+    count = 0
     for name in ("gemms", "operands"):
         table = tables[name]
-        place = table.column_names.index("gemm_id")
-        moved = np.searchsorted(own, table["gemm_id"].to_numpy()) + gemms
-        tables[name] = table.set_column(place, table.schema.field(place), pa.array(moved, pa.int32()))
-    return len(own)
-
-
-def _has_open_file(folder: Path) -> bool:
-    return any(file.is_open for file in data_files(folder))
+        place = table.schema.get_field_index("gemm_id")
+        if len(table):
+            count = max(count, pc.max(table["gemm_id"]).as_py() + 1)
+        moved = pc.add(table["gemm_id"], pa.scalar(first, pa.int32()))
+        tables[name] = table.set_column(place, table.schema.field(place), moved)
+    return count

@@ -138,12 +138,6 @@ def sort_by_position(rows: Iterable[tuple[str, float | None]]) -> list[str]:
     return sorted(filter(None, places), key=lambda layer: places[layer])
 
 
-def _sorted_or_none(series: Iterable[int] | None) -> list[int] | None:
-    if series is None:
-        return None
-    return sorted(set(series))
-
-
 class Curve(NamedTuple):
     """Values over time."""
 
@@ -216,11 +210,11 @@ class RecordedRun:
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read values of some or all series, sorted by series and iteration."""
-        return self.read_values(_sorted_or_none(series))
+        return self.read_values(None if series is None else list(series))
 
     def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read histograms of some or all series, sorted by series and iteration."""
-        return self.read_vectors(_sorted_or_none(series))
+        return self.read_vectors(None if series is None else list(series))
 
     @cached_property
     def subjects(self) -> list[Subject]:
@@ -270,12 +264,8 @@ class RecordedRun:
         for row in self.events.to_pylist():
             rank = row.pop("rank")
             key = tuple(value for name, value in row.items() if name != "wall_time")
-            ranks = merged.setdefault(key, {**row, "ranks": []})["ranks"]
-            if rank is not None and rank not in ranks:
-                ranks.append(rank)
-        for row in merged.values():
-            row["ranks"].sort()
-        return list(merged.values())
+            merged.setdefault(key, {**row, "ranks": set()})["ranks"].add(rank)
+        return [{**row, "ranks": sorted(row["ranks"] - {None})} for row in merged.values()]
 
     def _why_no_grid(self, statistic: str, tensor: str, rank: int | None) -> str:
         ranks = group_by_key((s.tensor, s.rank) for s in self.subjects if s.statistic == statistic)

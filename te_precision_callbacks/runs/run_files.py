@@ -106,10 +106,6 @@ class DataFile(NamedTuple):
     number: int
     path: Path
 
-    @property
-    def is_open(self) -> bool:
-        return self.path.suffix == OPEN
-
 
 def data_files(folder: Path) -> list[DataFile]:
     """Return a rank's files, without open ones that a closed one has replaced."""

@@ -49,8 +49,7 @@ class RecordSink(EventSink):
             values, failures and dumps.
         is_alone: whether this rank checks the contract alone.
         keys: keys of this run in the store of the process group; None without other ranks.
-        place: the segment. Rank 0 creates it when there is content, and puts it into the store for ranks that do not
-            reduce with rank 0.
+        place: the segment. Rank 0 creates it, and puts it into the store for ranks that do not reduce with rank 0.
         last, step: the last iteration, and the iteration that the end has interrupted, set at the end; -1 before.
         has_content: whether anything was written besides the start and the end.
     """
@@ -69,7 +68,6 @@ class RecordSink(EventSink):
         self._info: RunInfo
         self.thread: WriterThread[Job] = WriterThread("records", self, MAX_QUEUED)
         self._recording: Recording | None = None
-        self._before: list[Job] = []
         self.has_content = False
         self._notices = Notices()
         self._last_records: StepRecords | None = None
@@ -165,17 +163,9 @@ class RecordSink(EventSink):
 
     def take(self, job: Job) -> bool:
         if self._recording is None and self._concerns(job):
+            self.place = self.place or self._find_place()
             if self.place is None:
-                # These alone do not create a run, nor do scalars that a trainer logs without a step.
-                if isinstance(job, Scalars) or not _is_content(job):
-                    self._before.append(job)
-                    return True
-                if self._info.rank == 0:
-                    self.place = self.begin()
-                else:
-                    self.place = self._find_place()
-                if self.place is None:
-                    return False  # retry until rank 0 has a segment
+                return False  # retry until rank 0 has a segment
             if self._info.rank == 0 and self.keys is not None:
                 self.keys.set(_PLACE, json.dumps(self.place))
             self._recording = Recording(
@@ -186,8 +176,6 @@ class RecordSink(EventSink):
                 limit=self._limit,
                 begun=self._made_at,
             )
-            for earlier in self._before:
-                self._recording.take(earlier)
         if self._recording is not None and (isinstance(job, End) or self._concerns(job)):
             self._recording.take(job)
             self.has_content = self.has_content or _is_content(job)
@@ -196,6 +184,8 @@ class RecordSink(EventSink):
         return True
 
     def _find_place(self) -> Place | None:
+        if self._info.rank == 0:
+            return self.begin()
         self._searching_since = self._searching_since or time.monotonic()
         if self.keys is not None and self.keys.check([_PLACE]):
             return Place(*json.loads(self.keys.get(_PLACE)))

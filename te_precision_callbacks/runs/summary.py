@@ -109,27 +109,19 @@ def last_steps(run: RecordedRun) -> dict[str, Any] | None:
     As :meth:`~te_precision_callbacks.flight.steps.LastSteps.as_json`, and ``text``; ``rank``; ``loss``: the training
     loss in each iteration, or None.
     """
-    recorded = [
-        {**row, **json.loads(row["data"])} for row in run.events.filter(pc.field("kind") == "last_steps").to_pylist()
-    ]
+    rows = run.events.filter(pc.field("kind") == "last_steps").to_pylist()
+    recorded = [{**row, **json.loads(row["data"])} for row in rows]
     if not recorded:
         return None
-    places = range(len(recorded))
-
-    def order(place: int) -> tuple[float, bool, int]:
-        row = recorded[place]
-        began = row["first"][1] if row["first"] else math.inf
-        is_problem = row["is_problem"]
-        return began, not is_problem, place if is_problem else -place
-
-    chosen = recorded[min(places, key=order)]
-    losses: dict[int, float | str] = {}
+    problems = [row for row in recorded if row["is_problem"]]
+    others = [row for row in reversed(recorded) if not row["is_problem"]]
+    chosen = min(problems + others, key=lambda row: row["first"][1] if row["first"] else math.inf)
+    losses: dict[int, float] = {}
     name = next(filter(is_loss, loss_first(run.curves)), None)
     if name is not None:
-        curve = run.curves[name]
-        for iteration, value in zip(curve.iterations.tolist(), curve.values.tolist(), strict=True):
-            losses[iteration] = value if math.isfinite(value) else str(value)
-    loss = [losses.get(iteration) for iteration in chosen["iterations"]]
+        losses = dict(zip(run.curves[name].iterations.tolist(), run.curves[name].values.tolist(), strict=True))
+    values = map(losses.get, chosen["iterations"])
+    loss = [value if value is None or math.isfinite(value) else str(value) for value in values]
     return {**{name: chosen[name] for name in _OF_LAST_STEPS}, "loss": loss}
 
 

@@ -259,8 +259,14 @@ def facts_at_end(facts: pa.Table) -> pa.Table:
 UNREADABLE = (OSError, pa.ArrowException, ValueError, KeyError, OverflowError, MemoryError)
 """Exceptions of pyarrow for damaged or foreign files."""
 
-_LIMITS = {"iteration": MOST_ITERATION, "since": MOST_ITERATION, "until": MOST_ITERATION, "series": 1 << 31}
-"""Upper bounds of integers from 0 on that index the steps and series of a run."""
+_LIMITS = {
+    "iteration": MOST_ITERATION,
+    "since": MOST_ITERATION,
+    "until": MOST_ITERATION,
+    "series": 1 << 31,
+    "gemm_id": 1 << 24,
+}
+"""Upper bounds of integers from 0 on that index the steps, series and GEMMs of a run."""
 
 _NEVER_NULL = ("segment", "iteration", "series", "gemm_id")
 

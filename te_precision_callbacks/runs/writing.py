@@ -145,8 +145,6 @@ class RunWriter:
                 "segment": self.segment,
                 "started_at": time_text(),
                 "ended_at": None,
-                "first_iteration": 0,
-                "world": 1,
                 **process_now(),
             }
         self._facts |= {**facts, "status": self.status}

@@ -32,24 +32,19 @@ def claim(path: Path) -> io.FileIO:
     If another running process has locked it, ``<name>.1``, ``<name>.2`` and so on are tried. On a file system without
     locks, every file counts as free.
     """
-    for name in itertools.chain([path.name], (f"{path.name}.{count}" for count in itertools.count(1))):
-        file = _claimed(path.with_name(name))
-        if file is not None:
-            if name != path.name:
-                logger.warning("Another process is writing %s; this process writes %s instead.", path, name)
-            return file
-    raise AssertionError  # not reached: the names do not end
-
-
-def _claimed(path: Path) -> io.FileIO | None:
-    file = io.FileIO(path, "ab+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    except OSError as error:
-        logger.info("%s: %s. If two runs write into the folder at once, their lines are mixed.", path, error)
+    for count in itertools.count():
+        name = path.name + (f".{count}" if count else "")
+        file = io.FileIO(path.with_name(name), "ab+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        except OSError as error:
+            logger.info("%s: %s. If two runs write into the folder at once, their lines are mixed.", path, error)
+        if count:
+            logger.warning("Another process is writing %s; this process writes %s instead.", path, name)
+        break
     return file
 
 
@@ -69,16 +64,12 @@ class LogFile:
         path: the file, which is created with its folder at the first write.
         limit: maximum size in bytes; 0 for no limit.
         advice: a sentence on how to raise the limit, or empty.
-
-    Attributes:
-        note_progress: called after each write.
     """
 
     def __init__(self, path: Path, limit: int, advice: str) -> None:
         self._path = path
         self._limit = limit
         self._advice = advice
-        self.note_progress: Callable[[], None] = lambda: None
         self._file: io.FileIO | None = None
         self._size = 0
         self._is_full = False
@@ -140,7 +131,6 @@ class LogFile:
             written = os.write(file.fileno(), data)
             self._size += written
             data = data[written:]
-            self.note_progress()
 
     def leave(self) -> None:
         if self._file is not None:

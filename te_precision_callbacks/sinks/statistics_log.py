@@ -78,9 +78,7 @@ class StatisticsLog:
         path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
         advice = "The records continue. To keep more, set statistics_log='rank0, 4GiB' or 'rank0, unlimited'."
         self._local_mark = _LOCAL_MARK.format(rank=run.rank)
-        file = LogFile(path, self._limit, advice)
-        self.thread = WriterThread("statistics log", file, MAX_QUEUED)
-        file.note_progress = self.thread.note_progress
+        self.thread = WriterThread("statistics log", LogFile(path, self._limit, advice), MAX_QUEUED)
 
     def write(self, records: StepRecords) -> None:
         """Queue the values of a step; dropped while more than :data:`MAX_QUEUED` values are queued."""

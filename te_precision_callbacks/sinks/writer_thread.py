@@ -200,9 +200,6 @@ class WriterThread(Generic[JobT]):
 
     # ------------------------------------------------------------------ in the thread
 
-    def note_progress(self) -> None:
-        self._progress += 1
-
     def _run(self) -> None:
         try:
             while True:
@@ -236,7 +233,7 @@ class WriterThread(Generic[JobT]):
                 break
             self._jobs.popleft()
             self._taken += count
-            self.note_progress()
+            self._progress += 1
         self._writing.flush()
         self._is_flushed = True
-        self.note_progress()
+        self._progress += 1

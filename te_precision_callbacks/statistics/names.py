@@ -39,6 +39,11 @@ for _recipe in WITH_ELEMENT_FORMAT:
 
 _COLUMNWISE = "_columnwise"
 
+_SPELLINGS = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
+_NAME = re.compile(
+    rf"(?:({'|'.join(_SPELLINGS)})_(?:({'|'.join(ELEMENT_FORMATS)})_)?)?(.*?)({_COLUMNWISE})?\Z", re.DOTALL
+)
+
 STALE = "stale_codes%"
 """Scalar of a weight: percentage of elements whose cached codes differ by more than the format's rounding. Recorded
 without being requested."""
@@ -195,18 +200,8 @@ def _parts(name: str) -> tuple[str | None, str | None, str, bool]:
     Returns:
         Recipe, element format, statistic, and whether the name is columnwise.
     """
-    columnwise = name.endswith(_COLUMNWISE)
-    name = name.removesuffix(_COLUMNWISE)
-    prefixes = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
-    prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}_")), None)
-    if prefix is None:
-        return None, None, name, columnwise
-    name = name.removeprefix(f"{prefix}_")
-    recipe = _ALIASES.get(prefix, prefix)
-    element_format, _, statistic = name.partition("_")
-    if element_format in ELEMENT_FORMATS:
-        return recipe, element_format, statistic, columnwise
-    return recipe, None, name, columnwise
+    recipe, element_format, statistic, columnwise = next(_NAME.finditer(name)).groups()
+    return _ALIASES.get(recipe, recipe), element_format, statistic, columnwise is not None
 
 
 BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")

@@ -19,10 +19,10 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import dump_files
-from te_precision_callbacks.dumps import writer as module
+from te_precision_callbacks.dumps import recording as module
 from te_precision_callbacks.dumps.contents import Dump, create_dump
 from te_precision_callbacks.dumps.header import SCHEMA, Header
-from te_precision_callbacks.dumps.writer import Writer
+from te_precision_callbacks.dumps.recording import Recorder
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.full_disk import files_up_to
 
@@ -254,7 +254,7 @@ UNREADABLE = [
     ),
     (lambda header: header.pop("schema"), "schema"),
     (change_of(iteration="soon"), "iteration"),
-    (change_of("quantized", dtype="load"), "'load' is not one of float64"),
+    (change_of("quantized", dtype="load"), "'load' is not a dtype of torch"),
     (change_of("quantized", "rowwise", shape=[40, -96]), "quantized.rowwise.shape.1"),
     (change_of("quantized", "rowwise", data="rowwise"), "'rowwise'"),
     (change_of("quantized", "rowwise", format="E3M4"), "quantized.rowwise.format"),
@@ -378,7 +378,7 @@ def test_nobody_waits_for_a_thread_that_has_ended(
 
     monkeypatch.setattr(module, "write_new", write)
     monkeypatch.setattr(module, "MOST_QUEUED", 1000)
-    writer = Writer(tmp_path)
+    writer = Recorder(tmp_path)
     writer.put(empty(0, 100))
     assert begun.wait(20)
     writer.put(empty(1, 100))

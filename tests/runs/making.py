@@ -29,7 +29,7 @@ class RunWriter(writing.RunWriter):
     def begin(cls, log_dir: str | Path, *, run_id: str | None = None, rank: int = 0, **facts: Any) -> RunWriter:
         run_folder = Path(log_dir) / FOLDER / (run_id or new_run_id())
         writer = cls(run_folder, make_segment(run_folder), rank)
-        writer.put_run(**facts)
+        writer.put_run(**{"first_iteration": 0, "world": 1, **facts})
         return writer
 
     def series(

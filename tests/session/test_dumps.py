@@ -17,7 +17,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
-from te_precision_callbacks.dumps import Dump, Header, writer
+from te_precision_callbacks.dumps import Dump, Header, recording
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
 from tests.capability import stand_for
@@ -203,9 +203,9 @@ def test_training_waits_where_the_disk_is_slow_and_memory_stays_bounded(
             held.put(Dump(Header(iteration=number), tensors))
             pending.append(held.thread.queued)
 
-    monkeypatch.setattr(writer, "write_new", slow)
-    monkeypatch.setattr(writer, "MOST_QUEUED", 350)
-    held, training = writer.Writer(tmp_path), threading.Thread(target=train)
+    monkeypatch.setattr(recording, "write_new", slow)
+    monkeypatch.setattr(recording, "MOST_QUEUED", 350)
+    held, training = recording.Recorder(tmp_path), threading.Thread(target=train)
     training.start()
     wait_until(lambda: len(pending) == 3)
     training.join(0.1)
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pyt
         with InspectSession(config(), model=net, log_dir=tmp_path, strict=strict) as session, files_up_to(1 << 19):
             for size in (16, 1 << 14, 16, 16):
                 step(session, net, random(0, size, 32))
-                session._run.observation.recorder._writer.drain()
+                session._run.observation.recorder.drain()
                 steps += 1
     if strict:
         assert steps in (1, 2), "it is told at the end of the step, or of the next one"
