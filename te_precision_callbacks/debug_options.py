@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
 from te_precision_callbacks.base.debug_values import (
@@ -143,9 +142,7 @@ class WithoutSession:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         overflow = self.overflow
         self.overflow = None
         if overflow is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -95,9 +94,7 @@ class PrecisionDebugFabricCallback:
 
     @property
     def _live(self) -> InspectSession | None:
-        if self._session is not None and self._session.running:
-            return self._session
-        return None
+        return self._session if self._session is not None and self._session.running else None
 
     # ------------------------------------------------------------------ what Fabric calls
 
@@ -183,9 +180,7 @@ class PrecisionDebugFabricCallback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None and not self._has_started:
             logger.warning(
                 "The 'with callback' block ended without a session, so nothing was observed. Pass the callback to"

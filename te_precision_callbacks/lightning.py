@@ -315,11 +315,7 @@ class LightningLoggerSink(LoggerSink):
             named = names_for_mlflow(metrics) if isinstance(self._receiver, MLFlowLogger) else metrics
             self._receiver.log_metrics(named, step=step)
         for name, counts in histograms.items():
-            _log_histogram(self._receiver, name, counts, step)
-
-
-def _log_histogram(receiver: Logger, name: str, counts: Sequence[float], step: int) -> None:
-    if isinstance(receiver, TensorBoardLogger):
-        add_to_tensorboard(receiver.experiment, name, counts, step)
-    elif isinstance(receiver, WandbLogger):
-        receiver.experiment.log({name: wandb_histogram(counts), "trainer/global_step": step})
+            if isinstance(self._receiver, TensorBoardLogger):
+                add_to_tensorboard(self._receiver.experiment, name, counts, step)
+            elif isinstance(self._receiver, WandbLogger):
+                self._receiver.experiment.log({name: wandb_histogram(counts), "trainer/global_step": step})

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import runpy
 import sys
 import weakref
@@ -37,7 +36,6 @@ from te_precision_callbacks.base.ranks import has_other_ranks, world_size
 from te_precision_callbacks.base.replaced import Replacements
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.options import SessionOptions
     from te_precision_callbacks.session import InspectSession
 
 logger = logging.getLogger(__name__)
@@ -86,7 +84,6 @@ class ScriptWatch:
         self._has_called = False
         self._has_attached = False
         self._has_ended = False
-        self._process = os.getpid()
 
     # ------------------------------------------------------------------ begin and end
 
@@ -105,8 +102,7 @@ class ScriptWatch:
 
     def finish(self) -> None:
         """Warn if a training, or its end, was not observed."""
-        has_trained = self._has_called or self._backwards
-        if not has_trained or self._has_ended or os.getpid() != self._process:
+        if self._has_ended or not (self._has_called or self._backwards):
             return
         if not self._has_attached or self._backwards >= (2 * self._most_backwards if self._iterations else 1):
             if self._backwards < MOST_BACKWARDS:  # later, it has been said
@@ -210,7 +206,7 @@ class ScriptWatch:
     def _is_replaced(self) -> bool:
         from te_precision_callbacks.session.session import running_session
 
-        is_replaced = running_session() is not self.session or (self.session is not None and not self.session.running)
+        is_replaced = running_session() is not self.session
         if is_replaced:
             self.end()
         return is_replaced
@@ -235,7 +231,7 @@ class ScriptWatch:
             self._others.discard(optimizer)
             self._waiting.setdefault(optimizer, True)
         if self.session is None:
-            self.session = InspectSession.from_options(_check_options(self._options))
+            self.session = InspectSession(**self._options)
             self.session.start(integration="watch", gives_way=True)
             self.session.follow(self)
         self.session.attach(dict(self._models))
@@ -322,13 +318,6 @@ class ScriptWatch:
         )
 
 
-def _check_options(options: Mapping[str, Any]) -> SessionOptions:
-    from te_precision_callbacks.options import SessionOptions
-
-    keywords = dict(options)
-    return SessionOptions.from_keywords(keywords.pop("config", None), **keywords)
-
-
 def _trainable_ids(module: torch.nn.Module) -> set[int]:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return {*map(id, trained), *(id(getattr(parameter, "main_param", None)) for parameter in trained)}
@@ -355,6 +344,8 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
         OptionError: an unknown keyword, or an invalid value.
         ConfigError: the config cannot be used.
     """
+    from te_precision_callbacks.options import SessionOptions
+
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -366,7 +357,7 @@ def read_options(config: str | None, log_dir: str | None, settings: Iterable[str
             raise OptionError(f"--set takes NAME=VALUE with a value in YAML, such as on_finding=stop, not {setting!r}.")
     paths = {"config": config, "log_dir": log_dir}
     options |= {name: str(Path(path).absolute()) for name, path in paths.items() if path is not None}
-    _check_options(options)
+    SessionOptions.from_keywords(**{"config": None, **options})
     return options
 
 

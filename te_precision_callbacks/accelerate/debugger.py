@@ -7,9 +7,8 @@ import itertools
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,55 +51,27 @@ class TrackerSink(LoggerSink):
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log at the script's step, like ``accelerator.log``, with names that each tracker accepts."""
         trackers = self._accelerator.trackers
-        if not trackers:
-            self._warn()
+        if not trackers and self._notices.first("no tracker"):
+            missing = (
+                "call accelerator.init_trackers('my_project') before the loop"
+                if self._accelerator.log_with
+                else "pass log_with='tensorboard' (or another tracker) and project_dir=... to Accelerator, and call"
+                " accelerator.init_trackers('my_project')"
+            )
+            logger.warning(
+                "The accelerator has no running tracker, so statistics go only to the files in log_dir. To send them"
+                " to a tracker, %s.",
+                missing,
+            )
         for tracker in trackers:
             if metrics:
                 tracker.log(names_for_mlflow(metrics) if tracker.name == "mlflow" else metrics, step=step)
-            if histograms:
-                _log_histograms(tracker, histograms, step)
-
-    def _warn(self) -> None:
-        if not self._notices.first("no tracker"):
-            return
-        missing = (
-            "call accelerator.init_trackers('my_project') before the loop"
-            if self._accelerator.log_with
-            else "pass log_with='tensorboard' (or another tracker) and project_dir=... to Accelerator, and call"
-            " accelerator.init_trackers('my_project')"
-        )
-        logger.warning(
-            "The accelerator has no running tracker, so statistics go only to the files in log_dir. To send them to a"
-            " tracker, %s.",
-            missing,
-        )
-
-
-class LoggedNumbers:
-    """Listens to ``accelerator.log`` until :attr:`remove` is called.
-
-    Args:
-        accelerator: the accelerator; its attribute ``log`` is replaced.
-        receive: a method that receives the logged values and the step, by weak reference.
-    """
-
-    def __init__(self, accelerator: Accelerator, receive: Callable[[Mapping[str, Any], int | None], None]) -> None:
-        self._receive = weakref.WeakMethod(receive)
-        self.remove = BeforeCalls(accelerator, "log", self._note).remove
-
-    def _note(self, values: Any, step: Any = None, *rest: Any, **keywords: Any) -> None:
-        receive = self._receive()
-        if receive is not None and isinstance(values, Mapping):
-            receive(values, step if isinstance(step, int) else None)
-
-
-def _log_histograms(tracker: Any, histograms: Mapping[str, Sequence[float]], step: int) -> None:
-    if tracker.name == "tensorboard":
-        for name, counts in histograms.items():
-            add_to_tensorboard(tracker.tracker, name, counts, step)
-        tracker.tracker.flush()
-    elif tracker.name == "wandb":
-        tracker.log({name: wandb_histogram(counts) for name, counts in histograms.items()}, step=step)
+            if histograms and tracker.name == "tensorboard":
+                for name, counts in histograms.items():
+                    add_to_tensorboard(tracker.tracker, name, counts, step)
+                tracker.tracker.flush()
+            elif histograms and tracker.name == "wandb":
+                tracker.log({name: wandb_histogram(counts) for name, counts in histograms.items()}, step=step)
 
 
 STATE_FILE = "te_precision_debugger.json"
@@ -172,7 +143,7 @@ class PrecisionDebugger:
         self._next_iteration: int | None = None
         self._checkpoint: Path | None = None
         self._stopped = False
-        self._logged: LoggedNumbers | None = None
+        self._logged: BeforeCalls | None = None
         self._notices = Notices()
         self._hook_checkpoints()
 
@@ -212,7 +183,7 @@ class PrecisionDebugger:
                 counts_from=1,
                 integration="accelerate",
             )
-            self._logged = LoggedNumbers(self._accelerator, self._session.log)
+            self._logged = BeforeCalls(self._accelerator, "log", self._note_logged)
             self._restore_iteration()
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
@@ -222,7 +193,7 @@ class PrecisionDebugger:
             session.attach(self._model)
             if session.overflow is not None:
                 session.overflow.loss_scaled = scales_loss(self._accelerator)
-            self._session.unconverted = warn_of_unconverted(self._accelerator, self._model)
+            session.unconverted = warn_of_unconverted(self._accelerator, self._model)
         except BaseException as error:
             self.stop(error)
             raise
@@ -247,7 +218,13 @@ class PrecisionDebugger:
         if step is not None:
             step = step_number("step=", step)
         if not self._session.running:
-            self._refuse_step()
+            if not self._stopped or self._options.strict:
+                raise SessionError(
+                    "step(): the debugger is not running. Call start() before the loop, or use"
+                    " 'with PrecisionDebugger(accelerator, model, config) as debugger' around it."
+                )
+            if self._notices.first("stopped"):
+                logger.warning("step(): the debugger was stopped, so nothing more is observed. Training continues.")
             return None
         if self._step_on == "optimizer_step" and not self._accelerator.sync_gradients:
             return None
@@ -275,9 +252,7 @@ class PrecisionDebugger:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.stop(error)
 
     # ------------------------------------------------------------------ checkpoints
@@ -357,6 +332,10 @@ class PrecisionDebugger:
 
     # ------------------------------------------------------------------ inside
 
+    def _note_logged(self, values: Any, step: Any = None, *_: Any, **__: Any) -> None:
+        if isinstance(values, Mapping):
+            self._session.log(values, step if isinstance(step, int) else None)
+
     def _restore_iteration(self) -> None:
         if self._next_iteration is not None:
             self._session.iteration = self._next_iteration
@@ -370,15 +349,6 @@ class PrecisionDebugger:
                 " create the PrecisionDebugger before accelerator.load_state(), use one PrecisionDebugger for all"
                 " blocks, or set start_step=."
             )
-
-    def _refuse_step(self) -> None:
-        if not self._stopped or self._options.strict:
-            raise SessionError(
-                "step(): the debugger is not running. Call start() before the loop, or use"
-                " 'with PrecisionDebugger(accelerator, model, config) as debugger' around it."
-            )
-        if self._notices.first("stopped"):
-            logger.warning("step(): the debugger was stopped, so nothing more is observed. Training continues.")
 
 
 def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
@@ -408,10 +378,6 @@ def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 def _has_stepped(optimizer: Any) -> bool:
     state = getattr(optimizer, "state", None)
-    if not isinstance(state, Mapping):
-        return False
+    entries = state.values() if isinstance(state, Mapping) else ()
     # Most optimizers count steps in their state; some, such as Adagrad, create the state at step 0.
-    for entry in filter(None, state.values()):
-        if not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0:
-            return True
-    return False
+    return any(not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0 for entry in entries if entry)

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedType, transformer_engine
 from torch.nn.modules.conv import _ConvNd
 
+from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.layers.naming import (
     Model,
@@ -78,30 +79,20 @@ def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str
     """
     if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
-    unconverted, text = describe_unconverted(model)
-    if text and accelerator.is_main_process:
-        logger.warning("%s", text)
-    return unconverted
-
-
-def describe_unconverted(model: Model) -> tuple[dict[str, str], str]:
-    """Return the result of :func:`unconverted_layers`, and its description, which is empty without such layers."""
     left_out = _find(model)
     layers = {layer: unconverted.why for layer, unconverted in left_out.items()}
-    if not left_out:
-        return layers, ""
-    layers_run = "layer unconverted, which runs" if len(left_out) == 1 else "layers unconverted, which run"
-    named = [f"{layer}: {why}" for layer, why in layers.items()]
-    more = len(named) - _LAYERS_IN_WARNING
-    if more > 0:
-        all_of_them = f"and {more} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
-        named = [*named[:_LAYERS_IN_WARNING], all_of_them]
-    left = sum(unconverted.elements for unconverted in left_out.values())
-    share = 100 * left / max(1, left + _converted_elements(model))
-    return layers, (
-        f"Accelerate left {len(left_out)} {layers_run} without FP8: {share:.3g} % of the weights that are"
-        f" multiplied. {'; '.join(named)}."
-    )
+    if layers and accelerator.is_main_process:
+        more = "and {} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
+        named = first_of([f"{layer}: {why}" for layer, why in layers.items()], _LAYERS_IN_WARNING, more)
+        left = sum(unconverted.elements for unconverted in left_out.values())
+        logger.warning(
+            "Accelerate left %d %s without FP8: %.3g %% of the weights that are multiplied. %s.",
+            len(layers),
+            "layer unconverted, which runs" if len(layers) == 1 else "layers unconverted, which run",
+            100 * left / max(1, left + _converted_elements(model)),
+            "; ".join(named),
+        )
+    return layers
 
 
 def unconverted_layers(model: Model) -> dict[str, str]:

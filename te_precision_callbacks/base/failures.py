@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from te_precision_callbacks.base.devices import is_lost, lost_message
-from te_precision_callbacks.base.errors import FeatureError, ObservationError, QuantizationError, ReductionError
+from te_precision_callbacks.base.errors import (
+    FeatureError,
+    ObservationError,
+    QuantizationError,
+    RaisedInTraining,
+    ReductionError,
+)
 from te_precision_callbacks.base.ranks.group import INTERFACE
 
 logger = logging.getLogger(__name__)
@@ -53,7 +59,7 @@ class ObservationFailures:
         """Report an exception of the block, as :meth:`report` does, and go on after it. Not for what runs per GEMM."""
         try:
             yield
-        except ObservationError:
+        except RaisedInTraining:
             raise
         except Exception as error:
             self.report(operation, subject, error)

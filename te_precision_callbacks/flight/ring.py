@@ -14,7 +14,7 @@ import torch
 
 from te_precision_callbacks.base.devices import current_stream, follow, raw_stream_of
 from te_precision_callbacks.engine.kernels import largest
-from te_precision_callbacks.engine.kernels.columns import MAGNITUDE, LargestOf
+from te_precision_callbacks.engine.kernels.columns import FIRST, MAGNITUDE, NEVER, LargestOf
 from te_precision_callbacks.flight.rows import BACKWARD, TOKENS, StepRow, TensorSlot
 
 _STEPS_PER_COPY = 8
@@ -103,6 +103,10 @@ class Ring:
             self.order += slots
             bits = numbers.nan_to_num(nan=-1.0, posinf=-1.0).view(torch.int32)
             on.row(len(self.slots))[:, MAGNITUDE].scatter_reduce_(0, places, bits, "amax")
+
+    def is_broken(self) -> bool:
+        """Return whether the step has inf or nan so far. Waits for the devices."""
+        return any(on.is_broken() for on in self.devices.values())
 
     def end_step(self, iteration: int) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
@@ -201,6 +205,11 @@ class _OnDevice:
         self._rows[:, : before.shape[1]] = before
         self._half = half
         self.now = self._rows[half * self._batch + len(self._filled)]
+
+    def is_broken(self) -> bool:
+        for stream in self.streams.values():
+            follow(stream, (self._rows,))
+        return int(self.now[:, FIRST].min()) != NEVER
 
     def end_step(self, step: StepRow) -> None:
         self._filled.append(step)

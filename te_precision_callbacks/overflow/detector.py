@@ -8,7 +8,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -136,7 +135,6 @@ class DebugActivationOverflow:
         self._roots = roots
         self._messages: Messages | None = None
         self._pending: Finding | None = None
-        self._frames_checked_alone = 0  # since the last common check
         self._has_checked = False
         self._foreign_steps = 0
         self._is_closed = False
@@ -229,9 +227,7 @@ class DebugActivationOverflow:
     def __enter__(self) -> DebugActivationOverflow:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
 
     # ------------------------------------------------------------------ before an optimizer's step
@@ -265,12 +261,9 @@ class DebugActivationOverflow:
 
     def _before_forward(self, starts_batch: bool) -> None:
         if len(self._recorder.frames) >= MOST_FRAMES:
-            checked_alone = self._frames_checked_alone + len(self._recorder.frames)
-            finding = self._look_at_training()
+            self._pending = self._look_at_training()
             if not self._is_collective:
-                self._stop_if(finding)
-            self._pending = finding
-            self._frames_checked_alone = checked_alone
+                self._stop_if(self._pending)
         if starts_batch:
             self._next_batch()
 
@@ -317,19 +310,15 @@ class DebugActivationOverflow:
         if not recorder.due and (is_collective or recorder.failure is None):
             return
         finding = self._look_at_training(may_be_skipped=may_be_skipped)
-        recorder.clear()
+        self._end_interval()
         recorder.all_checked = True
-        if is_collective:
-            finding = self._agree(finding)
-        self._stop_if(finding)
+        self._stop_if(self._agree(finding) if is_collective else finding)
         if recorder.batch >= 0:
             self._abort_if_over()
 
     def _look_at_training(self, *, may_be_skipped: bool = True) -> Finding | None:
         """Return an overflow, or else a failure, and forget the frames."""
-        finding = self._pending or self._look(self._recorder.frames, evaluation=False, may_be_skipped=may_be_skipped)
-        self._pending = None
-        self._frames_checked_alone = 0
+        finding = self._pending or self._look(self._recorder.frames, may_be_skipped=may_be_skipped)
         self._recorder.forget_frames()
         return finding
 
@@ -338,13 +327,12 @@ class DebugActivationOverflow:
     ) -> Finding | None:
         """Return the first overflow, or else a failure of detection."""
         finding = None
-        with self._recorder.guarded:
+        with self._recorder.guarded():
             finding = self._reader.first_overflow(
                 frames,
                 evaluation=evaluation,
                 traces=not (evaluation and self._recorder.batch >= 0),
                 may_be_skipped=may_be_skipped,
-                earlier=self._frames_checked_alone,
             )
         failure = self._recorder.failure
         if finding is None and failure is not None:
@@ -408,9 +396,14 @@ class DebugActivationOverflow:
         )
 
     def _reset(self) -> None:
-        self._recorder.clear()
+        self._end_interval()
         self._recorder.failure = None
         self._reader.history.clear()
+
+    def _end_interval(self) -> None:
+        self._recorder.clear()
+        self._pending = None
+        self._reader.count = 0
 
 
 @outside_of_dynamo

@@ -123,21 +123,6 @@ class _Thread(threading.local):
     call: _Call | None = None
 
 
-class _Guard:
-    """Gives failures of a block to a function."""
-
-    def __init__(self, fail: Callable[[Exception], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, STOPS):
-            return False
-        self._fail(error)
-        return True
-
-
 class FrameRecorder:
     """Records the frames of a model, until :meth:`remove`.
 
@@ -148,7 +133,7 @@ class FrameRecorder:
     Attributes:
         frames: the frames of the training since :meth:`forget_frames`.
         due: whether the model has trained since the last check.
-        guarded: keeps a failure in a block for the next check.
+
         failure: a failure of recording. Nothing is recorded until it is set to None.
         is_over: whether nothing is recorded any more.
         batch: the number of the training batch; -1 before the first.
@@ -186,7 +171,6 @@ class FrameRecorder:
         self._tree: ModuleTree | None = None
         self._held: set[int] = set()
         self._has_warned = False
-        self.guarded = _Guard(self._fail)
         self._watch()
 
     # ------------------------------------------------------------------ the hooks of a model
@@ -232,12 +216,13 @@ class FrameRecorder:
         self._handles.clear()
 
     def is_stepped_by(self, optimizer: Any) -> bool:
-        with self.guarded:
+        stepped: set[int] | None = None
+        with self.guarded():
             stepped = set(held_ids(optimizer))
             if self._held.isdisjoint(stepped):  # a wrapper of the model may have replaced its parameters
                 self._held = {id(parameter) for parameter in parameters_of([root for _, root in self._roots])}
-            return not self._held.isdisjoint(stepped)
-        return True  # it has failed, and other ranks may be waiting in their check
+        # Also after a failure, since other ranks may be waiting in their check.
+        return self.failure is not None or stepped is None or not self._held.isdisjoint(stepped)
 
     def clear(self) -> None:
         """End an interval of training, and a call that an interrupt has left open."""
@@ -258,14 +243,21 @@ class FrameRecorder:
     def _rests(self) -> bool:
         return self.is_over or self.failure is not None
 
-    def _fail(self, error: Exception) -> None:
-        if self._rests:
-            return
-        if is_lost(error):  # the next operation of training raises it
-            self.is_over = True
-            logger.warning("%s", lost_message(error, "Activation overflow detection"))
-        else:
-            self.failure = error
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Keep a failure in the block for the next check."""
+        try:
+            yield
+        except STOPS:
+            raise
+        except Exception as error:
+            if self._rests:
+                return
+            if is_lost(error):  # the next operation of training raises it
+                self.is_over = True
+                logger.warning("%s", lost_message(error, "Activation overflow detection"))
+            else:
+                self.failure = error
 
     # ------------------------------------------------------------------ a forward
 
@@ -274,7 +266,7 @@ class FrameRecorder:
     ) -> None:
         if self.is_over:
             return
-        with self.guarded:
+        with self.guarded():
             call = self._thread.call or self._begin(watched, module)
             # The containers of the arguments do not count as nesting.
             tensors = tensors_in({**dict(enumerate(arguments)), **keywords}, "input", -1)
@@ -287,7 +279,7 @@ class FrameRecorder:
         # After an exception torch calls the hook without an output, while it handles the exception.
         failed = output is None and sys.exc_info()[0] is not None
         inputs = call.close(watched)
-        with self.guarded:
+        with self.guarded():
             if inputs is not None and not failed:
                 outputs = self._frames_of(call, "<", watched, tensors_in(output, "output"), inputs)
                 if call.frames is not None:
@@ -359,7 +351,7 @@ class FrameRecorder:
         call = self._thread.call
         if call is None or call.frames is None or self._rests:
             return
-        with self.guarded:
+        with self.guarded():
             extremes = self._extremes(self._record_of(tensor), tensor)
             call.frames.append(Frame("label", "=", NO_MODULE, label, call.batch, extremes))
 
@@ -386,7 +378,7 @@ class FrameRecorder:
     def note_gradient(self, frames: Sequence[Frame], gradient: torch.Tensor | None) -> None:
         if gradient is None or self._rests:  # None: of an autograd Function, such as DDP's for unused outputs
             return
-        with self.guarded:
+        with self.guarded():
             extremes = self._extremes(self._record_of(gradient), gradient)
             for frame in frames:  # _replace() would be slow
                 self.frames.append(Frame("gradient", frame.sign, frame.module, frame.role, frame.batch, extremes))

@@ -57,24 +57,26 @@ class FrameReader:
         loss_scaled: whether gradients may be inf or nan, since the loss is scaled.
         step: returns the name of the step, for messages.
         history: the last frames.
+        count: the number of frames since the last common check of the ranks.
     """
 
     def __init__(self, options: DetectorOptions) -> None:
         self.loss_scaled = False
         self.step: Callable[[], str] = str
+        self.count = 0
         self.history: deque[Frame] = deque(maxlen=options.max_frames)
         self._options = options
         self._last_title = ""
 
     def first_overflow(
-        self, frames: Sequence[Frame], *, evaluation: bool, traces: bool, may_be_skipped: bool, earlier: int
+        self, frames: Sequence[Frame], *, evaluation: bool, traces: bool, may_be_skipped: bool
     ) -> Finding | None:
         """Return the first overflow; log traced frames, and keep frames for later reports.
 
         Args:
             traces: whether ``trace_batches`` refers to their batches.
             may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
-            earlier: the number of earlier frames since the last common check of the ranks.
+
         """
         read(frame.extremes for frame in frames)
         traced = self._options.trace_batches if traces else ()
@@ -85,6 +87,8 @@ class FrameReader:
             scale = largest_loss_scale()
             if scale is not None and scale > 1:  # the scaler reduces the scale, and skips the step
                 index = self._first_bad(frames, traced, gradients=False)
+        earlier = self.count
+        self.count += len(frames)
         if index is None:
             self.history.extend(frames)
             return None

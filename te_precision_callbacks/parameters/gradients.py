@@ -234,6 +234,10 @@ class GradientSizes:
             gradients = [*itertools.compress(gradients, are_new)]
         self._stepped += [(order, *part) for part in clipped + _largest(names, gradients)]
 
+    def is_broken(self) -> bool:
+        """Return whether gradients of the step are not finite. Waits for the devices."""
+        return any(not bool((largest < math.inf).all()) for _, _, largest in self._stepped)
+
     def end_step(self, iteration: int, weights: Sequence[Parameter], *, at_last: bool = False) -> list[Problem]:
         """Return the gradients that were not finite, at the first place with any; if all were, the stepped ``weights``
         that are not.

@@ -24,7 +24,7 @@ from te_precision_callbacks.runs.run_files import (
     untrace_sigterm,
 )
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
-from te_precision_callbacks.sinks.writer_thread import Wait, WriterThread
+from te_precision_callbacks.sinks.writer_thread import WriterThread
 
 MAX_QUEUED = 1 << 24
 """Maximum number of values in the queue, about 300 MB; further steps are dropped."""
@@ -134,9 +134,6 @@ class RecordSink(EventSink):
     def scalars(self, scalars: Scalars) -> None:
         if self.writes_reduced:
             self._put(scalars)
-
-    def flush_soon(self) -> Wait:
-        return self.thread.flush_soon()
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; after an interruption, a second call continues to wait."""

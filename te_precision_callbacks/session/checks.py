@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -26,9 +26,9 @@ from te_precision_callbacks.coverage.contract_keeper import (
     shared_products,
 )
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
-from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, read_on_finding
+from te_precision_callbacks.diagnosis.engine import OnFinding, PrecisionFindingError, read_on_finding
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
-from te_precision_callbacks.diagnosis.finding import Finding
+from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rules.parameter_problems import ParameterProblems
 from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
@@ -38,7 +38,7 @@ from te_precision_callbacks.flight.steps import LastSteps, Origin
 from te_precision_callbacks.flight.updates import UpdateSizes
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.layers.naming import Model, named_roots
-from te_precision_callbacks.overflow import DebugActivationOverflow
+from te_precision_callbacks.overflow import ActivationOverflowError, DebugActivationOverflow
 from te_precision_callbacks.parameters.parameter import Parameter, Problem
 from te_precision_callbacks.parameters.replicas import Replicas
 from te_precision_callbacks.parameters.watch import ParameterWatch
@@ -77,11 +77,12 @@ class RuleChecks:
         self._diagnosis = context.results.diagnosis
         self._splitter = Splitter(context.results.series.__getitem__)
         self._on_finding = read_on_finding(context.options.on_finding)
+        self.stops_for_nonfinite = _stops_for_nonfinite(context.options.on_finding)
         self._stopping: list[Finding] = []
 
     def facts(self, facts: FactTables, iteration: int) -> None:
-        known = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
-        self._react(self._diagnosis.set_facts(known, iteration), iteration)
+        checked = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
+        self._react(self._diagnosis.set_facts(checked, iteration), iteration)
 
     def scalars(self, scalars: Scalars) -> None:
         """Check the trainer's scalars; findings of other ranks than 0 name the rank."""
@@ -102,15 +103,17 @@ class RuleChecks:
         rank = own_rank() if world_size() > 1 and all(records.own) else None
         numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled, rank)
         self._react(self._diagnosis.step(numbers), records.iteration)
-        counts = self._diagnosis.problems
-        if counts:
-            return replace(records, findings=counts)
-        return records
+        return replace(records, findings=self._diagnosis.problems)
 
-    def stop_if_wanted(self) -> None:
-        """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding."""
+    def stop_if_wanted(self, *, at_once: bool = False) -> None:
+        """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding.
+
+        Args:
+            at_once: send a message for it, instead of a request with the next values.
+        """
         ranks = self._context.ranks
-        if ranks.request_stop(own=bool(self._stopping)):
+        own = bool(self._stopping)
+        if ranks.any("findings that stop", "stopping the run", own=own) if at_once else ranks.request_stop(own=own):
             alone = [finding for finding in self._stopping if finding.ranks][:1]
             first = sorted(ranks.pool(alone, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
@@ -128,15 +131,14 @@ class RuleChecks:
         findings = self._stopping
         self._stopping = []
         text = "; ".join(map(str, findings)) or "found on another rank, see the error of that rank"
-        by_length = sorted(findings, key=lambda finding: len(finding.remedy))
-        longest = {finding.title: finding for finding in by_length}
-        advising = [longest[title] for title in dict.fromkeys(finding.title for finding in findings)]
-        remedies = "".join(
-            f" For {finding.rule}: {finding.remedy}." if len(advising) > 1 else f" {finding.remedy}."
-            for finding in advising
-        )
-        message = f"A finding stops the training (on_finding=): {text}.{remedies}"
-        raise PrecisionFindingError(message, findings)
+        remedies: dict[str, str] = {}
+        for finding in findings:
+            remedy = f" For {finding.rule}: {finding.remedy}."
+            remedies[finding.title] = max(remedies.get(finding.title, ""), remedy, key=len)
+        advice = "".join(remedies.values())
+        if len(remedies) == 1:
+            advice = f" {advice.partition(': ')[2]}"
+        raise PrecisionFindingError(f"A finding stops the training (on_finding=): {text}.{advice}", findings)
 
     def _react(self, findings: Sequence[Finding], iteration: int) -> None:
         for finding in findings:
@@ -173,6 +175,16 @@ class RuleChecks:
             return False
 
 
+def _stops_for_nonfinite(on_finding: OnFinding) -> bool:
+    """Return whether ``on_finding=`` stops for the rule ``nonfinite``, without a function that decides it later."""
+    if isinstance(on_finding, Mapping):
+        return on_finding.get("nonfinite") == "stop"
+    if callable(on_finding):
+        return False
+    word, _, names = on_finding.replace(" ", "").partition(":")
+    return word == "stop" and (not names or not {"nonfinite", *SEVERITIES}.isdisjoint(names.split(",")))
+
+
 class ContractCheck:
     """Checks the precision contract, and shares the products of the first steps with the other ranks.
 
@@ -180,13 +192,12 @@ class ContractCheck:
     """
 
     def __init__(self, context: RunContext) -> None:
-        options = context.options
         self._context = context
         self._results = context.results
         self._ranks = context.ranks
         self._events = context.events
-        self._contract = options.require
-        self.keeper = None if options.require is None else ContractKeeper(options.require)
+        self._contract = context.options.require
+        self.keeper = None if self._contract is None else ContractKeeper(self._contract)
         self._shares_left = 0
 
     def attach(self, model: ObservedModel) -> None:
@@ -226,9 +237,7 @@ class ContractCheck:
             is_over = is_over or not self._ranks.are_connected  # disconnected ranks cannot share products
             self._shares_left = 0 if is_over else self._shares_left - 1
         if keeper is not None:
-            changes = self._changes
-            check = functools.partial(keeper.end_step, results.coverage_at, changes, iteration, self._ranks)
-            self._record(check, iteration)
+            self._record(keeper, functools.partial(keeper.end_step, results.coverage_at, self._changes), iteration)
 
     def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> None:
         """Check the contract at the end of the run, as :meth:`end_step`, if it was not checked before.
@@ -242,28 +251,27 @@ class ContractCheck:
         if keeper is not None:
             has_run = has_step and iteration in results.iterations
             coverage = results.coverage_with_other_ranks(iteration) if has_run else NOTHING
-            arguments = results.coverage_at, coverage, self._changes, iteration, self._ranks
-            check = functools.partial(keeper.end_run, *arguments, why_not=why_not, raises=raises)
-            self._record(check, iteration)
+            check = functools.partial(keeper.end_run, results.coverage_at, coverage, self._changes)
+            self._record(keeper, functools.partial(check, why_not=why_not, raises=raises), iteration)
             if steps := keeper.unchecked_steps:
                 self._context.note_unobserved(
                     f"the contract (require=) was not checked in step {some_of(map(str, steps))}: a forward with other"
                     " operations ran only once, so its products are estimates"
                 )
 
-    def _record(self, check: Callable[[], str | None], iteration: int) -> None:
+    def _record(self, keeper: ContractKeeper, check: Callable[..., str | None], iteration: int) -> None:
+        broken: str | None = None
         try:
-            broken = check()
+            broken = check(iteration=iteration, ranks=self._ranks)
         except PrecisionContractError as error:
-            self._put(str(error), iteration, "warning")
+            broken = str(error)
             raise
-        if broken is not None:
-            self._put(broken or "The run meets its precision contract.", iteration, "warning" if broken else "info")
-
-    def _put(self, text: str, iteration: int, severity: Severity) -> None:
-        is_checked = self.keeper is None or text != self.keeper.unchecked
-        data = {"checked": is_checked}
-        self._events.append(Event("contract_checked", text, iteration, severity, phase="step", data=data))
+        finally:
+            if broken is not None:
+                text = broken or "The run meets its precision contract."
+                data = {"checked": text != keeper.unchecked}
+                severity: Severity = "warning" if broken else "info"
+                self._events.append(Event("contract_checked", text, iteration, severity, phase="step", data=data))
 
 
 class ParameterChecks:
@@ -396,12 +404,12 @@ class EveryStepCheck:
             self._failures.report("reading what was watched in", f"iteration {iteration}", error)
         if waits or self.is_requested:
             self.read()
-        if self.is_requested:
             self.record_requested(iteration)
 
     def record_requested(self, iteration: int) -> None:
-        self.is_requested = False
-        self.record("SIGUSR1 was received", iteration, kept=LEFT_FOR_PROBLEMS + 1)
+        if self.is_requested:
+            self.is_requested = False
+            self.record("SIGUSR1 was received", iteration, kept=LEFT_FOR_PROBLEMS + 1)
 
     def read(self) -> None:
         """Read all steps so far from the devices, and wait for them."""
@@ -500,6 +508,7 @@ class OverflowCheck:
         self.detector: DebugActivationOverflow | None = None
         self._context = context
         self._model: Model = ()
+        self._noted: ActivationOverflowError | None = None
 
     def attach(self, model: Model) -> None:
         context = self._context
@@ -516,3 +525,21 @@ class OverflowCheck:
         self._model = model
         if former is not None:
             self.detector.loss_scaled = former.loss_scaled
+
+    def check(self) -> None:
+        if self.detector is not None:
+            try:
+                self.detector.check()
+            except ActivationOverflowError as error:
+                self.note(error)
+                raise
+
+    def note(self, error: BaseException) -> None:
+        """Add an event for an activation overflow that stopped the training, once."""
+        if isinstance(error, ActivationOverflowError) and error is not self._noted:
+            self._noted = error
+            data = {"class": error.class_name, "role": error.role, "batch": error.batch, "rank": error.rank}
+            phase = "backward" if error.role.startswith("grad") else "forward"
+            self._context.events.append(
+                Event("nonfinite", str(error), self._context.iteration, "error", phase, error.path, data=data)
+            )

@@ -165,7 +165,7 @@ class TrainerScalars:
         self.has_loss = False
         self.losses: deque[Loss] = deque(maxlen=_MOST_LOSSES)
         self._context = context
-        self._kept: list[tuple[int, int, str, Any]] = []
+        self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # by iteration and logging step
         self._kept_since = 0.0
 
     def add(self, iteration: int, logging_step: int, values: Mapping[str, Any]) -> None:
@@ -174,8 +174,8 @@ class TrainerScalars:
         for name, value in values.items():
             if is_scalar(value):
                 self.has_loss |= is_training_loss(str(name))
-                kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
-                self._kept.append((iteration, logging_step, str(name), kept))
+                of_step = self._kept.setdefault((iteration, logging_step), {})
+                of_step[str(name)] = value.detach().clone() if isinstance(value, torch.Tensor) else value
             elif self._context.notices.first(f"scalar {name}"):
                 shape = getattr(value, "shape", None)
                 what = repr(value) if shape is None else f"a tensor of shape {tuple(shape)}"
@@ -204,19 +204,18 @@ class TrainerScalars:
             at_once: return them now.
         """
         kept = self._kept
-        on_gpu = any(not is_on_host(value) for *_, value in kept)
-        waits = on_gpu and len(kept) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
-        if not kept or (waits and not at_once):
+        values = [value for of_step in kept.values() for value in of_step.values()]
+        is_early = len(values) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
+        if is_early and not at_once and not all(map(is_on_host, values)):
             return []
-        self._kept = []
-        try:
-            numbers = to_floats([value for *_, value in kept])
-        except Exception as error:
-            self._context.failures.report("reading", "the trainer metrics", error)
-            return []
-        by_step: dict[tuple[int, int], dict[str, float]] = {}
-        for (iteration, logging_step, name, _), number in zip(kept, numbers, strict=True):
-            by_step.setdefault((iteration, logging_step), {})[name] = number
-            if not self._context.ranks.leads and is_training_loss(name):
-                self.losses.append(Loss(own_rank(), iteration, logging_step, name, repr(number)))
-        return [Scalars(iteration, logging_step, values) for (iteration, logging_step), values in by_step.items()]
+        self._kept = {}
+        scalars = []
+        with self._context.failures.guard("reading", "the trainer metrics"):
+            numbers = iter(to_floats(values))
+            for (iteration, logging_step), of_step in kept.items():
+                read = {name: next(numbers) for name in of_step}
+                scalars.append(Scalars(iteration, logging_step, read))
+                for name, number in () if self._context.ranks.leads else read.items():
+                    if is_training_loss(name):
+                        self.losses.append(Loss(own_rank(), iteration, logging_step, name, repr(number)))
+        return scalars

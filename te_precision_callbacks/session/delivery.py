@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,13 +15,12 @@ from te_precision_callbacks.base.ranks.meeting import next_keys, shared_store
 from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log, record_limit
-from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs.run_files import FOLDER, Place
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
-from te_precision_callbacks.sinks.writer_thread import Wait
+from te_precision_callbacks.sinks.writer_thread import WriterThread
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +95,6 @@ def _send(sink: EventSink, item: Event | Scalars) -> None:
         sink.scalars(item)
 
 
-def nonfinite_event(error: BaseException, iteration: int) -> Iterator[Event]:
-    """Yield an event for an activation overflow that stopped the training; nothing for other errors."""
-    if isinstance(error, ActivationOverflowError):
-        data = {"class": error.class_name, "role": error.role, "batch": error.batch, "rank": error.rank}
-        phase = "backward" if error.role.startswith("grad") else "forward"
-        yield Event("nonfinite", str(error), iteration, "error", phase=phase, layer=error.path, data=data)
-
-
 def dump_events(written: Iterable[Header]) -> Iterator[Event]:
     for header in written:
         text = f"{header.layer} {header.tensor}, micro-batch {header.micro_batch}"
@@ -115,7 +106,7 @@ class RunFiles:
 
     Attributes:
         log, records: None if switched off.
-        page: path of the report page, or the command that writes it; empty without records.
+        page: the command that writes the report page; empty without records.
     """
 
     def __init__(self, context: RunContext, given_names: Mapping[str, str]) -> None:
@@ -127,7 +118,6 @@ class RunFiles:
         self._context = context
         self._ranks = context.ranks
         self._log_dir = log_dir
-        self._has_begun = False
         self.log = None if choice.ranks == "off" else StatisticsLog(given_names=given_names, limit=choice.limit)
         self.records = RecordSink(log_dir, limit) if limit else None
         self.page = ""
@@ -154,9 +144,6 @@ class RunFiles:
 
     def begin(self) -> None:
         """Agree with all ranks on the folder of the records; on failure, the run is not recorded."""
-        if self._has_begun:
-            return
-        self._has_begun = True
         ranks = self._ranks
         group = self._context.options.process_group
         with_rank_0 = ranks.several and (group is None or 0 in torch.distributed.get_process_group_ranks(group))
@@ -175,34 +162,23 @@ class RunFiles:
             if self.records is not None and agreed:
                 self.records.place = agreed[0]
 
-    def catch_up(self) -> None:
-        for file in (self.log, self.records):
-            if file is not None and file.thread is not None:
-                file.thread.catch_up()
-
-    def flush_soon(self) -> list[Wait]:
-        return [file.flush_soon() for file in (self.log, self.records) if file is not None]
-
     @property
-    def _run_id(self) -> str:
-        records = self.records
-        if records is None or records.place is None or not records.has_content:
-            return ""
-        run_id = records.place.run_id
-        if (self._log_dir / FOLDER / run_id).is_dir():
-            return run_id
-        return ""
+    def threads(self) -> list[WriterThread[Any]]:
+        """The threads that write the files, with the log of events of nvidia-dlfw-inspect."""
+        files = self.log, self.records, self._context.inspector.events
+        return [file.thread for file in files if file is not None and file.thread is not None]
 
     @property
     def run_folder(self) -> Path:
         """The folder of the run, which its commands name; without records, the log folder."""
-        run_id = self._run_id
-        if run_id:
-            return self._log_dir / FOLDER / run_id
+        if self.records is not None and self.records.has_content and self.place is not None:
+            folder = self._log_dir / FOLDER / self.place.run_id
+            if folder.is_dir():
+                return folder
         return self._log_dir
 
     def log_command(self) -> None:
         """Log the command that writes the report page, if the run has records."""
-        if self._run_id:
+        if self.run_folder != self._log_dir:
             self.page = shell_command("te-precision", "report", str(self.run_folder))
             logger.info("%s makes one page of this run.", self.page)

@@ -8,17 +8,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from te_precision_callbacks.base.errors import SessionError, error_text, is_failure
 from te_precision_callbacks.base.terminal import shell_command, visible
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
+from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.other_steps import format_other_steps
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
@@ -27,8 +26,6 @@ from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.delivery import RunFiles
 
 logger = logging.getLogger(__name__)
-
-_Handler = Callable[[int, FrameType | None], Any]
 
 
 class ProcessEnded(SessionError):
@@ -55,35 +52,22 @@ def stop_at_exit(stop: Callable[[BaseException | None], None]) -> Finalize:
     return Finalize(None, end, exitpriority=100)
 
 
-class OnRequest:
-    """Calls a function on SIGUSR1, unless the script or its trainer handles this signal. Only in the main thread.
+def call_on_request(call: Callable[[int, FrameType | None], None]) -> None:
+    """Call a function on SIGUSR1, unless the script or its trainer handles this signal. Only in the main thread.
 
-    ``is_in_step``: whether a step is being ended, for the function.
+    Trainers have set their handlers before their first step.
     """
+    if not _is_main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, call)
+    else:
+        logger.info("SIGUSR1 has another handler, so it does not record the last steps.")
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.is_in_step = False
-        self._call = call
-        self._process = os.getpid()
-        self._has_begun = False
 
-    def begin(self) -> None:
-        """Handle the signal from now on. Trainers have set their handlers before their first step."""
-        if self._has_begun or not _is_main_thread():
-            return
-        self._has_begun = True
-        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, self._handle)
-        else:
-            logger.info("SIGUSR1 has another handler, so it does not record the last steps.")
-
-    def end(self) -> None:
-        if _is_main_thread() and signal.getsignal(signal.SIGUSR1) == self._handle:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._process:
-            self._call()
+def forget_request(call: Callable[[int, FrameType | None], None]) -> None:
+    if _is_main_thread() and signal.getsignal(signal.SIGUSR1) == call:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def end_of_process() -> BaseException | None:
@@ -110,42 +94,34 @@ def _end_by_sigint() -> None:
         exec("raise KeyboardInterrupt")
 
 
-class Uninterrupted:
-    """Context manager that defers Ctrl-C, and a script's handler of SIGTERM, to its end; a second Ctrl-C interrupts it.
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Defer Ctrl-C, and a script's handler of SIGTERM, to the end of the block; a second Ctrl-C interrupts it.
 
     Does nothing outside the main thread.
     """
+    handlers: dict[int, Any] = {}
+    came: set[int] = set()
 
-    def __init__(self) -> None:
-        self._handlers: dict[int, _Handler] = {}
-        self._came: set[int] = set()
-
-    def __enter__(self) -> None:
-        if _is_main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._take)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore(signal.SIGTERM)
-        self._restore(signal.SIGINT)  # last: Ctrl-C may come again at once
-
-    def _restore(self, number: int) -> None:
-        if handler := self._handlers.get(number):
-            signal.signal(number, handler)
-            if number in self._came:
-                handler(number, None)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in self._came:
-            self._came.remove(number)
-            self._handlers[number](number, frame)
+    def take(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in came:
+            came.remove(number)
+            handlers[number](number, frame)
         else:
-            self._came.add(number)
+            came.add(number)
+
+    for deferred in (signal.SIGTERM, signal.SIGINT) if _is_main_thread() else ():
+        if callable(handler := signal.getsignal(deferred)):
+            handlers[deferred] = handler
+            signal.signal(deferred, take)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():  # Ctrl-C last: it may come again at once
+            signal.signal(number, handler)
+        for number in handlers:
+            if number in came:
+                handlers[number](number, None)
 
 
 def _is_main_thread() -> bool:
@@ -162,8 +138,7 @@ class ClosingReport:
         self._context = context
         self._results = context.results
         self._files = files
-        self._coverage = NOTHING
-        self._other_steps: list[str] = []
+        self._ran: list[str] = []
 
     def check_whole_run(self) -> None:
         """Check a resumed run including its earlier starts, as ``te-precision diagnose`` does."""
@@ -176,30 +151,28 @@ class ClosingReport:
 
     def log_coverage(self) -> None:
         results = self._results
-        self._coverage = results.coverage_with_other_ranks(None)
-        if self._coverage:
-            self._other_steps = format_other_steps(results.other_steps())
-            if not self._other_steps and not results.table.history.has_changed:
+        coverage = results.coverage_with_other_ranks(None)
+        if coverage:
+            other_steps = format_other_steps(results.other_steps())
+            if not other_steps and not results.table.history.has_changed:
                 # The steps differ in sizes alone, as with a smaller last batch, so the line holds for all of them.
-                self._coverage = Coverage(self._coverage, state=self._coverage.state)
-            for text in (str(self._coverage), *self._other_steps):
+                coverage = Coverage(coverage, state=coverage.state)
+            self._ran = [str(coverage), *other_steps]
+            for text in self._ran:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
 
     def print_verdict(self, error: BaseException | None) -> None:
         if self._context.options.quiet or os.environ.get("TE_PRECISION_QUIET", "") not in ("", "0"):
             return
-        has_folder = self._context.failures.lost_folder is None and self._results.log_dir.is_dir()
-        lines = closing_lines(
-            self._results.findings,
-            self._coverage,
-            str(self._results.log_dir) if has_folder else "",
-            self._files.page,
-            diagnose=shell_command("te-precision", "diagnose", str(self._files.run_folder)) if has_folder else "",
-            lost_folder=self._context.failures.lost_folder,
-            other_steps=self._other_steps,
-            ended_by="" if error is None else summarize_error(error),
-        )
+        logs = diagnose = ""
+        if (lost := self._context.failures.lost_folder) is not None:
+            logs = f"none, because {lost} cannot be written to"
+        elif self._results.log_dir.is_dir():
+            logs = str(self._results.log_dir)
+            diagnose = shell_command("te-precision", "diagnose", str(self._files.run_folder))
+        ended_by = "" if error is None else summarize_error(error)
+        lines = closing_lines(self._results.findings, self._ran, logs, self._files.page, diagnose, ended_by)
         sys.stderr.write("\n".join((*lines, "")))
 
 
@@ -215,33 +188,23 @@ def summarize_error(error: BaseException) -> str:
 
 
 def closing_lines(
-    verdict: Verdict,
-    coverage: Coverage,
-    log_dir: str,
-    page: str,
-    *,
-    diagnose: str,
-    lost_folder: Path | None = None,
-    other_steps: Sequence[str] = (),
-    ended_by: str = "",
+    verdict: Verdict, ran: Sequence[str], logs: str, page: str, diagnose: str, ended_by: str = ""
 ) -> Sequence[str]:
-    """Return verdict, findings, coverage and paths of a run: at most :data:`MOST_LINES` lines, and ``other_steps``.
+    """Return verdict, findings, coverage and paths of a run: at most :data:`MOST_LINES` lines, and more for ``ran``.
 
     Args:
+        ran: the coverage of the last step, and lines about steps that ran in another precision.
+        logs: the log folder, or why there is none.
+        page: the command that writes the report page; empty without records.
         diagnose: the command that prints the findings.
-        lost_folder: a log folder that was not writable.
-        page: path of the report page, or the command that writes it; empty without records.
-        other_steps: lines about steps that ran in another precision than the last step.
         ended_by: the error that ended the run, shown first.
     """
     remedy = diagnose if page and verdict.wrong else ""
-    places = {
-        "what to do": remedy,
-        "logs": f"none, because {lost_folder} cannot be written to" if lost_folder else log_dir,
-        "make a page" if page.startswith("te-precision report ") else "page": page,
-    }
-    ran = [f"  {line}." for line in (coverage, *other_steps)] if coverage else []
-    last = [f"  {what}: {where}" for what, where in places.items() if where]
+    last = [
+        f"  {what}: {where}"
+        for what, where in {"what to do": remedy, "logs": logs, "make a page": page}.items()
+        if where
+    ]
     repeated = f"ended by {ended_by}".rstrip(":. ")
     findings = [finding for finding in verdict.findings if not finding.seen.endswith(repeated)]
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []
@@ -252,4 +215,4 @@ def closing_lines(
     lines += [f"  {finding.severity}: {finding}" for finding in shown]
     if len(shown) < len(findings):
         lines.append(f"  and {len(findings) - len(shown)} more{'' if remedy or not diagnose else f': {diagnose}'}")
-    return list(map(visible, (*lines, *ran, *last)))
+    return list(map(visible, (*lines, *(f"  {line}." for line in ran), *last)))

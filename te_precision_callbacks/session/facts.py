@@ -263,11 +263,8 @@ class RunFacts:
             for namespace, features in info.features.items():
                 for feature, options in features.items():
                     own = [sections[name] for name in info.sections if name in sections]
-                    section, file, line = _place(own, namespace, feature)
                     yield {
-                        "section": section,
-                        "file": file,
-                        "line": line,
+                        **_place(own, namespace, feature),
                         "feature": feature,
                         "layer": info.name,
                         "options": json.dumps(dict(options), default=str),
@@ -283,21 +280,15 @@ def _script() -> str:
     return os.path.abspath(started)
 
 
-def _place(sections: Sequence[Section], namespace: str, feature: str) -> tuple[str, str, int | None]:
+def _place(sections: Sequence[Section], namespace: str, feature: str) -> Row:
     """Return section, file and line of a layer's feature, matched case-insensitively; no line for a mapping."""
-    for section in sections:
-        for key in section.features.get(namespace, ()):
-            if key.lower() == feature.lower():
-                return _place_of_key(section, namespace, key)
-    if sections:
-        return _place_of_key(sections[0], namespace, feature)
-    return "", "", None
-
-
-def _place_of_key(section: Section, namespace: str, key: str) -> tuple[str, str, int | None]:
-    marks = section.places.marks
-    mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
-    return section.name, section.places.name, None if mark is None else mark.line
+    keys = [(section, key) for section in sections for key in section.features.get(namespace, ())]
+    exact = [place for place in keys if place[1].lower() == feature.lower()]
+    for section, key in [*exact, *((section, feature) for section in sections)][:1]:
+        marks = section.places.marks
+        mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
+        return {"section": section.name, "file": section.places.name, "line": None if mark is None else mark.line}
+    return {"section": "", "file": "", "line": None}
 
 
 def _plain(value: object) -> object:

@@ -209,6 +209,7 @@ class ObservedModel:
         self._unobserved: dict[str, str] = {}
         self._uncounted: dict[str, str] = {}
         self._added: dict[str, str] = {}
+        self._plan_of: dict[str, LayerPlan] = {}
         self._ordered = 0  # layers with a place in the order of forwards, or of backwards
 
     # ------------------------------------------------------------------ attach
@@ -270,24 +271,8 @@ class ObservedModel:
         inspector = self._inspector
         plan = planned.plan
         modules = self.layers.modules
-        by_layer = {entry.layer.name: entry for entry in plan.layers}
-        infos = []
-        forward, backward = self._results.table.order
-        for layer in self.layers.own:
-            entry = by_layer.get(layer.name, LayerPlan(layer, (), {}))
-            info = LayerInfo(
-                name=layer.name,
-                module_class=layer.types[0],
-                sections=entry.sections,
-                features=entry.features,
-                scope=layer.scope,
-                given=self.layers.given.get(layer.name, ""),
-                refused=self._why_unobserved(layer.name),
-                exec_fwd=forward.get(layer.name),
-                exec_bwd=backward.get(layer.name),
-            )
-            infos.append(info)
-        self._results.layers = tuple(infos)
+        self._plan_of = {entry.layer.name: entry for entry in plan.layers}
+        self._describe_layers()
         inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
         self._engine.placements = placements(modules, self._options.process_group)
         for module in modules:
@@ -374,14 +359,29 @@ class ObservedModel:
             logger.warning("%s. %s", text, remedy)
 
     def note_order(self) -> None:
-        forward, backward = self._results.table.order
-        known = len(forward) + len(backward)
+        known = sum(map(len, self._results.table.order))
         if known != self._ordered:
             self._ordered = known
-            self._results.layers = tuple(
-                replace(info, exec_fwd=forward.get(info.name), exec_bwd=backward.get(info.name))
-                for info in self._results.layers
+            self._describe_layers()
+
+    def _describe_layers(self) -> None:
+        forward, backward = self._results.table.order
+        infos = []
+        for layer in self.layers.own:
+            planned = self._plan_of.get(layer.name, LayerPlan(layer, (), {}))
+            info = LayerInfo(
+                name=layer.name,
+                module_class=layer.types[0],
+                sections=planned.sections,
+                features=planned.features,
+                scope=layer.scope,
+                given=self.layers.given.get(layer.name, ""),
+                refused=self._refused.why(layer.name) or self._unobserved.get(layer.name, ""),
+                exec_fwd=forward.get(layer.name),
+                exec_bwd=backward.get(layer.name),
             )
+            infos.append(info)
+        self._results.layers = tuple(infos)
 
     def note_unobserved(self) -> None:
         """Note the layers that ran only in forwards that are not observed, with the reasons.
@@ -411,14 +411,7 @@ class ObservedModel:
             self._results.coverage.put_unobserved(uncounted)
         if unobserved != self._unobserved:
             self._unobserved = unobserved
-            self._describe_unobserved()
-
-    def _why_unobserved(self, layer: str) -> str:
-        return self._refused.why(layer) or self._unobserved.get(layer, "")
-
-    def _describe_unobserved(self) -> None:
-        layers = self._results.layers
-        self._results.layers = tuple(replace(info, refused=self._why_unobserved(info.name)) for info in layers)
+            self._describe_layers()
 
     @property
     def all_names(self) -> list[str]:
@@ -477,4 +470,4 @@ class ObservedModel:
 
     def warn_of_refused(self) -> None:
         if self._refused.warn(self._inspector.log):
-            self._describe_unobserved()
+            self._describe_layers()

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import ResumeAuditError
-from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.scalars import is_scalar, to_floats
 from te_precision_callbacks.config.differences import config_hash
@@ -90,7 +89,7 @@ class ResumeAudit:
         self._config = ""
         self._saved: Fingerprint | None = None
         self._restored: Fingerprint | None = None
-        self._handles: list[Any] = []
+        self._handle: RemovableHandle | None = None
 
     # ------------------------------------------------------------------ saving
 
@@ -183,66 +182,46 @@ class ResumeAudit:
             if self._records is not None:
                 with self._failures.guard("looking for", f"the records of the run {self._saved.run}"):
                     self._records.continue_run(self._saved.run)
-            self._handles = [
-                register_module_forward_pre_hook(outside_of_dynamo(self._before_forward)),
-                register_optimizer_step_pre_hook(outside_of_dynamo(self._before_optimizer_step)),
-            ]
-
-    def end_step(self) -> None:
-        """Compare and report at the end of a step, if no hook of a torch optimizer did."""
-        self._compare()
-        if self._handles and not self._saved:
-            self._forget()
+            self._handle = register_module_forward_pre_hook(outside_of_dynamo(self._before_forward))
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         model = self._model
         if model is None or not model.holds(module, *module._modules.values()):
             return
-        self._handles.pop(0).remove()
-        try:
+        saved = self._saved
+        self._forget()
+        with self._failures.guard("auditing", "the resume"):
             self._restored = self._with_layers(0)
-        except Exception as error:
-            self._forget()
-            self._failures.report("auditing", "the resume", error)
+            self._saved = saved
 
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> Any:
-        if self._saved and self._restored is None:
-            return after_closure(args, keywords, self._compare)
-        self._compare()
-        return None
-
-    def _compare(self) -> None:
+    def compare_restored(self) -> None:
+        """Compare and report, once: before the first step of an optimizer, or else at the end of the first step."""
         saved = self._saved
         restored = self._restored
         if saved is None or restored is None:
             return
-        self._saved = None
-        self._restored = None  # torch runs the hooks now; they are removed at the end of the step
-        try:
-            now = with_recipes(restored, self._modules(), self._results.table.trained_in_fp8)
-            report = compare(saved, now)
-        except Exception as error:
-            self._failures.report("auditing", "the resume", error)
-            return
-        self._results.resume = report
-        severity: Severity = "warning" if report.findings else "info"
-        data = {"without_scales": list(report.without_scales)}
-        event = Event("resume_audited", str(report), self._context.iteration, severity, phase="checkpoint", data=data)
-        self._context.events.append(event)
-        if not report.findings:
-            logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
-            return
-        if self._context.options.strict:
-            raise ResumeAuditError(f"{report}\n{_REMEDY}")
-        own = for_log(report)
-        if own.findings:
-            logger.warning("%s\n%s", own, _REMEDY)
+        self._forget()
+        with self._failures.guard("auditing", "the resume"):
+            report = compare(saved, with_recipes(restored, self._modules(), self._results.table.trained_in_fp8))
+            self._results.resume = report
+            severity: Severity = "warning" if report.findings else "info"
+            data = {"without_scales": list(report.without_scales)}
+            iteration = self._context.iteration
+            event = Event("resume_audited", str(report), iteration, severity, phase="checkpoint", data=data)
+            self._context.events.append(event)
+            if not report.findings:
+                logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
+            elif self._context.options.strict:
+                raise ResumeAuditError(f"{report}\n{_REMEDY}")
+            elif (own := for_log(report)).findings:
+                logger.warning("%s\n%s", own, _REMEDY)
 
     def _forget(self) -> None:
         self._saved = None
         self._restored = None
-        while self._handles:
-            self._handles.pop().remove()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
 
 class ScaleRestoreCheck:
@@ -273,8 +252,9 @@ class ScaleRestoreCheck:
                 f" delayed scaling are new, in all {many(len(layers), 'layer')}."
             )
             data = {"without_scales": layers}
-            event = Event("resume_audited", text, iteration, "warning", phase="checkpoint", data=data)
-            self._context.events.append(event)
+            self._context.events.append(
+                Event("resume_audited", text, iteration, "warning", phase="checkpoint", data=data)
+            )
             logger.warning("%s\n%s", text, _REMEDY)
 
 

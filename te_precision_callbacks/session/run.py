@@ -48,12 +48,18 @@ from te_precision_callbacks.session.checks import (
 )
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
 from te_precision_callbacks.session.context import LoopFacts, RunContext, RunResults
-from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events, nonfinite_event
-from te_precision_callbacks.session.endings import ClosingReport, OnRequest, Uninterrupted
+from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events
+from te_precision_callbacks.session.endings import ClosingReport, call_on_request, forget_request, uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import ResumeAudit, ScaleRestoreCheck, versions
-from te_precision_callbacks.session.training_loop import LoopChecks, has_gradients, hook_optimizers, is_in_evaluation
+from te_precision_callbacks.session.training_loop import (
+    BackwardLoss,
+    LoopChecks,
+    has_gradients,
+    hook_optimizers,
+    is_in_evaluation,
+)
 from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
 
 logger = logging.getLogger(__name__)
@@ -78,10 +84,14 @@ class Run:
         self.live = False
         self._process = os.getpid()
         self._at_exit: Finalize | None = None
-        self._overflowed: BaseException | None = None
+        self._is_in_step = False
         self.last_logging_step: int | None = None
-        context = _context_of(options, loop, results)
-        failures = context.failures
+        # A method of the run's ranks would keep the model alive as long as the results.
+        leading = functools.partial(leads, options.process_group, reduce=options.reduce)
+        failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
+        ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
+        inspector = Inspector(results.log_dir, options, failures)
+        context = RunContext(options, loop, results, failures, ranks, inspector)
         self.context = context
         classify.begin(abandoned=self._is_abandoned)
         self._classify = classify
@@ -104,11 +114,11 @@ class Run:
         self._trainer_scalars = TrainerScalars(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
         self._shares_losses = False
-        self._on_request = OnRequest(self._record_on_request)
         self._rules = RuleChecks(context, self._every_step)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, scalars, self._every_step)
         self.hooks.products.around_backward = self._parameters.watch.clearing.around_backward
+        self.backward_loss = BackwardLoss(failures)
         self._clipping = ClippingWatch(self._parameters.watch.before_clipping, failures)
         self.overflow = OverflowCheck(context)
         self._files = RunFiles(context, model.layers.given)
@@ -125,9 +135,7 @@ class Run:
         self._at_exit = at_exit
         self.context.inspector.start(self.observation, self._scalars)
         self.hooks.install()
-        begin = self.context.options.start_step or 0
-        self.context.inspector.iteration = begin
-        self.context.failures.iteration = begin
+        self.count_from(self.context.options.start_step or 0)
 
     def count_from(self, iteration: int) -> None:
         self.context.inspector.iteration = iteration
@@ -158,6 +166,25 @@ class Run:
         is_collected = self._logs_updates and bool(self.hooks.answers.watched.due)
         self._parameters.before_optimizer_step(optimizer, self.context.iteration, place, is_collected=is_collected)
         self._scale_restore.before_step(optimizer)
+        self.resume_audit.compare_restored()
+        if self._rules.stops_for_nonfinite and not self.context.results.scales_loss and not is_capturing():
+            self._stop_before_step(optimizer)
+
+    def _stop_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Stop the run on all ranks if inf or nan would reach weights. A GradScaler skips such a step by itself."""
+        context = self.context
+        gradients = self._parameters.watch.sizes
+        if not self.model.is_trained_by(optimizer):
+            return
+        is_broken = False
+        with context.failures.guard("looking for", "inf and nan"):
+            is_broken = self.hooks.every_step.ring.is_broken() or gradients.is_broken()
+        if context.ranks.any("inf and nan", "looking for inf and nan", own=is_broken):
+            self._every_step.end_step(context.iteration, waits=True)
+            if gradients.is_broken():
+                self._parameters.end(context.iteration)
+            self._send()
+            self._rules.stop_if_wanted(at_once=True)
 
     def _before_scaled_step(self, optimizer: Any) -> None:
         results = self.context.results
@@ -184,14 +211,15 @@ class Run:
                     "step() has no effect during the capture of a CUDA graph. Call step() after each replay.",
                 )
                 return None
-            self._on_request.begin()
-            self._on_request.is_in_step = True
-            with Uninterrupted(), without_collections():
+            if not self._loop_checks.has_stepped:
+                call_on_request(self._record_on_request)
+            self._is_in_step = True
+            with uninterrupted(), without_collections():
                 try:
                     return self._end_step(logging_step)
                 finally:
-                    self._files.catch_up()
-                    self.context.inspector.events.thread.catch_up()
+                    for thread in self._files.threads:
+                        thread.catch_up()
         except RaisedInTraining:
             raise
         except Exception as error:  # a bug of this package must neither end the training nor block the other ranks
@@ -199,19 +227,20 @@ class Run:
             self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
             return None
         finally:
-            self._on_request.is_in_step = False
+            self._is_in_step = False
             self.context.failures.iteration = self.context.iteration
 
-    def _record_on_request(self) -> None:
+    def _record_on_request(self, *_: Any) -> None:
         """Record the last steps that are on the host, between two steps at once: the next one may never end."""
-        self._every_step.is_requested = True
-        if self.live and not self._on_request.is_in_step:
-            self._every_step.record_requested(self.context.iteration)
-            self._try("recording", "the last steps", self._send)
+        if not self.is_forked:
+            self._every_step.is_requested = True
+            if self.live and not self._is_in_step:
+                self._every_step.record_requested(self.context.iteration)
+                self._try("recording", "the last steps", self._send)
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
         context = self.context
-        self._check_overflow()
+        self.overflow.check()
         if self.is_forked:
             self._warn_once(
                 "step(): this process was forked from the process of the session, so nothing is observed here. To"
@@ -246,16 +275,18 @@ class Run:
         """Run the parts of a step in order: collect, reduce, check, deliver, record."""
         iteration = ending.iteration
         # Collect what this rank has seen in the step.
-        self.resume_audit.end_step()
+        self.resume_audit.compare_restored()
         self._scale_restore.end_step()
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
+        for loss in self.backward_loss.end_step(iteration, ending.logging_step):
+            self._trainer_scalars.add(*loss)
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
         stepped = self._parameters.watch.stepped(iteration)
         self._every_step.end_step(iteration, waits=self.observation.engine.has_news, stepped=stepped)
         self.model.end_step()
         self._parameters.watch.updates.end_step()
-        self._start_sinks()
+        self._start_sinks(together=True)
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks = self.context.ranks
         optimizer_steps = self._loop_checks.optimizer_steps
@@ -295,23 +326,29 @@ class Run:
             shared = self._trainer_scalars.exchange_losses()
             self._send_scalars(shared if ranks.leads else ())
 
-    def _check_overflow(self) -> None:
-        if self.overflow.detector is not None:
-            try:
-                self.overflow.detector.check()
-            except Exception as error:
-                self._send_nonfinite(error)
-                raise
-
-    def _start_sinks(self) -> None:
+    def _start_sinks(self, *, together: bool) -> None:
+        """Start the sinks, unless they have started; ``together``: whether all ranks call this."""
+        if self._sinks.have_started:
+            return
         records = self._files.records
         try:
-            self._files.begin()
+            if together:
+                self._files.begin()
         finally:
             if records is not None and self._files.records is None:
                 self._sinks.drop(records)
-        if not self._sinks.have_started:
-            self._sinks.start(self._describe())
+        context = self.context
+        self._sinks.start(
+            RunInfo(
+                log_dir=context.results.log_dir,
+                rank=own_rank(),
+                world_size=world_size(),
+                start_iteration=context.iteration,
+                layers=context.results.layers,
+                versions=dict(versions()),
+                config=context.options.config.name,
+            )
+        )
 
     def _reduce(self, ending: EndingStep) -> None:
         inspector = self.context.inspector
@@ -329,7 +366,7 @@ class Run:
     def _check_facts(self, iteration: int, *, at_last: bool = False, has_statistics: bool = False) -> None:
         results = self.context.results
         records = self._files.records
-        try:
+        with self.context.failures.guard("gathering the facts of", f"iteration {iteration}"):
             adds_eps = self._parameters.adds_eps
             results.adds_eps = results.adds_eps if adds_eps is None else adds_eps  # the optimizer may be gone
             if at_last and records is not None and results.iterations.last is not None:
@@ -341,14 +378,9 @@ class Run:
                 records.put_facts(facts)
             self._rules.facts(facts, iteration)
             self._send()
-        except RaisedInTraining:
-            raise
-        except Exception as error:
-            self.context.failures.report("gathering the facts of", f"iteration {iteration}", error)
 
     def _deliver(self, ending: EndingStep) -> StepRecords | None:
-        if not self._sinks.have_started:
-            self._sinks.start(self._describe())
+        self._start_sinks(together=False)
         self.last_logging_step = ending.logging_step
         records = self._collector.read(ending)
         if records is None:
@@ -356,12 +388,9 @@ class Run:
         if len(records.series):
             self._check_facts(ending.iteration, has_statistics=True)
         try:
-            records = self._rules.records(records)
-            self._send()
-        except ObservationError:
-            raise
-        except Exception as error:
-            self.context.failures.report("checking", f"iteration {ending.iteration}", error)
+            with self.context.failures.guard("checking", f"iteration {ending.iteration}"):
+                records = self._rules.records(records)
+                self._send()
         finally:
             self._sinks.write(records)
         return records
@@ -397,22 +426,18 @@ class Run:
             self._sinks.send(scalars)
             self._rules.scalars(scalars)
 
-    def _send_nonfinite(self, error: BaseException) -> None:
-        if error is not self._overflowed:
-            self._overflowed = error
-            self._send(*nonfinite_event(error, self.context.iteration))
-
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        waits = [*self._files.flush_soon(), self.context.inspector.events.thread.flush_soon()]
+        waits = [thread.flush_soon() for thread in self._files.threads]
         written = [wait(until) for wait in waits]
         return all(written)
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
         if self.is_forked:
             return None
+        self.backward_loss.note_logged(values)
         iteration = self.context.iteration
         last = self.last_logging_step
         if logging_step is None:
@@ -446,7 +471,7 @@ class Run:
         explain_checkpoint(ended_by, layers.modules)
         attached = self.model.attached
         leads_all = own_rank() == 0
-        with Uninterrupted(), without_collections(), ExitStack() as stack:
+        with uninterrupted(), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
                 context.results.table.abandon()
             if not attached and ended_by is None:
@@ -488,6 +513,8 @@ class Run:
 
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
         self._every_step.end_step(self.context.iteration, waits=True)
+        for loss in self.backward_loss.take():
+            self._trainer_scalars.add(*loss)
         self.model.warn_of_refused()
         self._loop_checks.end(error)
         if not self._files.writes_all and (isinstance(error, KeyboardInterrupt) or not is_failure(error)):
@@ -540,7 +567,8 @@ class Run:
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             why = "the end of the run"
             if error is not None:
-                self._send_nonfinite(error)
+                self.overflow.note(error)
+                self._send()
                 name = type(error).__name__
                 why = f"the run was ended by {ended_by(name) or name}"
             ends_all = error is None or isinstance(error, KeyboardInterrupt)
@@ -583,12 +611,13 @@ class Run:
             then.callback(self.hooks.remove)
             if self._at_exit is not None:
                 then.callback(self._at_exit.cancel)
-            then.callback(self._on_request.end)
+            then.callback(forget_request, self._record_on_request)
             for handle in self._optimizer_hooks:
                 then.callback(handle.remove)
             then.callback(self._parameters.watch.remove)
             then.callback(self._clipping.remove)
             then.callback(self.resume_audit.end)
+            then.callback(self.backward_loss.remove)
             self.context.results.iteration = self.context.iteration
             self.live = False
 
@@ -605,22 +634,3 @@ class Run:
     def _warn_once(self, text: str) -> None:
         if self.context.notices.first(text):
             logger.warning("%s", text)
-
-    def _describe(self) -> RunInfo:
-        return RunInfo(
-            log_dir=self.context.results.log_dir,
-            rank=own_rank(),
-            world_size=world_size(),
-            start_iteration=self.context.iteration,
-            layers=self.context.results.layers,
-            versions=dict(versions()),
-            config=self.context.options.config.name,
-        )
-
-
-def _context_of(options: SessionOptions, loop: LoopFacts, results: RunResults) -> RunContext:
-    # A method of the run's ranks would keep the model alive as long as the results.
-    leading = functools.partial(leads, options.process_group, reduce=options.reduce)
-    failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
-    ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
-    return RunContext(options, loop, results, failures, ranks, Inspector(results.log_dir, options, failures))

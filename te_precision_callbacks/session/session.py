@@ -8,7 +8,6 @@ import traceback
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Unpack
@@ -27,7 +26,6 @@ from te_precision_callbacks.session.context import LoopFacts, RunResults
 from te_precision_callbacks.session.endings import stop_at_exit
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
-from te_precision_callbacks.session.training_loop import BackwardLoss
 from te_precision_callbacks.sinks.step_records import LayerInfo, Row, Sink, StepRecords
 from te_precision_callbacks.sinks.worst import Worst
 from te_precision_callbacks.te.package import import_transformer_engine, warn_unless_supported
@@ -104,7 +102,6 @@ class InspectSession:
         self._loop = LoopFacts()
         self._has_warned_of_log = False
         self._resumed_loss = ResumedLoss()
-        self._backward_loss: BackwardLoss | None = None
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
     def _new_results(self, log_dir: Path | None) -> RunResults:
@@ -125,15 +122,12 @@ class InspectSession:
     @property
     def running(self) -> bool:
         """True between start and stop."""
-        return self._run is not None and self._run.live
+        return self._run is not None
 
     @property
     def iteration(self) -> int:
         """The current debug iteration, counted from 0; after the end, the first iteration that did not run."""
-        run = self._run
-        if run is None or not run.live:
-            return self._results.iteration
-        return run.context.iteration
+        return self._results.iteration if self._run is None else self._run.context.iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
@@ -154,9 +148,7 @@ class InspectSession:
     @property
     def overflow(self) -> DebugActivationOverflow | None:
         """The detector of ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`; otherwise None."""
-        if self._run is None or not self._run.live:
-            return None
-        return self._run.overflow.detector
+        return None if self._run is None else self._run.overflow.detector
 
     @property
     def resumed_loss(self) -> ResumedLoss:
@@ -352,12 +344,7 @@ class InspectSession:
             logging_step = step_number("logging_step=", logging_step)
         if not run.model.attached:
             raise SessionError("step(): the session has no model. Call attach(model) first, or pass model=.")
-        if self._backward_loss is not None:
-            self._log_backward_loss(run)  # of the previous step, since a script may log its own loss after step()
-        records = run.step(logging_step)
-        if self._backward_loss is not None:
-            self._backward_loss.end_step()
-        return records
+        return run.step(logging_step)
 
     def log(self, scalars: Mapping[str, Any], logging_step: int | None = None) -> None:
         """Record scalars of the training, such as loss, gradient norm, learning rate and loss scale.
@@ -380,17 +367,11 @@ class InspectSession:
         if not self.running and not self._has_warned_of_log:
             self._has_warned_of_log = True
             logger.warning("log(): the session is not running, so nothing is recorded. Call it before stop().")
-        if self._backward_loss is not None:
-            self._backward_loss.note_logged(scalars)
-        if self._run is not None and self._run.live:
+        if self._run is not None:
             step = self._run.log(scalars, logging_step)
             if step is not None:
                 self._resumed_loss.note(scalars)
                 self._run.restore_losses(self._resumed_loss.take_restored(scalars))
-
-    def _log_backward_loss(self, run: Run) -> None:
-        if self._backward_loss is not None and (loss := self._backward_loss.take()):
-            run.log(loss, run.last_logging_step)
 
     def follow(self, owner: Any, name: str = "loss", *, total: bool = False) -> None:
         """Record the loss that is passed to ``owner.backward(loss)``, averaged over the micro-batches of a step.
@@ -402,9 +383,7 @@ class InspectSession:
             name: the name of the recorded loss.
             total: record the sum over the micro-batches instead of the mean.
         """
-        failures = self._running("follow()").context.failures
-        if self._backward_loss is None:
-            self._backward_loss = BackwardLoss(owner, name, total=total, failures=failures)
+        self._running("follow()").backward_loss.follow(owner, name, total=total)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session, and undo all of its changes. A no-op if the session is not running.
@@ -417,18 +396,13 @@ class InspectSession:
                 step, the default of :meth:`step`.
         """
         run = self._run
-        if run is None or not run.live or run.is_forked:
+        if run is None or run.is_forked:
             return
         try:
-            if self._backward_loss is not None:
-                self._log_backward_loss(run)
             run.stop(error, logging_step)
         finally:
-            if not self.running:  # otherwise Ctrl-C came before anything was undone, and stop() may be called again
+            if not run.live:  # otherwise Ctrl-C came before anything was undone, and stop() may be called again
                 self._run = None
-                if self._backward_loss is not None:
-                    self._backward_loss.remove()
-                    self._backward_loss = None
 
     def flush(self, seconds: float = 3.0) -> bool:
         """Write the statistics log and the records of all complete steps now, instead of every two seconds.
@@ -442,7 +416,7 @@ class InspectSession:
             Whether everything was written in time; True without a running session, and in a forked process.
         """
         run = self._run
-        return run is None or not run.live or run.is_forked or run.flush(seconds)
+        return run is None or run.is_forked or run.flush(seconds)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -510,21 +484,19 @@ class InspectSession:
         self._running("load_fingerprint()").resume_audit.expect(folder)
 
     def _note_checkpoint(self, file: str) -> None:
-        if self._run is not None and self._run.live:
+        if self._run is not None:
             self._run.note_checkpoint(os.path.abspath(file) if file and "://" not in file else file)
 
     def __enter__(self) -> InspectSession:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.stop(error)
 
     # ------------------------------------------------------------------ internals
 
     def _running(self, what: str) -> Run:
-        if self._run is None or not self._run.live:
+        if self._run is None:
             raise SessionError(
                 f"{what}: the session is not running. Call start() first, or use 'with InspectSession(...)'."
             )

@@ -217,34 +217,46 @@ class LoopChecks:
 
 
 class BackwardLoss:
-    """Records the loss that is passed to ``owner.backward(loss)``; it stays on its device."""
+    """Records the loss that is passed to an object's ``backward``; it stays on its device."""
 
-    def __init__(self, owner: Any, name: str, *, total: bool, failures: ObservationFailures) -> None:
-        self._name = name
-        self._total = total
+    def __init__(self, failures: ObservationFailures) -> None:
         self._failures = failures
+        self._name = ""
+        self._is_total = False
         self._sum: torch.Tensor | None = None
         self._count = 0
-        self._last_loss: dict[str, torch.Tensor] = {}
+        self._last: list[tuple[int, int, dict[str, torch.Tensor]]] = []
         self._script_logs = False
-        self.remove = BeforeCalls(owner, "backward", self._note).remove
+
+    def follow(self, owner: Any, name: str, *, total: bool) -> None:
+        """Begin, unless another object is followed; see :meth:`InspectSession.follow`."""
+        if not self._name:
+            self._name = name
+            self._is_total = total
+            self._hook = BeforeCalls(owner, "backward", self._note)
+
+    def remove(self) -> None:
+        if self._name:
+            self._hook.remove()
 
     def note_logged(self, scalars: Mapping[str, Any]) -> None:
         self._script_logs |= self._name in scalars
 
-    def end_step(self) -> None:
-        total = self._sum
-        count = 1 if self._total else self._count
-        self._last_loss = {} if total is None else {self._name: total / count}
+    def end_step(self, iteration: int, logging_step: int) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
+        """End a step; return the loss of the step before, since a script may log its own loss after ``step()``."""
+        last = self.take()
+        if self._sum is not None:
+            loss = self._sum if self._is_total else self._sum / self._count
+            self._last = [(iteration, logging_step, {self._name: loss})]
         self._sum = None
         self._count = 0
+        return last
 
-    def take(self) -> dict[str, torch.Tensor]:
-        loss = self._last_loss
-        self._last_loss = {}
-        if self._script_logs:
-            return {}
-        return loss
+    def take(self) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
+        """Return iteration, logging step and loss of the last step, if the script does not log its loss."""
+        last = [] if self._script_logs else self._last
+        self._last = []
+        return last
 
     @outside_of_dynamo
     def _note(self, *losses: Any, **keywords: Any) -> None:

@@ -97,6 +97,10 @@ def closing(trainer: Trainer) -> Iterator[None]:
         raise
 
 
+_SKIPPED = ("epoch", "step", "total_flos")
+_NUMBERS = {"learning_rate": "lr"}
+"""Names in the Trainer's logs that are no numbers of the training, and the session's name of another."""
+
 _TRAININGS: weakref.WeakKeyDictionary[InspectSession, tuple[TrainerState, Reporting | None]]
 _TRAININGS = weakref.WeakKeyDictionary()
 """The session of each training -> its state, which is new in each training, and its reporting."""
@@ -157,9 +161,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
 
     @property
     def _running(self) -> InspectSession | None:
-        if self._session is not None and self._session.running:
-            return self._session
-        return None
+        return self._session if self._session is not None and self._session.running else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_reporting": None, "_finalizer": None}
@@ -210,7 +212,17 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             if args.logging_nan_inf_filter:
                 session.note_filtered_loss()
             if training is not None:
-                self._take_over(session, training, args, state, model)
+                accelerator = training.trainer.accelerator
+                if training.checkpoint is not None:
+                    session.resumed_loss.restored = losses_before(state.log_history, state.global_step)
+                    restore_states(accelerator, model, training.checkpoint)
+                    session.load_fingerprint(training.checkpoint)
+                session.expect_low_precision(expects_low_precision(accelerator))
+                session.unconverted = warn_of_unconverted(accelerator, model)
+                if session.overflow is not None:
+                    session.overflow.loss_scaled = scales_loss(accelerator)
+                if args.logging_nan_inf_filter:  # the Trainer logs only finite losses
+                    session.follow(accelerator, "loss_step", total=True)
         except BaseException as error:
             session.stop(error)
             raise
@@ -218,51 +230,21 @@ class PrecisionDebugTrainerCallback(DebugCallback):
         self._finalizer = weakref.finalize(self, session.stop, gone)
         self._finalizer.atexit = False  # the session itself handles the end of the process
 
-    def _take_over(
-        self,
-        session: InspectSession,
-        training: RunningTraining,
-        args: TrainingArguments,
-        state: TrainerState,
-        model: torch.nn.Module,
-    ) -> None:
-        accelerator = training.trainer.accelerator
-        if training.checkpoint is not None:
-            session.resumed_loss.restored = losses_before(state.log_history, state.global_step)
-            restore_states(accelerator, model, training.checkpoint)
-            session.load_fingerprint(training.checkpoint)
-        session.expect_low_precision(expects_low_precision(accelerator))
-        session.unconverted = warn_of_unconverted(accelerator, model)
-        if session.overflow is not None:
-            session.overflow.loss_scaled = scales_loss(accelerator)
-        if args.logging_nan_inf_filter:  # the Trainer logs only finite losses
-            session.follow(accelerator, "loss_step", total=True)
-
     # ------------------------------------------------------------------ step
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         if self._running is not None:
             self._running.observing = True
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Stop observing: other callbacks may run the model from here on."""
         if self._running is not None:
             self._running.observing = False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
-        """Stop observing after an epoch that is stopped during an accumulation."""
-        if self._running is not None:
-            self._running.observing = False
+    on_epoch_end = on_pre_optimizer_step
+    """An epoch may be stopped during an accumulation."""
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """End a debug iteration, which holds all micro-batches of an accumulation."""
         session = self._running
         if session is None:
@@ -274,15 +256,17 @@ class PrecisionDebugTrainerCallback(DebugCallback):
             self.close(error)
             raise
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any
+    ) -> None:
         if self._running is None:
             return
-        numbers = _numbers(keywords.get("logs") or {})
+        numbers = {_NUMBERS.get(name, name): value for name, value in (logs or {}).items() if name not in _SKIPPED}
         if not self._has_stepped:
             numbers.pop("train_loss", None)  # the mean over zero steps, which the Trainer logs as 0
         self._running.log(numbers, state.global_step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write the fingerprint of the low-precision state to the checkpoint, on each process."""
         folder = Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self._running is not None and folder.is_dir():
@@ -290,9 +274,7 @@ class PrecisionDebugTrainerCallback(DebugCallback):
 
     # ------------------------------------------------------------------ end
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._reporting is not None:
             self._reporting.is_open = False
         self._close(None)
@@ -328,9 +310,3 @@ def _end_former_training(former: InspectSession, state: TrainerState) -> bool:
         reporting.is_open = False  # its integrations may already log the new training
     former.stop(SessionError("Another training started before this one ended."))
     return True
-
-
-def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    skipped = ("epoch", "step", "total_flos")
-    known = {"learning_rate": "lr"}
-    return {known.get(name, name): value for name, value in logs.items() if name not in skipped}

@@ -82,7 +82,12 @@ class _IntegrationSink(LoggerSink):
         try:
             self._log(self._reporting.event, metrics, step)
             for name, counts in histograms.items():
-                _log_histogram(self._integration, name, counts, step)
+                integration = self._integration
+                if isinstance(integration, TensorBoardCallback) and integration.tb_writer is not None:
+                    add_to_tensorboard(integration.tb_writer, name, counts, step)
+                elif isinstance(integration, WandbCallback):
+                    # Like the integration: wandb's step counts calls, and train/global_step is the x axis.
+                    integration._wandb.log({name: wandb_histogram(counts), "train/global_step": step})
         except Exception as error:
             name = type(self._integration).__name__
             raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
@@ -109,11 +114,3 @@ def _at_step(state: TrainerState, step: int) -> TrainerState:
     state = copy.copy(state)
     state.global_step = step
     return state
-
-
-def _log_histogram(integration: TrainerCallback, name: str, counts: Sequence[float], step: int) -> None:
-    if isinstance(integration, TensorBoardCallback) and integration.tb_writer is not None:
-        add_to_tensorboard(integration.tb_writer, name, counts, step)
-    elif isinstance(integration, WandbCallback):
-        # Like the integration: wandb's step counts calls, and train/global_step is the x axis.
-        integration._wandb.log({name: wandb_histogram(counts), "train/global_step": step})

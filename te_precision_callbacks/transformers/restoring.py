@@ -7,7 +7,6 @@ after ``prepare``, before the first forward.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 import safetensors
 import torch
 from accelerate import Accelerator
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from te_precision_callbacks.te.state import delayed_states
 
@@ -68,7 +66,8 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
 def _read_tensors(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
     keys = set(wanted)
     states: dict[str, torch.Tensor] = {}
-    for path in _files(checkpoint):
+    # In one file, or in parts.
+    for path in sorted(checkpoint.glob("model*.safetensors")) or sorted(checkpoint.glob("pytorch_model*.bin")):
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
                 states |= {key: file.get_tensor(key) for key in keys.intersection(file.keys())}
@@ -76,13 +75,3 @@ def _read_tensors(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             states |= {key: loaded[key].clone() for key in keys.intersection(loaded)}
     return {key: state for key, state in states.items() if state.numel()}
-
-
-def _files(checkpoint: Path) -> list[Path]:
-    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (checkpoint / whole).is_file():
-            return [checkpoint / whole]
-        if (checkpoint / index).is_file():
-            parts = json.loads((checkpoint / index).read_text())["weight_map"].values()
-            return [checkpoint / name for name in sorted(set(parts))]
-    return []

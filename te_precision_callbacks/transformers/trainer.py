@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import TrainerControl, TrainerState
 
 from te_precision_callbacks.accelerate.debugger import scales_loss
 from te_precision_callbacks.base.debug_values import (
@@ -42,13 +41,7 @@ class ActivationOverflowCallback(DebugCallback):
         self._watch: DebugActivationOverflow | None = None
 
     def on_train_begin(  # type: ignore[override]  # the events of a Trainer have model=
-        self,
-        args: transformers.TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: torch.nn.Module,
-        **keywords: Any,
+        self, args: transformers.TrainingArguments, *_: Any, model: torch.nn.Module, **__: Any
     ) -> None:
         from te_precision_callbacks.overflow import DebugActivationOverflow
 
@@ -58,9 +51,7 @@ class ActivationOverflowCallback(DebugCallback):
         if (training := find_training()) is not None:
             self._watch.loss_scaled = scales_loss(training.trainer.accelerator)
 
-    def on_train_end(
-        self, args: transformers.TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:

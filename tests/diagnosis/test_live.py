@@ -20,7 +20,6 @@ from transformer_engine.common.recipe import (
 )
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.coverage.coverage import NOTHING
 from te_precision_callbacks.diagnosis import Finding, PrecisionFindingError, Verdict, diagnose
 from te_precision_callbacks.diagnosis.engine import read_on_finding
 from te_precision_callbacks.diagnosis.rules import RULE_OF_ID
@@ -357,9 +356,7 @@ def test_the_closing_lines_of_notes_and_of_nothing(tmp_path: Path, capsys: pytes
         layers=("h.0.fc",),
         seen="seen",
     )
-    lines = closing_lines(
-        Verdict((note,) * 9, ("bf16-state",)), NOTHING, "logs", "", diagnose="te-precision diagnose logs"
-    )
+    lines = closing_lines(Verdict((note,) * 9, ("bf16-state",)), [], "logs", "", "te-precision diagnose logs")
     assert len(lines) == 9
     assert lines[1] == "  note: h.0.fc: seen (bf16-state)"
     assert lines[7] == "  and 3 more: te-precision diagnose logs"

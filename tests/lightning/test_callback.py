@@ -21,6 +21,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from te_precision_callbacks import PrecisionDebugCallback
 from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import ResumeAuditError
@@ -279,6 +280,19 @@ def test_a_healthy_fit_with_validation_ends_without_a_hook_on_the_model(tmp_path
     assert fitted.global_step == 6
     assert callback.session.overflow is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_finding_of_inf_and_nan_ends_the_fit_before_the_step_of_the_optimizer(tmp_path: Path) -> None:
+    """The backward runs inside of that step."""
+    callback = PrecisionDebugCallback(statistics(), on_finding={"nonfinite": "stop"})
+    model = Overflowing(at=4)
+    with pytest.raises(PrecisionFindingError) as caught:
+        trainer(tmp_path, callbacks=[callback]).fit(model, loader(8))
+    (finding,) = caught.value.findings
+    assert (finding.layers, finding.since) == (("net.1",), 4)
+    for name, value in model.named_parameters():
+        assert name == "net.0.bias" or torch.equal(value, model.before[name])
+    assert not callback.session.running
 
 
 class Scaled(Overflowing):

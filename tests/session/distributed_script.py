@@ -37,7 +37,7 @@ def main(rank: int, folder: Path) -> None:
     )
     scopes(rank, folder)
     gemm_errors(rank, folder)
-    for case in (stages, losses, contract, stopped, lost, missed):
+    for case in (stages, losses, contract, stopped, kept, lost, missed):
         case(rank, folder / case.__name__)
     torch.distributed.barrier()  # a rank alone waits for the records of rank 0 for ten seconds, which may be behind
     lost(rank, folder / "lost on one rank", rank_0_too=False)
@@ -163,6 +163,22 @@ def stopped(rank: int, folder: Path) -> None:
             list(loop(session, net, 6, lambda step: nan_if(rank == 1 and step == 2), fp8=lambda _: True))
         except PrecisionFindingError as error:
             tell(folder / f"{rank}.txt", (session.iteration, str(error)))
+
+
+def kept(rank: int, folder: Path) -> None:
+    """A nan in the third step of rank 1, and an optimizer on each rank."""
+    net = te.Linear(32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    weights = []
+    with InspectSession(model=net, log_dir=folder, on_finding="stop: nonfinite", scope=f"pp{rank}") as session:
+        try:
+            for _ in loop(session, net, 6, lambda step: nan_if(rank == 1 and step == 2)):
+                weights.append(net.weight.detach().clone())
+                optimizer.step()
+        except PrecisionFindingError as error:
+            is_kept = torch.equal(weights[-1], net.weight) and bool(net.weight.isfinite().all())
+            findings = [(finding.layers, finding.tensor, finding.since) for finding in error.findings]
+            tell(folder / f"{rank}.txt", (session.iteration, is_kept, findings))
 
 
 def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:

@@ -225,6 +225,10 @@ def test_a_finding_or_broken_contract_of_one_rank_stops_all_in_one_step(
         assert not [part for part in parts if part not in text], text
 
 
+def test_inf_and_nan_of_one_rank_stop_all_ranks_before_the_step_of_their_optimizers(two: Path) -> None:
+    assert written(two / "kept") == [(2, True, [(("pp1.linear",), "activation", 2)])] * 2
+
+
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
     """The loss of rank 1, which is not recorded, is nan before rank 0's."""
     (finding,) = diagnose(two / "lost").wrong

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.rules import ROWS
 from te_precision_callbacks.flight.changes import Change
 from te_precision_callbacks.flight.rows import StepRow, TensorSlot
@@ -356,6 +357,25 @@ def test_the_first_step_is_one_that_a_scaler_skips(recipe: str, tmp_path: Path) 
     severities = [finding.severity for finding in session.findings if finding.rule == "nonfinite"]
     assert set(severities) == {"note"}
     assert diagnose(tmp_path) == session.findings
+
+
+@pytest.mark.parametrize("tensor", ["activation", "gradient"])
+def test_a_stop_for_inf_and_nan_comes_before_the_step_of_the_optimizer(tensor: str, tmp_path: Path) -> None:
+    """Also where a GEMM does not see it, as in the gradient of a bias."""
+    model, plain = Blocks("delayed"), Blocks("delayed")
+    train(plain, 3, None)
+    if tensor == "gradient":
+        factors = iter([1.0, 1.0, 1.0, math.nan])
+        model.head.bias.register_hook(lambda gradient: gradient * next(factors))
+    with pytest.raises(PrecisionFindingError) as caught:
+        train(
+            model, 9, tmp_path, nan_at("between", 3 if tensor == "activation" else 99, 0), on_finding="stop: nonfinite"
+        )
+    (finding,) = caught.value.findings
+    layer = "linear" if tensor == "activation" else "head"
+    assert (finding.layers, finding.tensor, finding.since) == ((layer,), tensor, 3)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert [str(recorded) for recorded in diagnose(tmp_path).wrong] == [str(finding)]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
