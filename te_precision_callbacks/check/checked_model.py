@@ -317,12 +317,12 @@ class _Check:
             known_features(),
             layer_names=config.layer_names,
         )
-        self._findings += findings_of("config", drafted.wrong.texts)
+        self._findings += findings_of("config", drafted.wrong)
         if self._allow_unmatched:
-            self._notes += drafted.missing.texts
+            self._notes += drafted.missing
         else:
-            self._findings += findings_of("unmatched", drafted.missing.texts)
-        self._notes += drafted.idle.texts
+            self._findings += findings_of("unmatched", drafted.missing)
+        self._notes += drafted.idle
         self._notes += notes_of(config)
         if not self._layers:
             self._notes.append(no_layers_warning("without precision debugging"))

@@ -23,7 +23,7 @@ from te_precision_callbacks.config.planning import (
     draft,
     resolve_features,
 )
-from te_precision_callbacks.config.problems import ConfigError, Problems, raise_problems
+from te_precision_callbacks.config.problems import ConfigError, Problems
 from te_precision_callbacks.config.schemas import UPSTREAM_FEATURE, known_features
 from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, read_yaml
@@ -195,7 +195,7 @@ def _layer_names(body: Any, places: Places) -> LayerNames:
 
 
 def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *, others: bool) -> Section:
-    is_section = isinstance(body, Mapping) and not {"enabled", "layers"}.isdisjoint(body)
+    is_section = isinstance(body, Mapping) and not body.keys().isdisjoint(_SECTION_KEYS)
     if name in FORMER_NAMES and not is_section:
         raise ConfigError(f"{places(name)}: {name!r} no longer exists. {FORMER_NAMES[name]}")
     if not isinstance(body, Mapping):
@@ -203,39 +203,40 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
             f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
         )
     place = functools.partial(places, name, "layers")
+    selector = LayerSelector.selecting_nothing(place)
     if body.get("enabled") is False:
-        return Section(name, False, LayerSelector.selecting_nothing(place), {}, places)
+        return Section(name, False, selector, {}, places)
     if "layers" not in body and any(name in features for features in known.values()):
         raise ConfigError(
             f"{places(name)}: {shown(name)} is a feature, not a section. Put it into a section: 'my_section:' with"
             " 'enabled: True', 'layers: {layer_types: [all]}' and, below 'transformer_engine:', the feature."
         )
     problems = Problems()
-    if "enabled" not in body:
-        problems.add(f"{places(name)}: the key 'enabled' is missing.{meant_for('enabled', body)}")
-    elif body["enabled"] is not True:
-        problems.add(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
-    selector = LayerSelector.selecting_nothing(place)
+    if body.get("enabled", True) is not True:
+        problems.append(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
     misplaced = [key for key in SELECTOR_KEYS if key in body]
     for key in misplaced:
-        problems.add(f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not next to 'enabled'.")
+        problems.append(
+            f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not next to 'enabled'."
+        )
+    others_of_section = {*_SECTION_KEYS, *misplaced}
+    for key in _SECTION_KEYS:
+        if key not in body and not (key == "layers" and misplaced):
+            problems.append(f"{places(name)}: the key {key!r} is missing.{meant_for(key, body)}")
+            others_of_section.update(nearest(key, map(str, body), most=1))
     if "layers" in body:
         with problems.collecting():
             selector = LayerSelector.parse(body["layers"], place)
-    elif not misplaced:
-        problems.add(f"{places(name)}: the key 'layers' is missing.{meant_for('layers', body)}")
     features: dict[str, dict[str, Any]] = {}
-    misspelt: list[str] = []
-    for key in _SECTION_KEYS:
-        if key not in body:
-            misspelt += nearest(key, map(str, body), most=1)
     for key, value in body.items():
-        if key in (*_SECTION_KEYS, *misspelt, *misplaced):
+        if key in others_of_section:
             continue
         if isinstance(value, Mapping):
             features[str(key)] = {str(feature): options for feature, options in value.items()}
         else:
-            problems.add(f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}.")
+            problems.append(
+                f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}."
+            )
     section = Section(name, True, selector, features, places)
     with problems.collecting():
         resolve_features(section, known, others=others)
@@ -246,7 +247,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
             section = replace(
                 section, features={**features, NAMESPACE: {**features[NAMESPACE], **read}}, effects=effects
             )
-            raise_problems(conflicts([section], f"the layers of {shown(name)}"))
+            problems += conflicts([section], f"the layers of {shown(name)}")
     problems.raise_any()
     return section
 

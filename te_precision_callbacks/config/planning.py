@@ -16,7 +16,7 @@ from te_precision_callbacks.base.counts import first_of, group_by_key, some_of
 from te_precision_callbacks.base.suggestions import meant_for, shown, suggestion
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, Effect, conflicts
-from te_precision_callbacks.config.problems import ConfigError, Problems, raise_problems
+from te_precision_callbacks.config.problems import ConfigError, Problems
 from te_precision_callbacks.config.schemas import is_upstream_test
 from te_precision_callbacks.config.selection import (
     EXACT,
@@ -119,80 +119,71 @@ def draft(
     *,
     layer_names: LayerNames | None,
 ) -> Draft:
-    problems = Problems()
     resolved: list[NamespacedFeatures] = []
-    for section in sections:
-        with problems.collecting():
-            resolved.append(resolve_features(section, registered))
-    problems.raise_any()
-    indexes = [LayerIndex(layers)]
-    upstreams: list[LayerIndex] = []
-    if layer_names == "upstream":
-        indexes = index_by_upstream_names(layers)
-    elif layer_names is None:
-        upstreams = index_by_upstream_names(layers)
-    hit: list[list[int]] = [[] for _ in layers]
-    unmatched: list[str] = []
+    wrong = Problems()
     missing = Problems()
     idle = Problems()
-    if not layers:
-        sections = ()
-    for number, section in enumerate(sections):
-        with problems.collecting():
-            index = section.selector.choose(indexes)
-            selected = section.selector.select(index)
-            upstream = None
-            if upstreams:
-                upstream = section.selector.choose(upstreams)
-            if not selected:
-                unmatched.append(section.name)
-                missing.add(_no_layer_message(section, index, upstream))
+    for section in sections:
+        with wrong.collecting():
+            resolved.append(resolve_features(section, registered))
+    wrong.raise_any()
+    upstreams = [] if layer_names == "path" else index_by_upstream_names(layers)
+    indexes = upstreams if layer_names == "upstream" else [LayerIndex(layers)]
+    sections_of: list[list[int]] = [[] for _ in layers]
+    unmatched: list[str] = []
+    for number, section in enumerate(sections if layers else ()):
+        selector = section.selector
+        index = selector.choose(indexes)
+        selected = selector.select(index)
+        upstream = selector.choose(upstreams) if layer_names is None else None
+        if not selected:
+            unmatched.append(section.name)
+            missing.append(_no_layer_message(section, index, upstream))
+            continue
+        for position in selected:
+            sections_of[position].append(number)
+        if upstream is not None and selector.differs(index, upstream):
+            idle.append(_other_layers_message(section, layers, selected, selector.select(upstream)))
+        for key, entry, problem in selector.idle_entries(index):
+            text = f"{selector.place(key, entry)}: {problem}"
+            if key != EXACT:
+                idle.append(text)
                 continue
-            for position in selected:
-                hit[position].append(number)
-            if upstream is not None and section.selector.differs(index, upstream):
-                idle.add(_other_layers_message(section, layers, selected, section.selector.select(upstream)))
-            for key, entry, problem in section.selector.idle_entries(index):
-                text = f"{section.selector.place(key, entry)}: {problem}"
-                names = section.selector.exact_names or ()
-                if key == EXACT and upstream is not None and upstream.by_name(names[entry]):
-                    text += f" {_BY_UPSTREAM}, such as this name."
-                if key == EXACT:
-                    missing.add(text + _AS_WARNING)
-                else:
-                    idle.add(text)
-    planned = _plan_layers(layers, hit, sections, resolved, problems)
-    return Draft(Plan(planned, tuple(unmatched)), problems, missing, idle)
-
-
-def _plan_layers(
-    layers: Sequence[Layer],
-    hit: Sequence[Sequence[int]],
-    sections: Sequence[Section],
-    resolved: Sequence[NamespacedFeatures],
-    problems: Problems,
-) -> tuple[LayerPlan, ...]:
-    """Merge the sections of each layer.
-
-    Args:
-        hit: for each layer, the numbers of its sections.
-        resolved: for each section, its features.
-        problems: gets the conflicts.
-    """
+            if upstream is not None and upstream.by_name((selector.exact_names or ())[entry]):
+                text += f" {_BY_UPSTREAM}, such as this name."
+            missing.append(text + _AS_WARNING)
     merged: dict[tuple[int, ...], NamespacedFeatures] = {}
     planned: list[LayerPlan] = []
-    for layer, numbers in zip(layers, map(tuple, hit), strict=True):
-        if not numbers:
-            continue
-        meeting = [sections[number] for number in numbers]
-        if numbers not in merged:
-            merged[numbers] = {}
-            with problems.collecting():
-                merged[numbers] = _merge(layer, meeting, [resolved[number] for number in numbers])
-                if len(meeting) > 1:
-                    raise_problems(conflicts(meeting, f"the layer {layer.name!r}"))
-        planned.append(LayerPlan(layer, tuple(section.name for section in meeting), merged[numbers]))
-    return tuple(planned)
+    for layer, numbers in zip(layers, map(tuple, sections_of), strict=True):
+        if numbers:
+            acting = [sections[number] for number in numbers]
+            if numbers not in merged:
+                merged[numbers] = _merge(layer, acting, [resolved[number] for number in numbers], wrong)
+            planned.append(LayerPlan(layer, tuple(section.name for section in acting), merged[numbers]))
+    return Draft(Plan(tuple(planned), tuple(unmatched)), wrong, missing, idle)
+
+
+def _merge(
+    layer: Layer, sections: Sequence[Section], resolved: Sequence[NamespacedFeatures], wrong: Problems
+) -> NamespacedFeatures:
+    """Merge the features of a layer's sections; with conflicts, which ``wrong`` gets, the layer has no features."""
+    merged: dict[str, dict[str, FeatureOptions]] = {}
+    owners: dict[tuple[str, str], Section] = {}
+    problems = Problems()
+    for section, features_of_section in zip(sections, resolved, strict=True):
+        for namespace, features in features_of_section.items():
+            for feature, options in features.items():
+                owner = owners.setdefault((namespace, feature), section)
+                if owner is not section:
+                    problems.append(
+                        f"{section.place()}: the layer {layer.name!r} already has {feature!r} from {owner.place()}."
+                        " Merge the two ('tensors_struct' takes several tensors), or select different layers."
+                    )
+                merged.setdefault(namespace, {})[feature] = options
+    if not problems and len(sections) > 1:
+        wrong += conflicts(sections, f"the layer {layer.name!r}")
+    wrong += problems
+    return {} if problems else merged
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
@@ -219,9 +210,9 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
             feature = _registered_name(name, registered.get(namespace, ()))
             if feature is None:
                 if not others:
-                    problems.add(_unknown_feature(name, namespace, registered, section.place(*path)))
+                    problems.append(_unknown_feature(name, namespace, registered, section.place(*path)))
             elif feature in resolved.setdefault(namespace, {}):
-                problems.add(f"{section.place(*path)}: {shown(feature)} is given twice, in two spellings. Keep one.")
+                problems.append(f"{section.place(*path)}: {shown(feature)} is given twice, in two spellings. Keep one.")
             else:
                 with problems.collecting():
                     resolved[namespace][feature] = _feature_options(section, path, options)
@@ -268,27 +259,7 @@ def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> F
     if not isinstance(options["enabled"], bool):
         here = section.place(*path, "enabled")
         raise ConfigError(f"{here}: 'enabled' of {name} must be True or False, not {shown(options['enabled'])}.")
-    if isinstance(options, dict):
-        return options
-    return dict(options)
-
-
-def _merge(layer: Layer, hit: Sequence[Section], resolved: Sequence[NamespacedFeatures]) -> NamespacedFeatures:
-    merged: dict[str, dict[str, FeatureOptions]] = {}
-    owner: dict[tuple[str, str], Section] = {}
-    problems = Problems()
-    for section, section_features in zip(hit, resolved, strict=True):
-        for namespace, features in section_features.items():
-            for feature, options in features.items():
-                first = owner.setdefault((namespace, feature), section)
-                if first is not section:
-                    problems.add(
-                        f"{section.place()}: the layer {layer.name!r} already has {feature!r} from {first.place()}."
-                        " Merge the two ('tensors_struct' takes several tensors), or select different layers."
-                    )
-                merged.setdefault(namespace, {})[feature] = options
-    problems.raise_any()
-    return merged
+    return options if isinstance(options, dict) else dict(options)
 
 
 def _other_layers_message(

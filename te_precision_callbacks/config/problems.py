@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from te_precision_callbacks.base.counts import first_of
@@ -41,28 +41,20 @@ class ConfigError(PrecisionDebugError, ValueError):
         return "\n- ".join([f"The config has {len(self.problems)} problems:", *problems])
 
 
-class Problems:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def add(self, problem: str) -> None:
-        self.texts.append(problem)
+class Problems(list[str]):
+    """The texts of problems that are reported together."""
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         try:
             yield
         except ConfigError as error:
-            self.texts += error.problems
+            self += error.problems
 
     def warn(self, logger: logging.Logger) -> None:
-        for problem in first_of(self.texts, MOST_SHOWN, "... and {} more of this kind."):
+        for problem in first_of(self, MOST_SHOWN, "... and {} more of this kind."):
             logger.warning("%s", problem)
 
     def raise_any(self) -> None:
-        raise_problems(self.texts)
-
-
-def raise_problems(problems: Iterable[str]) -> None:
-    if problems := tuple(problems):
-        raise ConfigError(*problems)
+        if self:
+            raise ConfigError(*self)

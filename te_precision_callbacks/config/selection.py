@@ -11,13 +11,13 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.suggestions import nearest, shown, suggestion, with_common_part
-from te_precision_callbacks.config.problems import MOST_SHOWN, ConfigError, Problems, Where, raise_problems
+from te_precision_callbacks.config.problems import MOST_SHOWN, ConfigError, Problems, Where
 
 if TYPE_CHECKING:
     from te_precision_callbacks.layers.naming import Layer
@@ -69,30 +69,22 @@ class LayerIndex:
     def __init__(self, layers: Sequence[Layer], *, upstream: int | None = None) -> None:
         self.layers = layers
         self.layer_names = [layer.name for layer in layers]
-        self._names: list[tuple[str, ...]] = []
-        self._types: list[tuple[str, ...]] = []
-        self._numbers: list[int | None] = []
         in_use = set(self.layer_names)
-        for layer in layers:
-            if upstream is None:
-                aliases = [name for name in layer.aliases if name not in in_use]
-                self._names.append((layer.name, *aliases))
-                self._types.append(layer.types)
-                self._numbers.append(_number_of(layer.name.removeprefix(layer.scope)))
-            else:
-                name = layer.upstream[upstream]
-                self._names.append((name,))
-                self._types.append(())
-                self._numbers.append(_upstream_number_of(name))
+        self._names: list[tuple[str, ...]]
+        self._types: list[tuple[str, ...]]
+        if upstream is None:
+            self._names = [(layer.name, *(name for name in layer.aliases if name not in in_use)) for layer in layers]
+            self._types = [layer.types for layer in layers]
+            self._numbers = [_number_of(layer.name.removeprefix(layer.scope)) for layer in layers]
+        else:
+            self._names = [(layer.upstream[upstream],) for layer in layers]
+            self._types = [() for _ in layers]
+            self._numbers = [_upstream_number_of(name) for (name,) in self._names]
         self.numbers = sorted(number for number in set(self._numbers) if number is not None)
 
     @functools.cached_property
     def _by_name(self) -> Mapping[str, Sequence[int]]:
-        by_name: dict[str, list[int]] = {}
-        for position, names in enumerate(self._names):
-            for name in names:
-                by_name.setdefault(name, []).append(position)
-        return by_name
+        return group_by_key((name, position) for position, names in enumerate(self._names) for name in names)
 
     def near(self, word: str, key: str) -> list[str]:
         names = self.layer_names
@@ -157,7 +149,7 @@ class LayerSelector:
 
     @classmethod
     def selecting_nothing(cls, place: Where) -> LayerSelector:
-        return cls(None, None, None, None, place)
+        return cls((), None, None, None, place)
 
     @classmethod
     def parse(cls, block: object, place: Where) -> LayerSelector:
@@ -166,34 +158,32 @@ class LayerSelector:
             raise ConfigError(
                 f"{place()}: 'layers' must be a mapping with one of {_KEYS_IN_WORDS}, not {shown(block)}."
             )
-        problems = Problems()
-        for key in block:
-            if key not in SELECTOR_KEYS:
-                hint = suggestion(str(key), SELECTOR_KEYS)
-                problems.add(f"{place(key)}: unknown layer selector {shown(str(key))}.{hint}")
         if not block:
             raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_KEYS_IN_WORDS}.")
-        parsed: dict[str, Any] = dict.fromkeys(SELECTOR_KEYS)
-        for key, parse in ((EXACT, _strings), (PATTERN, _pattern), (NUMBERS, _numbers), (TYPES, _strings)):
-            if key in block:
-                with problems.collecting():
-                    parsed[key] = parse(key, block[key], place)
+        problems = Problems()
+        parsed: dict[str, Any] = {}
+        for key, value in block.items():
+            if key not in SELECTOR_KEYS:
+                hint = suggestion(str(key), SELECTOR_KEYS)
+                problems.append(f"{place(key)}: unknown layer selector {shown(str(key))}.{hint}")
+                continue
+            with problems.collecting():
+                parsed[key] = _PARSERS[key](key, value, place)
         problems.raise_any()
         _warn_of_idle_keys(block, place)
-        return cls(parsed[EXACT], parsed[PATTERN], parsed[NUMBERS], parsed[TYPES], place)
+        return cls(parsed.get(EXACT), parsed.get(PATTERN), parsed.get(NUMBERS), parsed.get(TYPES), place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
         if self.exact_names is not None:
             return sorted(set().union(*map(index.by_name, self.exact_names)))
         if self.pattern is not None:
             return index.matching(self.pattern)
-        selected = set().union(*map(index.by_type, self.types or ()))
-        if self.numbers is None:
-            return sorted(selected)
-        numbered = set().union(*itertools.starmap(index.by_number, self.numbers))
-        if self.types is None:
-            return sorted(numbered)
-        return sorted(selected & numbered)
+        selected = set(range(len(index.layers)))
+        if self.types is not None:
+            selected &= set().union(*map(index.by_type, self.types))
+        if self.numbers is not None:
+            selected &= set().union(*itertools.starmap(index.by_number, self.numbers))
+        return sorted(selected)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
         for index in indexes:
@@ -251,13 +241,14 @@ class LayerSelector:
 def _number_of(name: str) -> int | None:
     """Return the first part of a name that is a number, else the first number that does not follow fc or gemm_."""
     numbers = list(filter(str.isdecimal, name.split("."))) or _NUMBER.findall(name)
-    if numbers and len(numbers[0]) <= 6:
-        return int(numbers[0])
-    return None
+    return _as_number(numbers[:1])
 
 
 def _upstream_number_of(name: str) -> int | None:
-    numbers = _UPSTREAM_NUMBER.findall(name)
+    return _as_number(_UPSTREAM_NUMBER.findall(name))
+
+
+def _as_number(numbers: Sequence[str]) -> int | None:
     if len(numbers) == 1 and len(numbers[0]) <= 6:
         return int(numbers[0])
     return None
@@ -304,18 +295,15 @@ def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
 
 
 def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
-    entries = value
-    if isinstance(value, str):
-        entries = [value]
+    entries = [value] if isinstance(value, str) else value
     example = f"Write for example {key}: [fc1, fc2]."
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(f"{place(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
-    problems = []
+    problems = Problems()
     for number, entry in enumerate(entries):
         if not isinstance(entry, str) or not entry:
-            text = f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}"
-            problems.append(text)
-    raise_problems(problems)
+            problems.append(f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}")
+    problems.raise_any()
     return tuple(entries)
 
 
@@ -329,9 +317,7 @@ def _pattern(key: str, value: Any, place: Where) -> re.Pattern[str]:
 
 
 def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
-    entries = value
-    if not isinstance(value, (list, tuple)):
-        entries = [value]
+    entries = value if isinstance(value, (list, tuple)) else [value]
     if not entries:
         raise ConfigError(f"{place(key)}: {key!r} is empty. Write for example {key}: [0, '4-7'].")
     spans: list[tuple[int, int]] = []
@@ -340,11 +326,10 @@ def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
         if entry == "all":
             spans.append((0, _WITHOUT_END))
             continue
-        span = None
-        if isinstance(entry, str) or (type(entry) is int and 0 <= entry <= LARGEST_NUMBER):
-            span = SPAN.fullmatch(str(entry))
+        is_number = type(entry) is int and 0 <= entry <= LARGEST_NUMBER
+        span = SPAN.fullmatch(str(entry)) if is_number or isinstance(entry, str) else None
         if span is None:
-            problems.add(
+            problems.append(
                 f"{place(key, number)}: {key!r} takes numbers up to {LARGEST_NUMBER}, ranges such as '0-3', and 'all',"
                 f" not {shown(entry)}."
             )
@@ -352,7 +337,15 @@ def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
         first = int(span[1])
         last = int(span[2] or span[1])
         if last < first:
-            problems.add(f"{place(key, number)}: the range {shown(entry)} in {key!r} ends before it starts.")
+            problems.append(f"{place(key, number)}: the range {shown(entry)} in {key!r} ends before it starts.")
         spans.append((first, last))
     problems.raise_any()
     return tuple(spans)
+
+
+_PARSERS: Mapping[str, Callable[[str, Any, Where], Any]] = {
+    EXACT: _strings,
+    PATTERN: _pattern,
+    NUMBERS: _numbers,
+    TYPES: _strings,
+}

@@ -118,7 +118,7 @@ class _Index:
                 key_path = (*path, str(key_node.value))
                 mark = self._mark(key_node)
                 if key_path in own:
-                    self._problems.add(
+                    self._problems.append(
                         f"{self._file}, {mark}: {shown(key_node.value)} is already defined in {own[key_path]}. Rename"
                         " one: YAML would silently keep only one."
                     )
