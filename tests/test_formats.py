@@ -65,7 +65,6 @@ def test_every_number_survives_a_round_trip(fmt: FloatFormat) -> None:
     values = fmt.decode(codes)
     finite = values.isfinite()
     assert torch.equal(fmt.encode(values)[finite], codes[finite])
-    assert torch.equal(fmt.codes_of(values), fmt.encode(values))
 
 
 @pytest.mark.parametrize("fmt", SIGNED, ids=lambda fmt: fmt.name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -41,11 +42,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
 
 def _imported_for_checkers(package: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    spec = importlib.import_module(package).__spec__
-    source = None if spec is None or spec.loader is None else spec.loader.get_source(package)  # type: ignore[attr-defined]
-    for statement in ast.parse(source or "").body:
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
-            for imported in statement.body:
-                if isinstance(imported, ast.ImportFrom) and imported.module is not None:
-                    for alias in imported.names:
-                        yield alias.asname or alias.name, (imported.module, alias.name)
+    for statement in ast.walk(ast.parse(inspect.getsource(sys.modules[package]))):
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None:
+            for alias in statement.names:
+                yield alias.asname or alias.name, (statement.module, alias.name)

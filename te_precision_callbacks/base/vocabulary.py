@@ -231,13 +231,13 @@ def _recipe_of_class(quantizer: type) -> str | None:
 
 
 def name_of_format(obj: Any) -> str | None:
-    """Return the format of a quantized tensor, a storage or a quantizer; None for other classes."""
     kind: type = type(obj)
     return format_of_class(kind)
 
 
 @functools.cache
 def format_of_class(kind: type) -> str | None:
+    """Return the format of a class of quantized tensors, storages or quantizers; None for other classes."""
     return next(filter(None, map(_FORMATS.get, _names_of_class(kind))), None)
 
 
@@ -250,9 +250,3 @@ def name_of_recipe(recipe: Any) -> str | None:
     if kind not in _NAMES_OF_RECIPES:
         _NAMES_OF_RECIPES[kind] = next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)
     return _NAMES_OF_RECIPES[kind]
-
-
-def recipe_of_quantizer(quantizer: Any) -> str:
-    """Return the name in :data:`RECIPES` of the recipe with a quantizer's class; else the class's name."""
-    name = type(quantizer).__name__
-    return _RECIPE_OF_QUANTIZER.get(name, name)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.numerics.gemm_shapes import asserted_refusals, refusals
+from te_precision_callbacks.base.numerics.gemm_shapes import refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import Section
@@ -162,8 +162,6 @@ def _list_refusals(
     refused = refusals(
         recipe, capability, **sizes, gemms=gemms, result_bytes=layer.dtype.itemsize, asserted=layer.asserts
     )
-    if layer.asserts and "fprop" not in gemms:
-        refused += asserted_refusals(**sizes)
     return tuple(map(str, refused))
 
 

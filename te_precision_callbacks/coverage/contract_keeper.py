@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from te_precision_callbacks.base.counts import first_of, group_by_key
 from te_precision_callbacks.base.errors import RaisedInTraining
 from te_precision_callbacks.base.ranks import own_rank
@@ -81,7 +83,7 @@ class ContractKeeper:
         if changes != self._known:
             self._changed_at = iteration
         self._changes = changes
-        ranks.request_check(note=iteration >= self._first and self._checked != changes)
+        ranks.request(check=iteration >= self._first and self._checked != changes)
 
     def end_step(
         self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
@@ -95,9 +97,9 @@ class ContractKeeper:
         if first is None:
             first = iteration
         send = iteration == first or (iteration > first and iteration % CHECK_INTERVAL == 0)
-        if not ranks.several:
-            ranks.request_check(note=iteration >= first and self._checked != changes)
-        noted = ranks.check_requested(send=send)
+        noted = iteration >= first and self._checked != changes
+        if ranks.several:
+            noted = ranks.check_requested(send=send)
         # A change detected after the step's statistics were sent is announced in the next step, for this step's check.
         changed_at = self._changed_at
         if changes != self._changes:
@@ -392,6 +394,7 @@ def _sum_over_ranks(
     own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any
 ) -> dict[EntryT, tuple[int, int]]:
     entries = ranks.pool(own, kind, of)
-    numbers = itertools.chain(*(own.get(entry, (0, 0)) for entry in entries))
-    sums = list(map(round, ranks.add(list(map(float, numbers)), f"sizes of {kind}")))  # exact up to 2**53
+    numbers = np.array([own.get(entry, (0, 0)) for entry in entries], np.float64).reshape(-1)  # exact up to 2**53
+    merged = ranks.merge(numbers, f"sizes of {kind}", len(numbers))
+    sums = list(map(round, numbers if merged is None else merged))
     return dict(zip(entries, zip(sums[::2], sums[1::2], strict=True), strict=True))

@@ -23,7 +23,7 @@ from te_precision_callbacks.base.vocabulary import (
     class_names,
     format_of_class,
     name_of_recipe,
-    recipe_of_quantizer,
+    recipe_of,
 )
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_GRADIENT, NO_INPUT_GRADIENT, Format
 from te_precision_callbacks.te import modules as te_modules
@@ -144,7 +144,8 @@ def recipe_of_operator(module: Any, arguments: Any) -> str:
     """
     if not arguments.fp8 or (module.fp8 and recipe_of_module(module)):
         return recipe_in_force(module, fp8=arguments.fp8)
-    return recipe_of_quantizer(arguments.weight_quantizer or arguments.input_quantizer)
+    quantizer = arguments.weight_quantizer or arguments.input_quantizer
+    return recipe_of(quantizer) or type(quantizer).__name__
 
 
 def recipe_text(recipe: Any) -> str:

@@ -81,7 +81,7 @@ class Replicas:
         start = self._start or {}
         names = now.keys() | start.keys()
         message = self._message(iteration, start, now, has_news=bool(self._news) or not names <= set(self._agreed))
-        merged = self._ranks.largest(message, "parameters")
+        merged = self._ranks.merge(message, "parameters")
         if merged is None or merged[1] != -merged[2]:  # the ranks are apart, or out of step
             return []
         if merged[0] > 0:

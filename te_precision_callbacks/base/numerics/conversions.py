@@ -174,7 +174,7 @@ def _stochastic_codes(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
     spacing = binade.clamp_(min=1.0).mul_(0.5)
     below = (magnitude / spacing).floor_().mul_(spacing)
     up = random < magnitude.sub_(below).div_(spacing)
-    return E2M1.codes_of(below.add_(spacing.mul_(up)).copysign_(values))
+    return E2M1.encode(below.add_(spacing.mul_(up)).copysign_(values))
 
 
 def _uses_cpp(matrix: torch.Tensor) -> bool:

@@ -36,7 +36,8 @@ class FloatFormat(Bits):
         if self.dtype is None:
             bits = values.view(torch.int32)
             # All numbers at which the code changes end in more than 16 zero bits. Lower bits only break ties.
-            return self._look_up(((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0))
+            upper = ((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0)
+            return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
         # The minimum of a tensor with NaN is NaN: one pass, without a temporary.
@@ -44,15 +45,6 @@ class FloatFormat(Bits):
         if has_nan:
             return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F)
         return codes
-
-    def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Encode float32 numbers that the format represents exactly; faster than :meth:`encode` for FP4."""
-        if self.dtype:
-            return self.encode(numbers)
-        return self._look_up((numbers.view(torch.int32) >> 16) & 0xFFFF)
-
-    def _look_up(self, upper: torch.Tensor) -> torch.Tensor:
-        return _code_table(self, upper.device).index_select(0, upper.reshape(-1)).view(upper.shape)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """Round float32 to values of a signed format, as :meth:`encode` does, but can be compiled into a kernel."""

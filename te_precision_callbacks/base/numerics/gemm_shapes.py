@@ -145,40 +145,31 @@ def refusals(
         in_features, out_features: sizes of the layer on this rank.
         gemms: the GEMMs that run in the recipe.
         result_bytes: bytes per element of the results.
-        asserted: whether the layer checks its operands before fprop, as ``Linear``, ``LayerNormLinear`` and
-            ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do not.
+        asserted: whether the layer checks its operands before fprop, under any recipe and even with all GEMMs in high
+            precision, as ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` do; ``GroupedLinear`` and ``te.ops`` do
+            not.
     """
-    scaling = RECIPES[recipe].scaling
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     if 0 in sizes.values():
         return []
-    shape_rules = rules(scaling, capability, result_bytes=result_bytes)
+
+    def refusal(gemm: GemmName, dimension: Dimension, multiple: int, asked_by: str) -> Refusal:
+        return Refusal(gemm, dimension, sizes[dimension], multiple, asked_by)
+
+    possible: list[Refusal] = []
+    for rule in rules(RECIPES[recipe].scaling, capability, result_bytes=result_bytes):
+        possible += [refusal(gemm, _DIMENSIONS[gemm][rule.size], rule.multiple, rule.asked_by) for gemm in gemms]
+    if asserted:
+        possible += [refusal("fprop", dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
     refused: dict[tuple[GemmName, Dimension], Refusal] = {}
-    for gemm in GEMMS:
-        if gemm not in gemms:
-            continue
-        asked = [(_DIMENSIONS[gemm][rule.size], rule.multiple, rule.asked_by) for rule in shape_rules]
-        if asserted and gemm == "fprop":
-            asked += [(dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
-        for dimension, multiple, asked_by in asked:
-            size = sizes[dimension]
-            before = refused.get((gemm, dimension))
-            if size % multiple and (before is None or before.multiple < multiple):
-                refused[gemm, dimension] = Refusal(gemm, dimension, size, multiple, asked_by)
-    return list(refused.values())
+    for entry in possible:
+        before = refused.get((entry.gemm, entry.dimension), entry)
+        if entry.size % entry.multiple and before.multiple <= entry.multiple:
+            refused[entry.gemm, entry.dimension] = entry if before.multiple < entry.multiple else before
+    return sorted(refused.values(), key=lambda entry: GEMMS.index(entry.gemm))
 
 
 _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_features": 8}
-
-
-def asserted_refusals(*, tokens: int, in_features: int, out_features: int) -> list[Refusal]:
-    """Return the dimensions that ``Linear``, ``LayerNormLinear`` and ``LayerNormMLP`` reject under any recipe, even
-    with all GEMMs in high precision.
-    """
-    sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
-    refused = [dimension for dimension, multiple in _ASSERTED.items() if sizes[dimension] % multiple]
-    return [Refusal("fprop", dimension, sizes[dimension], _ASSERTED[dimension], _MODULE) for dimension in refused]
-
 
 _DIMENSIONS: Mapping[GemmName, Mapping[Size, Dimension]] = {
     # lda is k if A is transposed, else m; ldb is n if B is transposed, else k.

@@ -83,7 +83,7 @@ def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Gro
     """
     listening = devices()
     keys.add("versions", PROTOCOL)
-    _wait_for_all(keys, _ARRIVED, at, wait, f"not all ranks arrived within {wait:g} s", _warning(at, why))
+    _wait_for_all(keys, _ARRIVED, at, wait, f"not all ranks arrived within {wait:g} s", why)
     if keys.add("versions", 0) != PROTOCOL * at.size:
         raise MeetingFailed(
             f"the ranks have different versions of te-precision-callbacks ({at.name(at.rank)} has message version"
@@ -107,18 +107,21 @@ def refuse(keys: Any, why: str) -> None:
             keys.set(f"{phase}/decision", why)
 
 
-def _wait_for_all(
-    keys: Any, phase: str, at: RankPlace, wait: float, missing: str, on_wait: Callable[[], None] = lambda: None
-) -> None:
-    until = time.monotonic() + wait
+def _wait_for_all(keys: Any, phase: str, at: RankPlace, wait: float, missing: str, why: str = "") -> None:
+    begun = time.monotonic()
+    warns = why != "" and at.rank <= 1
     if keys.add(phase, 1) == at.size:
         _decide(keys, phase, "")
     pause = 0.001
     while not keys.check([f"{phase}/decision"]):
-        if time.monotonic() >= until:
+        waited = time.monotonic() - begun
+        if waited >= wait:
             _decide(keys, phase, missing)
             break
-        on_wait()
+        if warns and waited > WAITING:
+            warns = False
+            who = at.name(at.rank).capitalize()
+            logger.warning("%s has waited %g s for the other ranks, %s together with them.", who, WAITING, why)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     decision = keys.get(f"{phase}/decision").decode()
@@ -130,21 +133,3 @@ def _decide(keys: Any, phase: str, decision: str) -> None:
     """Set the decision of a phase, unless another rank has: empty if all ranks are present, or the reason."""
     if keys.add(f"{phase}/decisions", 1) == 1:
         keys.set(f"{phase}/decision", decision)
-
-
-def _warning(at: RankPlace, why: str) -> Callable[[], None]:
-    begun = time.monotonic()
-    has_warned = at.rank > 1
-
-    def warn() -> None:
-        nonlocal has_warned
-        if not has_warned and time.monotonic() - begun > WAITING:
-            has_warned = True
-            logger.warning(
-                "%s has waited %g s for the other ranks, %s together with them.",
-                at.name(at.rank).capitalize(),
-                WAITING,
-                why,
-            )
-
-    return warn

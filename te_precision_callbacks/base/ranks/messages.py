@@ -18,7 +18,7 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -275,7 +275,7 @@ class Messages:
             raise RanksLostError(self.departure, self._describe(self.departure))
         self._count += 1
         try:
-            finish = functools.partial(group.finish, _Wait(self, self._keys, self._count, why).check)
+            finish = functools.partial(group.finish, functools.partial(next, self._wait(why)))
             union = self._exchange(group, finish, kind, numbers, sums, text, of)
             if self._reconnection is not None:
                 self.timeout = EXCHANGING
@@ -292,11 +292,41 @@ class Messages:
             self.leave(error)
             raise
 
-    def largest(self, kind: str, why: str, *numbers: float) -> tuple[float, ...]:
-        """Return the maximum of each number over the ranks; exact for integers up to 2**53."""
-        own = np.array(numbers, np.float64)
+    def _wait(self, why: str) -> Iterator[None]:
+        """Warn once which ranks are late, and end the wait for a message when one has left or failed.
+
+        Each step of the iterator is a check, and may raise RanksLostError.
+        """
+        begun = time.monotonic()
+        count = str(self._count)
+        who = self.name(self.rank).capitalize()
+        patience = min(meeting.WAITING, self.timeout)
+        while time.monotonic() - begun < patience / 2:
+            yield
+        self._keys.set(f"{_WAITS}/{self.rank}", count)
+        while time.monotonic() - begun < patience:
+            yield
+        if self.rank <= 1 and patience < self.timeout:
+            logger.warning("%s has waited %g s for %s, %s.", who, patience, self._late_ranks(count), why)
+        while time.monotonic() - begun < self.timeout:
+            yield
+        text = f"{who} has waited {self.timeout:g} s for {self._late_ranks(count)}, {why}"
+        raise RanksLostError(Departure(self.rank, text))
+
+    def _late_ranks(self, count: str) -> str:
+        """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
+        late = []
+        for rank, in_run in enumerate(self._ranks if self.rank <= 1 else ()):
+            key = f"{_WAITS}/{rank}"
+            if not (self._keys.check([key]) and self._keys.get(key).decode() == count):
+                late.append(in_run)
+        return format_ranks(sorted(late)) if late else "other ranks"
+
+    def largest(self, kind: str, why: str, number: float) -> float:
+        """Return the maximum over the ranks; exact for integers up to 2**53."""
+        own = np.array([number], np.float64)
         self.merge(kind, why, own, 0)
-        return tuple(own.tolist())
+        return float(own[0])
 
     def pool(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
         """Return the union of all ranks' entries, lower ranks first; ``of`` is their type, which pydantic parses."""
@@ -388,12 +418,11 @@ class Messages:
         try:
             wait = self.timeout
             self.timeout = RECONNECTING
-            (largest,) = self.largest("again", "to continue together", float(iteration))
+            return int(self.largest("again", "to continue together", iteration))
         except Exception:
             return None
         finally:
             self.timeout = wait
-        return int(largest)
 
 
 class _Reconnection:
@@ -495,52 +524,6 @@ def _to_ordered_integers(numbers: Numbers) -> npt.NDArray[np.int64]:
 def _from_ordered_integers(ranked: npt.NDArray[np.int64]) -> Numbers:
     bits = ranked ^ ((ranked >> 63) & np.iinfo(np.int64).max)
     return bits.view(np.float64)
-
-
-class _Wait:
-    """The wait of a rank for a message: it warns once which ranks are late, and ends when one has left or failed."""
-
-    def __init__(self, messages: Messages, keys: Any, count: int, why: str) -> None:
-        self._messages = messages
-        self._keys = keys
-        self._count = str(count)
-        self._why = why
-        self._begun = time.monotonic()
-        self._is_noted = False
-        self._has_warned = False
-
-    def check(self) -> None:
-        messages = self._messages
-        passed = time.monotonic() - self._begun
-        if passed >= min(meeting.WAITING, messages.timeout) / 2 and not self._is_noted:
-            self._is_noted = True
-            self._keys.set(f"{_WAITS}/{messages.rank}", self._count)
-        if passed >= messages.timeout:
-            text = f"{self._who} has waited {messages.timeout:g} s for {self._format_late_ranks()}, {self._why}"
-            raise RanksLostError(Departure(messages.rank, text))
-        if passed >= meeting.WAITING and not self._has_warned:
-            self._has_warned = True
-            if messages.rank <= 1:
-                logger.warning(
-                    "%s has waited %g s for %s, %s.", self._who, meeting.WAITING, self._format_late_ranks(), self._why
-                )
-
-    @property
-    def _who(self) -> str:
-        return self._messages.name(self._messages.rank).capitalize()
-
-    def _format_late_ranks(self) -> str:
-        """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
-        messages = self._messages
-        late = []
-        if messages.rank <= 1:
-            for rank, in_run in enumerate(messages._ranks):
-                key = f"{_WAITS}/{rank}"
-                if not (self._keys.check([key]) and self._keys.get(key).decode() == self._count):
-                    late.append(in_run)
-        if late:
-            return format_ranks(sorted(late))
-        return "other ranks"
 
 
 def _meeting_timeout(group: dist.ProcessGroup | None) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch.distributed
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
@@ -46,7 +45,6 @@ class Ranks:
         self._reduce = reduce
         self._report = report
         self._errors: tuple[type[PrecisionDebugError], ...] = ()
-        self._note = False
         self._several: bool | None = None  # within together()
 
     @property
@@ -166,26 +164,21 @@ class Ranks:
             f"exchanging {kind}", lambda messages: messages.pool(own, kind, f"to broadcast {kind}", of), own
         )
 
-    def add(self, numbers: Sequence[float], kind: str) -> list[float]:
-        def added(messages: Messages) -> list[float]:
-            sums = np.array(numbers, np.float64)
-            messages.merge(kind, f"to sum {kind}", sums, len(numbers))
-            return list(sums.tolist())
+    def merge(self, numbers: Numbers, kind: str, sums: int = 0) -> Numbers | None:
+        """Return the sums of the first numbers over all ranks, and the maxima of the others.
 
-        return self._exchange(f"exchanging {kind}", added, list(numbers))
+        None without other ranks, or if they disconnect.
+        """
+        merged = numbers.copy()
 
-    def largest(self, numbers: Numbers, kind: str) -> Numbers | None:
-        """Return the maximum of each number over all ranks; None without other ranks, or if they disconnect."""
+        def exchange(messages: Messages) -> Numbers:
+            messages.merge(kind, f"to compare {kind}", merged, sums)
+            return merged
 
-        def merged(messages: Messages) -> Numbers | None:
-            largest = numbers.copy()
-            messages.merge(kind, f"to compare {kind}", largest, 0)
-            return largest
-
-        return self._exchange(f"comparing {kind}", merged, None)
+        return self._exchange(f"comparing {kind}", exchange, None)
 
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
-        return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", float(own)) == (1.0,), own)
+        return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", own) == 1, own)
 
     def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], own: ResultT) -> ResultT:
         if self.messages is None or not self.messages.is_open:
@@ -200,10 +193,6 @@ class Ranks:
         self.any("agreement", "checking", own=False)
         return not self.several or self.are_connected
 
-    def request_check(self, *, note: bool) -> None:
-        self._note = note
-        self.request(check=note)
-
     @property
     def requested(self) -> Requests:
         """The requests of all ranks in this step, combined; none without a message."""
@@ -217,32 +206,27 @@ class Ranks:
 
     def check_requested(self, *, send: bool) -> bool:
         """Return whether a rank requests a check. In a step without values, ``send`` sends an extra message."""
-        if not self.several:
-            return self._note
-        if self.messages is None or not self.messages.is_open:
-            return False
-        if self.messages.requested is None and send:
-            check = self.any("notes", "to check whether precision has changed", own=self._note)
-            self.messages.requested = Requests(check=check)
-        return bool(self.messages.requested and self.messages.requested.check) and self.are_connected
+        messages = self.messages
+        if send and messages is not None and messages.is_open and messages.requested is None:
+            check = self.any("notes", "to check whether precision has changed", own=messages.requests.check)
+            messages.requested = Requests(check=check)
+        return self.are_connected and self.requested.check
 
     def request_stop(self, *, own: bool) -> bool:
         """Return whether a rank requests it. A request is sent with the next values, so all get it in the same step."""
         if not self.several:
             return own
-        if self.messages is None or not self.messages.is_open:
-            return False
-        self.messages.requests = self.messages.requests._replace(stop=own)
-        return bool(self.messages.requested and self.messages.requested.stop)
+        is_requested = self.are_connected and self.requested.stop
+        self.request(stop=own)
+        return is_requested
 
     def differing(self, numbers: Sequence[int], kind: str) -> dict[int, tuple[int, ...]]:
-        """Return rank -> numbers if the ranks differ, else an empty mapping. float64 must represent the numbers."""
-        own = [*numbers, *(-number for number in numbers)]
+        """Return rank -> numbers if the ranks differ, else an empty mapping."""
+        why = f"to compare {kind}"
 
         def by_rank(messages: Messages) -> dict[int, tuple[int, ...]]:
-            largest = messages.largest(f"largest {kind}", f"to compare {kind}", *own)
-            if all(high == -low for high, low in zip(largest, largest[len(numbers) :], strict=False)):
+            if len(messages.pool([tuple(numbers)], kind, why, tuple[int, ...])) == 1:
                 return {}
-            return messages.by_rank(numbers, f"{kind} by rank", f"to compare {kind}")
+            return messages.by_rank(numbers, f"{kind} by rank", why)
 
         return self._exchange(f"comparing {kind}", by_rank, {})
