@@ -39,9 +39,9 @@ import torch
 from gpu_parts.rows import Backend, Row, brief, layouts, row
 from measuring import commit, cores, processor, progress, table
 
-from te_precision_callbacks.base.environment import torch_facts
 from te_precision_callbacks.reference import compiled_extension
 from te_precision_callbacks.reference.inherited import ENVIRONMENT_VARIABLE
+from te_precision_callbacks.te.environment import torch_facts
 
 BENCHMARKS = Path(__file__).resolve().parent
 COLUMNS = ("part", "check", "value", "unit", "expected", "verdict", "note")

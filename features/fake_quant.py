@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from nvdlfw_inspect.registry import api_method
 
-from te_precision_callbacks.base.numerics.recipes import round_to_mxfp8
 from te_precision_callbacks.base.vocabulary import COLUMNWISE
 from te_precision_callbacks.config.keys import Quantization
 from te_precision_callbacks.config.levels import FeatureSchema
+from te_precision_callbacks.engine.simulation import round_to_mxfp8
 from te_precision_callbacks.features.base import HighPrecisionFeature, ModifyingFeature
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.te.quantizers import quantizer_of_amax

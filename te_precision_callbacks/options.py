@@ -18,13 +18,13 @@ from typing_extensions import TypedDict, get_type_hints
 from te_precision_callbacks.base.debug_values import DebugValue, parse_debug
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.files import StrPath
-from te_precision_callbacks.base.spans import whole_number
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.vocabulary import Observe
 from te_precision_callbacks.config.contract import Contract, ContractSource
 from te_precision_callbacks.config.fields import size_in_bytes
 from te_precision_callbacks.config.loading import Config, ConfigSource, load_config
 from te_precision_callbacks.config.steps import with_early_steps
+from te_precision_callbacks.coverage.spans import whole_number
 from te_precision_callbacks.diagnosis.engine import OnFinding, read_on_finding
 from te_precision_callbacks.layers.naming import Scope, check_scope
 from te_precision_callbacks.maps.comparing import read_requirements

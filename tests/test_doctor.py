@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
 from te_precision_callbacks.base import environment
-from te_precision_callbacks.base.environment import VARIABLES, Gpu, Torch, read_environment
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.machine import (
     COMPILED_BUILD,
@@ -34,6 +33,7 @@ from te_precision_callbacks.cli.doctor.machine import (
     log_folder,
 )
 from te_precision_callbacks.reference import target
+from te_precision_callbacks.te.environment import VARIABLES, Gpu, Torch, read_environment
 from tests.forked import executable
 from tests.manual.test_command import one_line
 from tests.reference.processes import REPOSITORY, run

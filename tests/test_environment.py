@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from te_precision_callbacks.base.environment import VARIABLES
+from te_precision_callbacks.te.environment import VARIABLES
 
 WITHOUT_INFLUENCE = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "order of launches; checked for sequence parallelism",

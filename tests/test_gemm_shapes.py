@@ -2,8 +2,8 @@
 
 import pytest
 
-from te_precision_callbacks.base.numerics.gemm_shapes import refusals, takes_any_layout
 from te_precision_callbacks.base.vocabulary import RECIPES
+from te_precision_callbacks.te.gemm_shapes import refusals, takes_any_layout
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 CONSUMER_BLACKWELL = (12, 0)

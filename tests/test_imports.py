@@ -226,7 +226,7 @@ def test_te_alone_knows_the_modules_of_transformer_engine() -> None:
 CHANGES = {
     "session.session": {"_last_started"},  # the session of this process
     "transformers.callback": {"_TRAININGS"},  # trainings that a Trainer has left without closing
-    "base.grad_scalers": {"_listeners"},  # the listeners to torch's GradScaler
+    "overflow.grad_scalers": {"_listeners"},  # the listeners to torch's GradScaler
     "overflow.detector": {"_DETECTORS"},  # the detectors of this process, which detect_overflow() tells
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
     "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name

@@ -38,7 +38,7 @@ NEAR = {
     "__init__": "test_imports.py test_commands.py",
     "__main__": "test_commands.py",
     "base": "session/test_lifecycle.py session/test_failures.py test_contracts.py test_commands.py",
-    "base/environment": "reference/test_install.py test_doctor.py",
+    "te/environment": "reference/test_install.py test_doctor.py",
     "base/numerics": "numerics test_formats.py test_gemm_shapes.py dumps engine/test_quantization.py reference",
     "base/ranks": "test_ranks.py session/test_distributed.py engine/test_ranks.py",
     "base/vocabulary": "test_parity.py test_gemm_shapes.py manual engine/test_statistics.py",

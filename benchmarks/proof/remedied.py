@@ -15,7 +15,7 @@ from models import Built, Precision, RecipeName, build, recipe_of
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from te_precision_callbacks.base.patches import keep_high
+from te_precision_callbacks.diagnosis.patches import keep_high
 
 STEPS, FREQ, SEED, RATE = 24, 3, 7, 3e-3
 """Of all trainings; there are statistics in every so many steps."""

@@ -152,7 +152,7 @@ _ROWS = (
 )
 
 RECIPES: Mapping[str, RecipeRow] = {row.name: row for row in _ROWS}
-"""The recipes by name. See ``numerics/recipes.py`` for their arithmetic, ``numerics/gemm_shapes.py`` for the sizes that
+"""The recipes by name. See ``engine/simulation.py`` for their arithmetic, ``te/gemm_shapes.py`` for the sizes that
 their GEMMs accept."""
 
 ONE_SCALE = tuple(row.name for row in _ROWS if row.shares == "all")

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.numerics.gemm_shapes import refusals
 from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import Section
@@ -19,6 +18,7 @@ from te_precision_callbacks.coverage.formats import recipe_text
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.gemm_shapes import refusals
 
 FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "contract", "same"]
 

@@ -16,7 +16,6 @@ from typing import Annotated
 import typer
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.environment import LAUNCH_VARIABLE
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.former_names import former_command
 from te_precision_callbacks.check.command import check_command
@@ -28,6 +27,7 @@ from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.reference import inherited
 from te_precision_callbacks.reference.launch import Backend
 from te_precision_callbacks.search.command import search_command
+from te_precision_callbacks.te.environment import LAUNCH_VARIABLE
 from te_precision_callbacks.views.compare.command import SeveralRuns, compare_command
 from te_precision_callbacks.views.report.command import report_command
 from te_precision_callbacks.views.show.command import show_command

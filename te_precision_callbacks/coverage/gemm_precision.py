@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_precision_callbacks.base.spans import AnyIteration, Iterations
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
+from te_precision_callbacks.coverage.spans import AnyIteration, Iterations
 
 FROZEN = "frozen weight"
 NO_INPUT_GRADIENT = "input needs no gradient"

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointError
 
-from te_precision_callbacks.base.numerics.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, name_of_recipe
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.gemm_shapes import Refusal, refusals
 from te_precision_callbacks.te.package import transformer_engine_error
 from te_precision_callbacks.te.state import recipe_of_module
 

@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
 from te_precision_callbacks.coverage.coverage import Family, Product, Reason
 from te_precision_callbacks.coverage.formats import dtype_name, gemms_left_out
@@ -29,6 +28,7 @@ from te_precision_callbacks.coverage.gemm_precision import (
     join_with_arrows,
 )
 from te_precision_callbacks.coverage.products import ATTENTION, FUSED, PlacedProduct, gemm_sizes, operand_names
+from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
 from te_precision_callbacks.te import modules as te_modules

@@ -15,8 +15,8 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import first_of
-from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.terminal import Json
+from te_precision_callbacks.te.gemm_shapes import layer_sizes
 
 if TYPE_CHECKING:
     import torch

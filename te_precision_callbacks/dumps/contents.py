@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.blocks import block_counts
 from te_precision_callbacks.base.numerics.layouts import NVFP4, PER_TENSOR, ScaleMemory, Stored, unpack_fp4
 from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.dumps.errors import DumpError
@@ -33,6 +32,7 @@ from te_precision_callbacks.dumps.header import (
     Quantized,
     dtype_name,
 )
+from te_precision_callbacks.te.environment import installed_version
 from te_precision_callbacks.te.tensors import has_quantizer, is_hybrid, is_quantized, part_of, quantizer_of, read_stored
 
 

@@ -29,7 +29,6 @@ from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
 from te_precision_callbacks.base.numerics.layouts import PLAIN
-from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings
 from te_precision_callbacks.base.ranks.messages import Messages
 from te_precision_callbacks.base.vocabulary import ELEMENT_FORMATS, IDENTITY_QUANTIZER, recipe_of
 from te_precision_callbacks.engine import kernels
@@ -50,6 +49,7 @@ from te_precision_callbacks.engine.quantization import (
     simulate,
 )
 from te_precision_callbacks.engine.reduction import NO_STAMP, Reduction, Stamp
+from te_precision_callbacks.engine.simulation import SIMULATED, QuantizerSettings
 from te_precision_callbacks.engine.slots import Asked, DeviceSlots, SegmentKey, Segments, SlotRange
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import OWN_RECIPE, Blocks, Request, no_blocks
@@ -562,7 +562,7 @@ class _Planning:
         """
         if self._quantized is not None or self._unknown_quantizer is not None:
             return None
-        if self._recipe in RECIPES:
+        if self._recipe in SIMULATED:
             return self._recipe
         return "fp8_current_scaling"
 

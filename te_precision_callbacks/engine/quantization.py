@@ -5,7 +5,7 @@
     columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings, columnwise=False)
     columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
-The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.base.numerics.recipes`), not Transformer
+The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.engine.simulation`), not Transformer
 Engine's quantizers, so it also covers layers in high precision and GPUs without the format.
 """
 
@@ -21,7 +21,6 @@ from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.numerics.blocks import as_matrix, pad_to_blocks, split_into_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import MXFP8, NVFP4, PER_TENSOR, LayoutError
-from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.base.numerics.scaling import FLOAT32_MAX
 from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.engine.kernels import eager
@@ -35,6 +34,7 @@ from te_precision_callbacks.engine.kernels.eager_blocks import (
     needs_blocks,
     range_columns,
 )
+from te_precision_callbacks.engine.simulation import SIMULATED, QuantizerSettings, Recipe, round_blocks
 from te_precision_callbacks.statistics.names import no_blocks
 from te_precision_callbacks.statistics.table import BLOCK_SOURCES, StatisticSource
 from te_precision_callbacks.te.tensors import (
@@ -121,11 +121,11 @@ def settings_of(quantizer: Any) -> QuantizerSettings:
 
 
 def _simulated_recipe(recipe: str) -> Recipe:
-    if recipe not in RECIPES:
+    if recipe not in SIMULATED:
         raise QuantizationError(
             f"{recipe} can be read only in a layer that runs it: its scale comes from the amaxes of earlier steps"
         )
-    return RECIPES[recipe]
+    return SIMULATED[recipe]
 
 
 def simulate(

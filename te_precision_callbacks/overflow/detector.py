@@ -14,7 +14,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.base.grad_scalers import ScaledStepHook
 from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import is_distributed, is_initialized, own_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError
@@ -28,6 +27,7 @@ from te_precision_callbacks.overflow.errors import (
     OverflowOptionError,
 )
 from te_precision_callbacks.overflow.frames import Frame, measure, read
+from te_precision_callbacks.overflow.grad_scalers import ScaledStepHook
 from te_precision_callbacks.overflow.hooks import FrameRecorder
 from te_precision_callbacks.overflow.options import DetectorOptions
 from te_precision_callbacks.overflow.report import Finding, FrameReader, advice_on_parameters

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from te_precision_callbacks.base.counts import some_of
-from te_precision_callbacks.base.grad_scalers import largest_loss_scale
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.layers.naming import NamedTorchModule
 from te_precision_callbacks.overflow.frames import Extremes, Frame, measure, read
+from te_precision_callbacks.overflow.grad_scalers import largest_loss_scale
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
 from te_precision_callbacks.overflow.options import DetectorOptions
 

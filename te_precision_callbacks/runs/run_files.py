@@ -28,8 +28,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from te_precision_callbacks.base.environment import LAUNCH_VARIABLE
 from te_precision_callbacks.base.files import regular_file
+from te_precision_callbacks.te.environment import LAUNCH_VARIABLE
 
 FOLDER = "precision_records"
 

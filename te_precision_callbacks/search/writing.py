@@ -22,10 +22,10 @@ import yaml
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import MissingExtraError
-from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check.checked_model import check_model
 from te_precision_callbacks.config import load_config
+from te_precision_callbacks.diagnosis.patches import keep_high
 from te_precision_callbacks.search.results import SearchResult
 from te_precision_callbacks.search.units import Choice, SearchError, Units
 from te_precision_callbacks.te import custom_recipe

@@ -9,10 +9,10 @@ from pathlib import Path
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks.together import Ranks
-from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.history import CoverageHistory
 from te_precision_callbacks.coverage.other_steps import OtherSteps, other_steps
+from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.finding import Verdict

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from te_precision_callbacks.base.environment import installed_version, read_environment, torch_facts
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import config_hash
@@ -38,6 +37,7 @@ from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import versions
 from te_precision_callbacks.sinks.step_records import LayerInfo
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.environment import installed_version, read_environment, torch_facts
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, RaisedInTraining, SessionError, is_failure
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.grad_scalers import ScaledStepHook
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.ranks.together import Ranks, leads
 from te_precision_callbacks.base.scalars import ScalarBuffer
@@ -37,6 +36,7 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
+from te_precision_callbacks.overflow.grad_scalers import ScaledStepHook
 from te_precision_callbacks.runs.summary import ended_by
 from te_precision_callbacks.session.checks import (
     LEFT_FOR_PROBLEMS,

@@ -10,12 +10,12 @@ from typing import Any
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import group_by_key, many
-from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.layers.folding import fold_names, form_of
 from te_precision_callbacks.speed.devices import Device, SpeedError
 from te_precision_callbacks.speed.expected import ProductTime, Times, time_products
+from te_precision_callbacks.te.gemm_shapes import layer_sizes
 
 _MOST_ROWS = 60
 _MOST_NAMES = 4

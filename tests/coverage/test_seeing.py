@@ -19,7 +19,6 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.cpp_extensions import gemm
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 
-from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
@@ -28,6 +27,7 @@ from te_precision_callbacks.coverage.micro_batches import ModelCalls
 from te_precision_callbacks.coverage.model_products import ModelProducts
 from te_precision_callbacks.coverage.model_watch import ModelWatch
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
+from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.every_step import EveryStep

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from te_precision_callbacks.base.numerics.blocks import as_matrix, split_into_blocks
-from te_precision_callbacks.base.numerics.recipes import RECIPES, round_blocks
 from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_of
 from te_precision_callbacks.engine.quantization import PerTensor, default_settings, read, settings_of
+from te_precision_callbacks.engine.simulation import SIMULATED, round_blocks
 from te_precision_callbacks.layers.gemm_events import Watched
 from tests.engine import exact, forms
 from tests.engine.exact import BLOCK_STATISTICS
@@ -35,7 +35,7 @@ TENSORS = {
 }
 DEFAULTS = [  # recipe, E5M2?, of a weight?
     (recipe, e5m2, weight)
-    for recipe in RECIPES
+    for recipe in SIMULATED
     for e5m2 in ((False,) if recipe == "nvfp4" else (False, True))
     for weight in (False, True)
 ]
@@ -62,7 +62,7 @@ def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str) -> None
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
         its = QUANTIZERS[name]()
         recipe, settings = recipe_of(its), settings_of(its)
-        block = RECIPES[recipe].block(settings)
+        block = SIMULATED[recipe].block(settings)
         for of, tensor in TENSORS.items():
             x = tensor.to(dtype).nan_to_num(posinf=60_000.0, neginf=-60_000.0)
             for columnwise in (False, True):
@@ -144,7 +144,7 @@ def test_data_that_a_layer_lacks_are_simulated_as_its_quantizer_is_set_and_that_
     assert would_be == pytest.approx(renamed, rel=1e-12)
 
 
-@pytest.mark.parametrize("runs", [*RECIPES, None])
+@pytest.mark.parametrize("runs", [*SIMULATED, None])
 def test_a_format_in_the_name_is_what_a_quantizer_of_that_format_makes(runs: str | None) -> None:
     """Of whatever recipe and format the layer runs; without a format its own, and of other recipes the default."""
     x = spread(by=1.0)

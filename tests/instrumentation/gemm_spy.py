@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 
-from te_precision_callbacks.base.spans import Iterations
 from te_precision_callbacks.coverage.coverage import Product
+from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.flight.ring import Ring
 from te_precision_callbacks.instrumentation.every_step import EveryStep

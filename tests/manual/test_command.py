@@ -9,11 +9,11 @@ import yaml
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.base.numerics.recipes import RECIPES
-from te_precision_callbacks.base.vocabulary import RECIPES as VOCABULARY
+from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.manual.features import UnknownFeatureError, features
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.schemas import FEATURES
+from te_precision_callbacks.engine.simulation import SIMULATED
 from te_precision_callbacks.statistics.table import GEMM_STATISTICS, STATISTICS, SYMBOLS
 from tests.conftest import feature
 from tests.docs.pages import ROOT
@@ -121,8 +121,8 @@ def test_docs_statistics_has_the_recipes_and_symbols() -> None:
     page = (ROOT / "docs" / "statistics.md").read_text()
     assert recipes_table.table() in page
     assert SYMBOLS in one_line(page)
-    for name, recipe in RECIPES.items():
-        shares = VOCABULARY[name].shares
+    for name, recipe in SIMULATED.items():
+        shares = RECIPES[name].shares
         assert shares.partition(";")[0] == ("all" if recipe.side is None else str(recipe.side))
         assert ("in a weight" in shares) == recipe.square_weights
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from te_precision_callbacks.base.numerics import conversions
 from te_precision_callbacks.base.numerics.blocks import as_matrix, join_blocks, split_into_blocks
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, decode_blocks, encode_blocks
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, FloatFormat, _code_table
-from te_precision_callbacks.base.numerics.nvfp4 import random_hadamard_transform
-from te_precision_callbacks.base.numerics.recipes import RECIPES, QuantizerSettings, round_blocks, round_to_mxfp8
+from te_precision_callbacks.engine.simulation import SIMULATED, QuantizerSettings, round_blocks, round_to_mxfp8
+from te_precision_callbacks.reference import conversions
+from te_precision_callbacks.reference.conversions import block_amaxes, decode_blocks, encode_blocks
+from te_precision_callbacks.reference.nvfp4 import random_hadamard_transform
 from tests.combinations import pairs
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy
@@ -182,7 +182,7 @@ def test_fp8_in_every_setting(
     settings = QuantizerSettings(e5m2, square, power_of_two, epsilon)
     for seed, kind in enumerate(FINITE):
         x = spec.example(kind, (96, 160), dtype, seed)
-        block = RECIPES[recipe].block(settings) or (96, 160)
+        block = SIMULATED[recipe].block(settings) or (96, 160)
         rounded = round_blocks(recipe, split_into_blocks(x, block), x.float().abs().max(), settings)
         expected = torch.from_numpy(numbers(spec.matrix(x), block, settings, dtype, recipe))
         assert torch.equal(join_blocks(rounded.values, block, (96, 160)), expected), kind

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_precision_callbacks.base.numerics import gemm_shapes
 from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension import products
+from te_precision_callbacks.te import gemm_shapes
 from tests.capability import extension_of
 from tests.quantizers import quantizer
 from tests.reference import block_formats as spec

@@ -14,8 +14,8 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.base.environment import Torch
     from te_precision_callbacks.cli.doctor.machine import DoctorFinding, Machine, TransformerEngine
+    from te_precision_callbacks.te.environment import Torch
 
 
 def doctor_command(

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from te_precision_callbacks import reference
-from te_precision_callbacks.base.environment import Torch, installed_version, read_environment, torch_facts
 from te_precision_callbacks.base.errors import install_line
 from te_precision_callbacks.base.files import why_full
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.reference import ReferenceBackendError, inherited, target
 from te_precision_callbacks.reference.launch import Backend, plan_launch
+from te_precision_callbacks.te.environment import Torch, installed_version, read_environment, torch_facts
 
 _TE_PACKAGES = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.patches import keep_high
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.diagnosis.patches import keep_high
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings, Streaks
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled

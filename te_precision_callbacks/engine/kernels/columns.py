@@ -16,7 +16,7 @@ import torch
 
 from te_precision_callbacks.base.numerics.blocks import Block, as_matrix
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.base.numerics.recipes import FLOAT32_SCALES
+from te_precision_callbacks.engine.simulation import FLOAT32_SCALES
 
 MOMENT_SUMS = ("finite", "nonfinite", "zeros", "sum", "square_sum", "abs_sum")
 """Number of finite elements; of inf and nan; of zeros; sum of x, of x^2 and of abs(x)."""

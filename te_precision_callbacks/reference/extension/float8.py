@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import encode_blocks
-from te_precision_callbacks.base.numerics.gemm_shapes import takes_any_layout
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
+from te_precision_callbacks.reference.conversions import encode_blocks
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import is_noop, matrix_shape, overwrite, transposed_shape
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting
 from te_precision_callbacks.reference.extension.enums import fp8_format
 from te_precision_callbacks.reference.target import capability
+from te_precision_callbacks.te.gemm_shapes import takes_any_layout
 
 
 def has_any_layout_gemm() -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, encode_blocks
 from te_precision_callbacks.base.numerics.layouts import BLOCK_1D, BLOCK_2D
 from te_precision_callbacks.base.numerics.scaling import fp8_scale
+from te_precision_callbacks.reference.conversions import block_amaxes, encode_blocks
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     is_noop,

@@ -21,10 +21,10 @@ from typing import Any, ParamSpec, SupportsInt, TypeVar
 
 import torch
 
-from te_precision_callbacks.base.numerics import gemm_shapes, layouts
-from te_precision_callbacks.base.numerics.conversions import decode_blocks
+from te_precision_callbacks.base.numerics import layouts
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
 from te_precision_callbacks.base.numerics.layouts import Stored
+from te_precision_callbacks.reference.conversions import decode_blocks
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
@@ -33,6 +33,7 @@ from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Oper
 from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product, takes
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
 from te_precision_callbacks.reference.target import capability
+from te_precision_callbacks.te import gemm_shapes
 from te_precision_callbacks.te.tensors import is_quantized
 
 NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
@@ -400,7 +401,7 @@ def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
 
 
 def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
-    """Reject sizes that no GPU of this capability supports: :mod:`te_precision_callbacks.base.numerics.gemm_shapes`."""
+    """Reject sizes that no GPU of this capability supports: :mod:`te_precision_callbacks.te.gemm_shapes`."""
     rows_a, columns_a = a.matrix_shape
     rows_b, columns_b = b.matrix_shape
     sizes = {

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, encode_blocks
 from te_precision_callbacks.base.numerics.formats import E4M3, E8M0
 from te_precision_callbacks.base.numerics.layouts import MXFP8, SWIZZLE_COLUMNS, SWIZZLE_ROWS
 from te_precision_callbacks.base.numerics.scaling import e8m0_codes, mxfp8_scale_inv
+from te_precision_callbacks.reference.conversions import block_amaxes, encode_blocks
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     as_stored,

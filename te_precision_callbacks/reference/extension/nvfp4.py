@@ -5,7 +5,7 @@
 zeros to multiples of 128 x 4. The blocks of a weight are square, so its transpose is not requantized.
 
 ``pytorch/csrc/quantizer.cpp``, ``NVFP4Quantizer``, and ``pytorch/csrc/extensions/transpose.cpp`` (TE 2.20). The
-arithmetic is in :mod:`te_precision_callbacks.base.numerics.nvfp4`. ``NVTE_USE_FAST_MATH=1``, approximate division on
+arithmetic is in :mod:`te_precision_callbacks.reference.nvfp4`. ``NVTE_USE_FAST_MATH=1``, approximate division on
 the GPU, has no effect here; ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1`` has the same effect as upstream.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes
 from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS, SWIZZLE_ROWS, pack_fp4, unpack_fp4
-from te_precision_callbacks.base.numerics.nvfp4 import BLOCK, Nvfp4Rules, quantize, random_hadamard_transform
 from te_precision_callbacks.base.numerics.scaling import amax_of
+from te_precision_callbacks.reference.conversions import block_amaxes
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import as_stored, is_noop, matrix_shape, overwrite, round_up
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
+from te_precision_callbacks.reference.nvfp4 import BLOCK, Nvfp4Rules, quantize, random_hadamard_transform
 from te_precision_callbacks.reference.target import capability
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
-from te_precision_callbacks.base.numerics.conversions import decode_blocks
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.base.numerics.layouts import Stored
+from te_precision_callbacks.reference.conversions import decode_blocks
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm

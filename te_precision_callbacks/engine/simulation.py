@@ -139,7 +139,7 @@ def _nvfp4(
     return Rounded(E2M1.round(x * nvfp4_multiplier(scales, encode)) * factors, factors, scales)
 
 
-RECIPES: dict[str, Recipe] = {
+SIMULATED: dict[str, Recipe] = {
     "fp8_current_scaling": Recipe(None, _current, hybrid=True),
     "mxfp8": Recipe(32, _mxfp8, FLOAT32_SCALES),
     "fp8_block_scaling": Recipe(128, _block_fp8, FLOAT32_SCALES, square_weights=True, power_of_two=True),
@@ -160,7 +160,7 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
     amax = x.abs().amax(1, keepdim=True)
     # FP8 block scaling clamps a scale beyond float32 to the largest number of the tensor's dtype.
     cap = min(torch.finfo(blocks.dtype).max, FLOAT32_MAX)
-    return RECIPES[recipe].rounded(x, amax, tensor_amax, settings, cap)
+    return SIMULATED[recipe].rounded(x, amax, tensor_amax, settings, cap)
 
 
 def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:

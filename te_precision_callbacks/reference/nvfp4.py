@@ -32,10 +32,10 @@ from dataclasses import dataclass
 
 import torch
 
-from te_precision_callbacks.base.numerics.conversions import block_amaxes, encode_blocks, transform_groups
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3
 from te_precision_callbacks.base.numerics.layouts import pack_fp4
 from te_precision_callbacks.base.numerics.scaling import nvfp4_block_scales, nvfp4_encode_scale, nvfp4_multiplier
+from te_precision_callbacks.reference.conversions import block_amaxes, encode_blocks, transform_groups
 
 BLOCK = 16
 """Number of elements that share a scale, and the side of a square block."""
