@@ -18,7 +18,8 @@ from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.enums import DType, fp8_format
-from te_precision_callbacks.reference.extension.gemm import _result_shape_of, generic_gemm
+from te_precision_callbacks.reference.extension.gemm import _result_shape, generic_gemm
+from te_precision_callbacks.reference.extension.operands import logical_shape
 from te_precision_callbacks.reference.extension.quantization import quantize, row_sum
 
 _BUFFERS = {
@@ -275,7 +276,7 @@ def _product_into(
     """``out = alpha * op(B) @ op(A) + beta * out``, for an ``out`` of as many elements in any shape."""
     if not out.numel():
         return
-    shaped, added = out.view(_result_shape_of(a, transa, b, transb)), beta != 0.0
+    shaped, added = out.view(_result_shape(logical_shape(a), transa, logical_shape(b), transb)), beta != 0.0
     of_result = (shaped, None, None, None, DType.kBFloat16, False, None, False, None, 0, added, use_split_accumulator)
     generic_gemm(a, transa, b, transb, *of_result, alpha=alpha, beta=beta)
 

@@ -526,7 +526,7 @@ def test_watched_processes_end_as_unwatched_ones(tmp_path: Path) -> None:
 )
 def test_an_exit_status_in_a_python_of_its_own(tmp_path: Path, runner: list[str], stopped: str, state: str) -> None:
     """Without the runner, as in a script that torchrun starts, Python shows it to no hook."""
-    variables = inherited.environment(pretend_cuda=True, capability=(9, 0), always=False)
+    variables = inherited.environment(inherited.Inherited(True, (9, 0), always=False))
     variables |= watch_environment({"log_dir": "logs"})
     result = call(tmp_path, [*runner, "train.py", "exits with 2"], sys.executable, **variables)
     assert result.returncode == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from te_precision_callbacks.check.findings import (
     find_refused_options,
     find_shape_problems,
     findings_of,
-    join_names,
 )
 from te_precision_callbacks.config import Config, ConfigError, Plan
 from te_precision_callbacks.config.contract import Contract, ContractSource
@@ -46,6 +44,7 @@ from te_precision_callbacks.layers.naming import (
     named_te_modules,
 )
 from te_precision_callbacks.maps.comparing import read_requirements
+from te_precision_callbacks.maps.precision_map import join_names
 from te_precision_callbacks.options import check_value
 from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
@@ -135,65 +134,45 @@ def check_model(
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
-    is_wanted = recipe != NONE
-    if isinstance(recipe, str):
-        recipe = recipe_by_name(recipe)
+    made = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     contract = read_requirements(require)
-    return _Check(
-        model,
-        with_early_steps(config),
-        recipe,
-        tokens,
-        contract,
-        observe,
-        is_wanted=is_wanted,
-        allow_unmatched=allow_unmatched,
-    ).check()
+    is_wanted = recipe != NONE and made is not None
+    return _Check(model, with_early_steps(config), made, tokens, contract, observe, is_wanted, allow_unmatched).check()
 
 
+@dataclass
 class _Check:
-    """See :func:`check_model` for the arguments.
+    """See :func:`check_model` for the fields.
 
-    Args:
+    Attributes:
         is_wanted: whether low precision is expected.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        config: Config,
-        recipe: Any,
-        tokens: int | None,
-        contract: Contract | None,
-        observe: Observe,
-        *,
-        is_wanted: bool,
-        allow_unmatched: bool,
-    ) -> None:
-        self._model = model
-        self._config = config
-        self._recipe = recipe
-        self._tokens = tokens
-        self._contract = contract
-        self._observe = observe
-        self._allow_unmatched = allow_unmatched
-        self._is_wanted = is_wanted and recipe is not None
-        self._modules = named_te_modules(model, config.layer_names or "path")
+    _model: Model
+    _config: Config
+    _recipe: Any
+    _tokens: int | None
+    _contract: Contract | None
+    _observe: Observe
+    _is_wanted: bool
+    _allow_unmatched: bool
+    _findings: list[PlanFinding] = field(default_factory=list)
+    _notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._modules = named_te_modules(self._model, self._config.layer_names or "path")
         self._layers = list(itertools.chain(*(named.layers for named in self._modules)))
-        self._operations = named_operations(model)
-        self._regions = _modules_with_regions(model)
-        self._sections = {section.name: section for section in config.enabled_sections}
-        self._findings: list[PlanFinding] = []
-        self._notes: list[str] = []
+        self._operations = named_operations(self._model)
+        self._regions = _modules_with_regions(self._model)
+        self._sections = {section.name: section for section in self._config.enabled_sections}
 
     def check(self) -> CheckedModel:
-        acting: dict[str, list[Section]] = {}
-        features: dict[str, tuple[ActingFeature, ...]] = {}
-        of_sections = functools.cache(lambda names: tuple(_features(map(self._sections.__getitem__, names))))
-        for entry in self._plan().layers:
-            if any(entry.features.values()):
-                acting[entry.layer.name] = [self._sections[name] for name in entry.sections]
-                features[entry.layer.name] = of_sections(entry.sections)
+        acting = {
+            entry.layer.name: [self._sections[name] for name in entry.sections]
+            for entry in self._plan().layers
+            if any(entry.features.values())
+        }
+        features = {layer: tuple(_features(sections)) for layer, sections in acting.items()}
         effects = itertools.chain.from_iterable(section.effects.values() for section in self._sections.values())
         (_, first_step), *later = spans_of(effects).items()
         products = self._products(acting, first_step)
@@ -287,10 +266,7 @@ class _Check:
         for name, section in self._sections.items():
             effects = {feature: effect.at(iteration) for feature, effect in section.effects.items()}
             sections[name] = replace(section, effects=effects)
-        acting_now: dict[str, list[Section]] = {}
-        for layer, layer_features in acting.items():
-            for section in layer_features:
-                acting_now.setdefault(layer, []).append(sections[section.name])
+        acting_now = {layer: [sections[section.name] for section in own] for layer, own in acting.items()}
         return plan_products(
             self._model,
             self._modules,
@@ -330,12 +306,8 @@ class _Check:
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))
         kept = {entry.layer.name for entry in plan.layers}
-        reasons: dict[str, list[str]] = {}
-        for entry in drafted.plan.layers:
-            name = entry.layer.name
-            if name not in kept:
-                reasons.setdefault(refused.why(name), []).append(name)
-        for why, names in reasons.items():
+        names_left = [entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept]
+        for why, names in group_by_key((refused.why(name), name) for name in names_left).items():
             text = (
                 f"No feature can act on {join_names(names)}, because Transformer Engine's debug path does not support"
                 f" them: {why}."

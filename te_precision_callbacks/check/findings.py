@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.formats import recipe_text
-from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
+from te_precision_callbacks.maps.precision_map import join_names
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.gemm_shapes import refusals
 
@@ -24,8 +23,6 @@ FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high
 
 _ANY_MULTIPLE = 1 << 10
 """A number of tokens that no GEMM refuses."""
-
-_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -107,13 +104,20 @@ def find_shape_problems(
     refused: list[tuple[tuple[str, ...], str]] = []
     by_hadamard: list[str] = []
     capability = compute_capability()
-    for layer, facts in _layers(modules, operations):
-        gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
-        problems = _list_refusals(name, capability, facts, tokens, gemms)
-        if problems:
-            refused.append((problems, layer))
-        if name == "nvfp4" and "wgrad" in gemms and facts.dtype != torch.bfloat16:
-            by_hadamard.append(layer)
+    for named in modules_with_gemms(modules, operations):
+        row = te_modules.of(named.module)
+        dtype = next(p.dtype for p in named.module.parameters(recurse=False) if p.ndim > 1)
+        checked_tokens = _ANY_MULTIPLE if tokens is None or row.groups else tokens
+        for layer, (in_features, out_features) in zip(named.names, row.features(named.module), strict=True):
+            gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
+            sizes = {"tokens": checked_tokens, "in_features": in_features, "out_features": out_features}
+            problems = refusals(
+                name, capability, **sizes, gemms=gemms, result_bytes=dtype.itemsize, asserted=row.checks_operands
+            )
+            if problems:
+                refused.append((tuple(map(str, problems)), layer))
+            if name == "nvfp4" and "wgrad" in gemms and dtype != torch.bfloat16:
+                by_hadamard.append(layer)
     for texts, names in group_by_key(refused).items():
         yield PlanFinding("shape", f"{join_names(names)}: {'; '.join(texts)}.", tuple(names))
     if by_hadamard and not recipe.disable_rht:
@@ -123,47 +127,3 @@ def find_shape_problems(
             " another dtype. Convert them to bfloat16, or set disable_rht=True in the recipe."
         )
         yield PlanFinding("recipe", text, tuple(by_hadamard))
-
-
-class _LayerFacts(NamedTuple):
-    """The facts about a layer that decide its supported shapes.
-
-    Attributes:
-        asserts: whether it checks its operands before fprop.
-        shares_tokens: whether it gets only a share of the tokens.
-    """
-
-    in_features: int
-    out_features: int
-    dtype: torch.dtype
-    asserts: bool
-    shares_tokens: bool
-
-
-def _layers(modules: Sequence[NamedModule], operations: Sequence[NamedOperation]) -> Iterator[tuple[str, _LayerFacts]]:
-    for named in modules_with_gemms(modules, operations):
-        row = te_modules.of(named.module)
-        dtype = next(p.dtype for p in named.module.parameters(recurse=False) if p.ndim > 1)
-        for layer, sizes in zip(named.names, row.features(named.module), strict=True):
-            yield layer, _LayerFacts(*sizes, dtype, asserts=row.checks_operands, shares_tokens=bool(row.groups))
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _list_refusals(
-    recipe: str, capability: tuple[int, int], layer: _LayerFacts, tokens: int | None, gemms: tuple[GemmName, ...]
-) -> tuple[str, ...]:
-    if tokens is None or layer.shares_tokens:
-        tokens = _ANY_MULTIPLE
-    sizes = {
-        "tokens": tokens,
-        "in_features": layer.in_features,
-        "out_features": layer.out_features,
-    }
-    refused = refusals(
-        recipe, capability, **sizes, gemms=gemms, result_bytes=layer.dtype.itemsize, asserted=layer.asserts
-    )
-    return tuple(map(str, refused))
-
-
-def join_names(names: Iterable[str]) -> str:
-    return ", ".join(fold_names(names, most=_MOST_NAMED))

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import first_of, many
+from te_precision_callbacks.base.counts import first_of, group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS, PRECISIONS
 from te_precision_callbacks.check.checked_model import ActingFeature, CheckedModel
 from te_precision_callbacks.coverage.coverage import Coverage, Product, Reason, percent
@@ -40,13 +40,12 @@ class PlannedLayers:
     @property
     def why(self) -> str:
         """The reasons for high precision, except features; with the GEMMs, unless a reason holds for all."""
-        by_reason: dict[str, list[str]] = {}
-        running = []
-        for gemm, product in self.gemms.items():
-            if product.operands:
-                running.append(gemm)
-            if product.reason not in (None, Reason.SECTION):
-                by_reason.setdefault(product.reason_ref or product.why, []).append(gemm)
+        running = [gemm for gemm, product in self.gemms.items() if product.operands]
+        by_reason = group_by_key(
+            (product.reason_ref or product.why, gemm)
+            for gemm, product in self.gemms.items()
+            if product.reason not in (None, Reason.SECTION)
+        )
         texts = []
         for why, gemms in by_reason.items():
             of_gemms = "" if gemms == running else f"{', '.join(gemms)}: "
@@ -55,22 +54,21 @@ class PlannedLayers:
 
 
 def rows(checked: CheckedModel) -> list[PlannedLayers]:
-    by_layer: dict[str, list[Product]] = {}
-    planned: dict[str, list[object]] = {}
-    for p in checked.coverage:
-        by_layer.setdefault(p.layer, []).append(p)
-        planned.setdefault(p.layer, []).append(
-            (p.family, p.gemm, tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref)
-        )
-    groups: dict[object, list[str]] = {}
-    for layer, rows_of_layer in planned.items():
-        groups.setdefault((tuple(rows_of_layer), checked.features.get(layer, ())), []).append(layer)
+    by_layer = group_by_key((product.layer, product) for product in checked.coverage)
+    groups = group_by_key(
+        ((tuple(map(_plan_of, products)), checked.features.get(layer, ())), layer)
+        for layer, products in by_layer.items()
+    )
     planned_layers = []
-    for layers in groups.values():
+    for (_, features), layers in groups.items():
         gemms: dict[str, Product] = {product.gemm: product for product in by_layer[layers[0]]}
         macs = sum(Coverage(by_layer[layer]).macs() for layer in layers)
-        planned_layers.append(PlannedLayers(tuple(layers), gemms, checked.features.get(layers[0], ()), macs))
+        planned_layers.append(PlannedLayers(tuple(layers), gemms, features, macs))
     return planned_layers
+
+
+def _plan_of(p: Product) -> tuple[object, ...]:
+    return p.family, p.gemm, tuple(p.operands.items()), p.not_run, p.reason, p.reason_ref
 
 
 def show(checked: CheckedModel, model: str, device: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.suggestions import shown
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.maps.precision_map import (
@@ -97,23 +98,22 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
     """Return the map of a precision file on the modules of a model, with findings about its rules."""
     names = [module.name for module in modules]
     deciding: dict[str, Rule] = {}
-    problems: dict[tuple[FindingKind, str, str], tuple[list[str], list[str], list[str]]] = {}
+    problems: list[tuple[tuple[FindingKind, str, str], tuple[Rule, list[str]]]] = []
     for rule in file.rules:
         matched = _matched(file, rule, modules)
         problem = _problem(file, rule, matched, deciding, names)
         if problem is not None:
-            kind, reason, found = problem
-            places, patterns, affected = problems.setdefault((kind, form_of(rule.pattern), reason), ([], [], []))
-            places.append(rule.place)
-            patterns.append(shown(rule.pattern))
-            affected += found
+            kind, reason, affected = problem
+            problems.append(((kind, form_of(rule.pattern), reason), (rule, affected)))
         if rule.enabled:
             for module in matched:
                 deciding.setdefault(module.name, rule)
     formats = {module.name: _formats(path, file, module, deciding.get(module.name)) for module in modules}
     findings = []
-    for (kind, _, reason), (places, patterns, affected) in problems.items():
-        text = f"{path}: {join_names(places)} {join_names(patterns)} {reason}"
+    for (kind, _, reason), alike in group_by_key(problems).items():
+        places = join_names(rule.place for rule, _ in alike)
+        affected = [name for _, modules_of_rule in alike for name in modules_of_rule]
+        text = f"{path}: {places} {join_names(shown(rule.pattern) for rule, _ in alike)} {reason}"
         if affected:
             text += f": {join_names(affected)}."
         findings.append(MapFinding(kind, text, tuple(affected)))

@@ -18,7 +18,6 @@ from te_precision_callbacks.maps.precision_map import (
     KEY,
     MapError,
     MapFinding,
-    ModuleFormats,
     PrecisionMap,
     from_products,
     is_quantized,
@@ -156,13 +155,15 @@ def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) ->
     said = replace(said, source=str(path), notes=(*said.notes, *others, _CLASSES_UNKNOWN))
     if not any(is_quantized(formats.weight) for formats in checkpoint.formats.values()):
         return said  # an engine quantizes when it loads the checkpoint
-    modules: dict[str, ModuleFormats] = {}
-    contradicted: dict[tuple[str, str], list[str]] = {}
-    for name, stored in checkpoint.formats.items():
-        rule = said.modules[name]
-        modules[name] = rule._replace(weight=stored.weight, said=f"{stored.said}; {rule.said}")
-        if is_quantized(stored.weight) != is_quantized(rule.weight):
-            contradicted.setdefault((stored.weight, rule.weight), []).append(name)
+    modules = {
+        name: said.modules[name]._replace(weight=stored.weight, said=f"{stored.said}; {said.modules[name].said}")
+        for name, stored in checkpoint.formats.items()
+    }
+    contradicted = group_by_key(
+        ((stored.weight, said.modules[name].weight), name)
+        for name, stored in checkpoint.formats.items()
+        if is_quantized(stored.weight) != is_quantized(said.modules[name].weight)
+    )
     findings = list(said.findings)
     for (stored_format, rule_format), names in contradicted.items():
         text = f"{path}: stored in {stored_format}, but {file.name} says {rule_format}: {join_names(names)}."

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +52,11 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", 
 # Collectives with a tensor for all ranks and one per rank: NCCL compares element counts, gloo also shapes.
 _COUNTING = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")  # gloo reads contiguous memory from the first element on
-_FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-_FLOAT8 = tuple(getattr(torch, name) for name in _FLOAT8_NAMES if hasattr(torch, name))
+_FLOAT8 = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype)]
+_SENDING_OBJECTS = (
+    *("all_gather_object", "barrier", "broadcast_object_list", "gather_object", "recv_object_list"),
+    *("scatter_object_list", "send_object_list"),
+)
 
 
 @contextmanager
@@ -63,8 +67,6 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
         ValueError: the group is already in a manager, as in torch.
         ReferenceBackendError: collectives or reductions differ; torch would run all of them like the first.
     """
-    from torch.distributed import distributed_c10d
-
     group = group or distributed_c10d._get_default_group()
     recording = distributed_c10d._world.pg_coalesce_state
     if group in recording:
@@ -96,33 +98,38 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
 
 def make_gloo_stand_for_nccl() -> None:
     """Replace functions of torch.distributed where gloo differs from NCCL, for the rest of the process."""
-    from torch.distributed import _functional_collectives, distributed_c10d
+    from torch.distributed import _functional_collectives
 
-    for names, moves in ((_MOVING, True), (_REDUCING, False)):
-        for name in names:
-            if (function := getattr(distributed_c10d, name, None)) is not None:
-                _replace(distributed_c10d, torch.distributed, name=name, by=_on_memory(function, moves))
-    _replace(distributed_c10d, torch.distributed, name="_coalescing_manager", by=one_by_one)
+    for name in (*_MOVING, *_REDUCING):
+        _wrap(name, partial(_on_memory, moves=name in _MOVING))
+    replace(distributed_c10d, torch.distributed, _coalescing_manager=one_by_one)
     for single, coalesced in (
         ("all_gather_single", "all_gather_single_coalesced"),
         ("all_gather_tensor", "all_gather_into_tensor_coalesced"),
     ):
         if hasattr(_functional_collectives, single) and hasattr(_functional_collectives, coalesced):
             gather = getattr(_functional_collectives, single)
-            _replace(_functional_collectives, name=coalesced, by=_gather_one_by_one(gather))
+            replace(_functional_collectives, **{coalesced: _gather_one_by_one(gather)})
     meeting = _with_unique_rendezvous(distributed_c10d._new_process_group_helper)
-    _replace(distributed_c10d, name="_new_process_group_helper", by=meeting)
+    replace(distributed_c10d, _new_process_group_helper=meeting)
 
 
-def _replace(*modules: Any, name: str, by: Any) -> None:
-    for module in modules:
-        setattr(module, name, by)
+def replace(*owners: Any, **replacements: Any) -> None:
+    """Set attributes of modules or classes, the same in each."""
+    for owner in owners:
+        for name, replacement in replacements.items():
+            setattr(owner, name, replacement)
+
+
+def _wrap(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    if (function := getattr(distributed_c10d, name, None)) is not None:
+        replace(distributed_c10d, torch.distributed, **{name: wrap(function)})
 
 
 def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_memory(*arguments: Any, **options: Any) -> Any:
-        memory = functools.partial(_memory, as_bytes=moves)
+        memory = partial(_memory, as_bytes=moves)
         given = [memory(value) for value in (*arguments, *options.values())]
         if function.__name__ in _IN_PLACE:
             _refuse_gaps(function.__name__, given)
@@ -152,10 +159,7 @@ def _memory(value: Any, *, as_bytes: bool) -> Any:
 
 def _refuse_gaps(name: str, values: list[Any]) -> None:
     for tensor in values:
-        if type(tensor) is not torch.Tensor or tensor.is_contiguous():
-            continue
-        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        if not tensor.permute(by_stride).is_contiguous():
+        if type(tensor) is torch.Tensor and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             raise ReferenceBackendError(
                 f"{name}: the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
                 "overlaps, which NCCL refuses (Tensors must be contiguous). Give it tensor.contiguous()."
@@ -182,28 +186,16 @@ def _gather_one_by_one(gather: Callable[..., torch.Tensor]) -> Callable[..., lis
 def _with_unique_rendezvous(create: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``torch.distributed``'s function for new groups so that rendezvous names include the ranks."""
 
-    from torch.distributed.distributed_c10d import PrefixStore
-
     @functools.wraps(create)
     def created(
         size: int, rank: int | None, ranks: list[int], backend: Any, store: Any, *arguments: Any, **options: Any
     ) -> Any:
         if ranks:  # empty for the default group
-            store = PrefixStore(f"ranks_{'_'.join(map(str, ranks))}", store)
+            store = distributed_c10d.PrefixStore(f"ranks_{'_'.join(map(str, ranks))}", store)
         return create(size, rank, ranks, backend, store, *arguments, **options)
 
     return created
 
-
-_SENDING_OBJECTS = (
-    *("all_gather_object", "barrier", "broadcast_object_list", "gather_object", "recv_object_list"),
-    *("scatter_object_list", "send_object_list"),
-)
-_SENDING_TENSORS = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_single"),
-    *("reduce_scatter_tensor", "scatter", "send"),
-)
 
 _RANKS = ("ranks", "sort_ranks", "use_local_synchronization")  # arguments of new_group about its members
 
@@ -246,12 +238,8 @@ def with_second_group(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def use_second_groups() -> None:
     """Make functions of torch.distributed use the second gloo of groups, for the rest of the process."""
-    for names, objects in ((_SENDING_OBJECTS, True), (_SENDING_TENSORS, False)):
-        for name in names:
-            if (function := getattr(distributed_c10d, name, None)) is not None:
-                sending = _use_second_group(function, objects)
-                setattr(distributed_c10d, name, sending)
-                setattr(torch.distributed, name, sending)
+    for name in (*_SENDING_OBJECTS, *_MOVING, *_REDUCING, "irecv", "isend", "recv", "send"):
+        _wrap(name, partial(_use_second_group, objects=name in _SENDING_OBJECTS))
 
 
 def _use_second_group(send: Callable[..., Any], objects: bool) -> Callable[..., Any]:

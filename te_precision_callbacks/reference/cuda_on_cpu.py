@@ -19,12 +19,13 @@ import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_map, tree_map_only
 
 from te_precision_callbacks.reference.collectives import one_by_one as one_by_one
 from te_precision_callbacks.reference.errors import MissingFunctionError
@@ -47,39 +48,21 @@ def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Results and gradients are rounded once, to the dtypes that ``function`` itself returns.
     """
-    results: dict[tuple[Any, ...], Any] = {}
+    of_dtypes: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(function)
     def rounded(*arguments: Any) -> Any:
         dtypes = tuple(getattr(value, "dtype", None) for value in arguments)
         if _HALF.isdisjoint(dtypes):
             return function(*arguments)
-        if dtypes not in results:
-            results[dtypes] = _result_types(function, arguments)
-        result = function(*map(_widened, arguments))
-        if isinstance(result, tuple):
-            return tuple(value.to(dtype) for value, dtype in zip(result, results[dtypes], strict=True))
-        return result.to(results[dtypes])
+        if dtypes not in of_dtypes:
+            on_meta = tree_map_only(torch.Tensor, functools.partial(torch.empty_like, device="meta"), arguments)
+            with torch.no_grad():
+                of_dtypes[dtypes] = function(*on_meta)
+        widened = (value.float() if dtype in _HALF else value for value, dtype in zip(arguments, dtypes, strict=True))
+        return tree_map(lambda result, rounded: result.to(rounded.dtype), function(*widened), of_dtypes[dtypes])
 
     return rounded
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if getattr(value, "dtype", None) in _HALF else value
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return value
-
-
-def _result_types(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    with torch.no_grad():
-        result = function(*map(_on_meta, arguments))
-    if isinstance(result, tuple):
-        return tuple(value.dtype for value in result)
-    return result.dtype
 
 
 def in_row_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,8 +283,8 @@ synchronize = _nothing
 set_stream = _nothing
 
 
-class GenericStream:
-    """Replaces ``torch.Stream``: a stream without pending work."""
+class Stream:
+    """Replaces ``torch.cuda.Stream``, and ``torch.Stream``: a stream without pending work."""
 
     cuda_stream = 0
     stream_id = 0
@@ -314,7 +297,7 @@ class GenericStream:
     query = _yes
     synchronize = wait_event = wait_stream = __exit__ = _nothing
 
-    def record_event(self, event: GenericEvent | None = None) -> GenericEvent:
+    def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -323,16 +306,12 @@ class GenericStream:
     def priority_range() -> tuple[int, int]:
         return 0, 0
 
-    def __enter__(self) -> GenericStream:
+    def __enter__(self) -> Stream:
         return self
 
 
-class Stream(GenericStream):
-    """Replaces ``torch.cuda.Stream``."""
-
-
-class GenericEvent:
-    """Replaces ``torch.Event``: an event with its wall-clock time."""
+class Event:
+    """Replaces ``torch.cuda.Event``, and ``torch.Event``: an event with its wall-clock time."""
 
     cuda_event = 0
     event_id = 0
@@ -347,12 +326,8 @@ class GenericEvent:
     query = _yes
     wait = synchronize = _nothing
 
-    def elapsed_time(self, end_event: GenericEvent) -> float:
+    def elapsed_time(self, end_event: Event) -> float:
         return (end_event._recorded_at - self._recorded_at) * 1e3
-
-
-class Event(GenericEvent):
-    """Replaces ``torch.cuda.Event``."""
 
 
 ExternalStream = Stream
@@ -373,11 +348,10 @@ class StreamContext:
     __enter__ = __exit__ = _nothing
 
 
-def stream(stream: Any) -> StreamContext:
-    return StreamContext(stream)
+stream = StreamContext
 
 
-# --- random numbers: one generator for all devices, the default of torch's C++ ---------------------------------------
+# --- random numbers: one generator for all devices, the default of torch's C++; torch's other functions use these -----
 
 
 class _Generators(tuple[torch.Generator, ...]):
@@ -391,43 +365,19 @@ default_generators = _Generators([torch._C.default_generator] * device_count())
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the generator; ``torch.manual_seed`` calls ``manual_seed_all`` too, with the same seed."""
+    """Seeds the generator; ``torch.manual_seed`` calls ``manual_seed_all``, which calls this, with the same seed."""
     torch._C.default_generator.manual_seed(int(seed))
-
-
-manual_seed_all = manual_seed
-
-
-def seed() -> None:
-    torch._C.default_generator.seed()
-
-
-seed_all = seed
-
-
-def initial_seed() -> int:
-    return torch._C.default_generator.initial_seed()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
     return torch._C.default_generator.get_state()
 
 
-def get_rng_state_all() -> list[torch.Tensor]:
-    return [get_rng_state() for _ in range(device_count())]
-
-
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     torch._C.default_generator.set_state(new_state)
 
 
-def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    states = list(new_states)
-    if states:
-        set_rng_state(states[min(current_device(), len(states) - 1)])
-
-
-# --- memory: the machine's; torch does not track the memory of CPU tensors -------------------------------------------
+# --- memory: the machine's; torch does not track that of CPU tensors, so what it derives from memory_stats is 0 -------
 
 
 def _memory(pages: str) -> int:
@@ -451,16 +401,8 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     return "The reference backend has no memory statistics."
 
 
-memory_allocated = _zero
-memory_reserved = _zero
-memory_cached = _zero
-max_memory_allocated = _zero
-max_memory_reserved = _zero
-max_memory_cached = _zero
 reset_accumulated_memory_stats = _nothing
 reset_peak_memory_stats = _nothing
-reset_max_memory_allocated = _nothing
-reset_max_memory_cached = _nothing
 empty_cache = _nothing
 ipc_collect = _nothing
 set_per_process_memory_fraction = _nothing
@@ -515,67 +457,9 @@ check_error = _nothing
 
 
 __all__ = [
-    "CUDAGraph",
-    "Event",
-    "ExternalStream",
-    "Stream",
-    "StreamContext",
-    "_initialized",
-    "_lazy_call",
-    "_lazy_init",
-    "can_device_access_peer",
-    "check_error",
-    "cudart",
-    "current_device",
-    "current_stream",
-    "default_generators",
-    "default_stream",
-    "device",
-    "device_count",
-    "device_of",
-    "empty_cache",
-    "get_arch_list",
-    "get_device_capability",
-    "get_device_name",
-    "get_device_properties",
-    "get_rng_state",
-    "get_rng_state_all",
-    "graph",
-    "graph_pool_handle",
-    "init",
-    "initial_seed",
-    "ipc_collect",
-    "is_available",
-    "is_bf16_supported",
-    "is_current_stream_capturing",
-    "is_initialized",
-    "make_graphed_callables",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_cached",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_cached",
-    "memory_reserved",
-    "memory_snapshot",
-    "memory_stats",
-    "memory_summary",
-    "nvtx",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-    "seed",
-    "seed_all",
-    "set_device",
-    "set_per_process_memory_fraction",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "stream",
-    "synchronize",
+    name
+    for name, own in globals().items()
+    if hasattr(torch.cuda, name) and not name.startswith("__") and own is not getattr(torch.cuda, name)
 ]
 
 

@@ -9,21 +9,23 @@ import ast
 import hashlib
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from te_precision_callbacks.reference import rewrite as rewrite_module
 from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
-from te_precision_callbacks.reference.rewrite import is_concerned, rewrite
+from te_precision_callbacks.reference.rewrite import ALIAS, ON_CPU, ON_CUDA, rewrite
+
+_FEATURE_EXECUTOR = "nvdlfw_inspect.utils"
 
 
 class Finder(MetaPathFinder):
@@ -37,28 +39,13 @@ class Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname == COMPILED_MODULE:
             return ModuleSpec(fullname, _ExtensionLoader())
-        if not self._is_ours(fullname):
+        if fullname != _FEATURE_EXECUTOR and not re.match(r"transformer_engine\.(?!jax)", fullname):
             return None
-        spec = self._spec_of_others(fullname, path, target)
-        if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
-            return spec
-        loader = _SPECIAL_LOADERS.get(fullname, RewritingLoader)
-        spec.loader = loader(fullname, spec.origin, self._cuda_on_cpu)
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.origin is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = RewritingLoader(fullname, spec.origin, self._cuda_on_cpu)
         return spec
-
-    @staticmethod
-    def _is_ours(fullname: str) -> bool:
-        return fullname == "nvdlfw_inspect.utils" or (
-            fullname.startswith("transformer_engine.") and not fullname.startswith("transformer_engine.jax")
-        )
-
-    def _spec_of_others(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
-                return spec
-        return None
 
 
 class _ExtensionLoader(Loader):
@@ -85,7 +72,7 @@ class RewritingLoader(SourceFileLoader):
         self.cuda_on_cpu = cuda_on_cpu
 
     def source_to_code(self, data: Any, path: Any, **options: Any) -> CodeType:  # type: ignore[override]
-        tree = rewrite(ast.parse(data, path), cuda_on_cpu=self.cuda_on_cpu) if is_concerned(data) else data
+        tree = rewrite(ast.parse(data, path), cuda_on_cpu=self.cuda_on_cpu)
         return super().source_to_code(tree, path, **options)
 
     def get_data(self, path: str) -> bytes:
@@ -102,21 +89,16 @@ class RewritingLoader(SourceFileLoader):
         return path
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__dict__[ALIAS] = importlib.import_module(ON_CPU if self.cuda_on_cpu else ON_CUDA)
         super().exec_module(module)
-        replaced = _REPLACED.get(module.__name__)
-        if replaced is not None and (self.cuda_on_cpu or not replaced.on_cpu_only):
-            module.__dict__[replaced.name] = replaced.by
+        module.__dict__.update(_REPLACED.get(module.__name__, {}))
+        if module.__name__ == _FEATURE_EXECUTOR:
+            rewrite_executed_features(module, cuda_on_cpu=self.cuda_on_cpu)
 
 
 @cache
 def _rewriter() -> str:
     return hashlib.sha256(Path(rewrite_module.__file__).read_bytes()).hexdigest()[:16]
-
-
-class _CommonLoader(RewritingLoader):
-    def exec_module(self, module: ModuleType) -> None:
-        with _environment("NVTE_PROJECT_BUILDING", "1"), _environment("NVTE_RELEASE_BUILD", "0"):
-            super().exec_module(module)
 
 
 def _pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
@@ -130,33 +112,11 @@ def _load_framework_extension(framework: str) -> None:
         raise ImportError(f"The reference backend is for PyTorch; it has no extension for {framework!r}.")
 
 
-class _FeatureExecutorLoader(RewritingLoader):
-    """Loads ``nvdlfw_inspect.utils`` so that the feature files that it executes are also rewritten."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        rewrite_executed_features(module, cuda_on_cpu=self.cuda_on_cpu)
-
-
-_SPECIAL_LOADERS: dict[str, type[RewritingLoader]] = {
-    "nvdlfw_inspect.utils": _FeatureExecutorLoader,
-    "transformer_engine.common": _CommonLoader,
+_REPLACED: dict[str, dict[str, Any]] = {
+    "transformer_engine.common": {"load_framework_extension": _load_framework_extension},
+    "transformer_engine.pytorch.triton.pad": {"pad_columnwise_scale_inv": _pad_columnwise_scale_inv},
 }
-
-
-class _Replaced(NamedTuple):
-    """Replaces a function of a module; ``on_cpu_only`` if a real GPU runs the original in triton."""
-
-    name: str
-    by: Callable[..., Any]
-    on_cpu_only: bool
-
-
-_REPLACED = {
-    "transformer_engine.common": _Replaced("load_framework_extension", _load_framework_extension, False),
-    "transformer_engine.pytorch.triton.pad": _Replaced("pad_columnwise_scale_inv", _pad_columnwise_scale_inv, True),
-}
-"""Module -> the one function that is replaced in it."""
+"""Module -> the functions that are replaced in it."""
 
 
 def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> None:
@@ -173,16 +133,3 @@ def rewrite_executed_features(executor: ModuleType, *, cuda_on_cpu: bool) -> Non
         spec_from_file_location=spec_from_file_location, module_from_spec=importlib.util.module_from_spec
     )
     executor.__dict__["importlib"] = SimpleNamespace(util=util)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

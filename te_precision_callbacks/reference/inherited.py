@@ -27,15 +27,8 @@ class Inherited(NamedTuple):
     always: bool
 
 
-def install_in_children(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> None:
-    os.environ.update(environment(pretend_cuda=pretend_cuda, capability=capability, always=always))
-
-
-def environment(*, pretend_cuda: bool, capability: tuple[int, int], always: bool) -> dict[str, str]:
-    return {
-        ENVIRONMENT_VARIABLE: json.dumps(Inherited(pretend_cuda, capability, always)._asdict()),
-        "PYTHONPATH": startup_path(),
-    }
+def environment(settings: Inherited) -> dict[str, str]:
+    return {ENVIRONMENT_VARIABLE: json.dumps(settings._asdict()), "PYTHONPATH": startup_path()}
 
 
 def startup_path() -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import dataclass
 
-from te_precision_callbacks.reference import compiled_extension, inherited, target
+from te_precision_callbacks.reference import compiled_extension, target
 from te_precision_callbacks.reference.compiled_extension import COMPILED_MODULE
 from te_precision_callbacks.reference.errors import InstallError
+from te_precision_callbacks.reference.inherited import Inherited, environment, install_if_pending
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ _installed: Installation | None = None
 
 def installed() -> Installation | None:
     """Return the settings of the reference backend in this process; None if it is not installed."""
-    inherited.install_if_pending()
+    install_if_pending()
     return _installed
 
 
@@ -68,7 +70,7 @@ def install(
     if (before := installed()) is not None:
         _require_same(before, pretend_cuda, capability)
         if always_in_children:
-            inherited.install_in_children(pretend_cuda=before.pretend_cuda, capability=before.capability, always=True)
+            os.environ.update(environment(Inherited(before.pretend_cuda, before.capability, always=True)))
         return before
     chosen = target.capability() if capability is None else target.validate(capability)
 
@@ -86,12 +88,16 @@ def install(
         )
 
     target.choose(chosen)
-    _hook_imports(cuda_on_cpu=not has_gpu)
+    from te_precision_callbacks.reference.importer import Finder, rewrite_executed_features
+
+    sys.meta_path.insert(0, Finder(cuda_on_cpu=not has_gpu))
+    if (executor := sys.modules.get("nvdlfw_inspect.utils")) is not None:
+        rewrite_executed_features(executor, cuda_on_cpu=not has_gpu)
     if pretend_cuda:
         from te_precision_callbacks.reference import pretend
 
         pretend.make_cuda_mean_cpu()
-    inherited.install_in_children(pretend_cuda=pretend_cuda, capability=chosen, always=always_in_children)
+    os.environ.update(environment(Inherited(pretend_cuda, chosen, always_in_children)))
     _installed = Installation(chosen, pretend_cuda, "cuda" if has_gpu else "cpu")
     logger.info(
         "Transformer Engine %s runs on the reference backend of te-precision-callbacks, slowly but exactly, on the"
@@ -140,11 +146,3 @@ def _refuse_if_imported() -> None:
             "transformer_engine is already imported without the reference backend. Call reference.install() before"
             " the first import of transformer_engine, also by other packages."
         )
-
-
-def _hook_imports(*, cuda_on_cpu: bool) -> None:
-    from te_precision_callbacks.reference.importer import Finder, rewrite_executed_features
-
-    sys.meta_path.insert(0, Finder(cuda_on_cpu=cuda_on_cpu))
-    if (executor := sys.modules.get("nvdlfw_inspect.utils")) is not None:
-        rewrite_executed_features(executor, cuda_on_cpu=cuda_on_cpu)

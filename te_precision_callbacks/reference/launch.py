@@ -24,6 +24,7 @@ from typing import NoReturn
 from te_precision_callbacks.base.errors import PrecisionDebugError, install_line
 from te_precision_callbacks.reference import compiled_extension, inherited, target
 from te_precision_callbacks.reference.errors import InstallError, TransformerEngineVersionError
+from te_precision_callbacks.reference.inherited import Inherited
 
 _START_OF_PROGRAM = 4096
 """The bytes of a program that say what runs it."""
@@ -77,7 +78,7 @@ def plan_launch(backend: Backend) -> Launch:
         version, "the real GPU" if has_gpu else "a GPU emulated on the CPU", *capability
     )
     always = backend is Backend.REFERENCE
-    return Launch(description, inherited.environment(pretend_cuda=not has_gpu, capability=capability, always=always))
+    return Launch(description, inherited.environment(Inherited(not has_gpu, capability, always)))
 
 
 def script_command(script: str, runner: Sequence[str] = ()) -> list[str]:

@@ -22,7 +22,12 @@ import torch
 import torch.distributed
 
 from te_precision_callbacks.reference import cuda_on_cpu, pretended_random
-from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl, use_second_groups, with_second_group
+from te_precision_callbacks.reference.collectives import (
+    make_gloo_stand_for_nccl,
+    replace,
+    use_second_groups,
+    with_second_group,
+)
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.pretended_types import (
     Device,
@@ -85,26 +90,20 @@ def _type_for_cuda(device_type: Any) -> Any:
     return device_type
 
 
-def _replace(*owners: Any, **replacements: Any) -> None:
-    for owner in owners:
-        for name, replacement in replacements.items():
-            setattr(owner, name, replacement)
-
-
 def _answer_for_cuda() -> None:
     answers = {name: getattr(cuda_on_cpu, name) for name in cuda_on_cpu.__all__}
-    _replace(torch.cuda, **answers)
-    for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
-        _replace(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
-    _replace(torch.cuda.profiler, cudart=cuda_on_cpu.cudart, check_error=cuda_on_cpu.check_error)
-    _replace(torch.cuda.nccl, version=lambda: NCCL_VERSION)
-    _replace(torch.version, cuda=cuda_on_cpu.cuda_version)
-    _replace(torch, Stream=cuda_on_cpu.GenericStream, Event=cuda_on_cpu.GenericEvent)
+    replace(torch.cuda, **answers)
+    cuda = torch.cuda
+    for module in (cuda.graphs, cuda.memory, cuda.profiler, cuda.random, cuda.streams):
+        replace(module, **{name: answer for name, answer in answers.items() if hasattr(module, name)})
+    replace(torch.cuda.nccl, version=lambda: NCCL_VERSION)
+    replace(torch.version, cuda=cuda_on_cpu.cuda_version)
+    replace(torch, Stream=cuda_on_cpu.Stream, Event=cuda_on_cpu.Event)
     # As in a torch without CUDA. A torch with CUDA would query the missing driver, for example in Adam's step.
     compiled: Any = torch._C
-    _replace(compiled, _accelerator_getAccelerator=lambda: None)
+    replace(compiled, _accelerator_getAccelerator=lambda: None)
     for element in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
-        _replace(torch.cuda, **{f"{element}Tensor": getattr(torch, f"{element}Tensor")})
+        replace(torch.cuda, **{f"{element}Tensor": getattr(torch, f"{element}Tensor")})
 
 
 def _create_on_cpu() -> None:
@@ -117,29 +116,29 @@ def _create_on_cpu() -> None:
     for namespace in (torch, torch.fft, torch.nested):
         for name, function in list(vars(namespace).items()):
             if callable(function) and not isinstance(function, type) and function in constructors | likes:
-                _replace(namespace, **{name: _with_device_on_cpu(function)})
+                replace(namespace, **{name: _with_device_on_cpu(function)})
     for name in dir(torch.Tensor):
         if name.startswith("new_"):
-            _replace(torch.Tensor, **{name: _with_device_on_cpu(getattr(torch.Tensor, name))})
+            replace(torch.Tensor, **{name: _with_device_on_cpu(getattr(torch.Tensor, name))})
     # Tensor subclasses, such as Transformer Engine's, pass their device.
     wrapper = _with_device_on_cpu(torch.Tensor._make_wrapper_subclass)
-    _replace(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper))
+    replace(torch.Tensor, _make_wrapper_subclass=staticmethod(wrapper))
     pretended_random.remember_default_device()
-    _replace(torch, Generator=Generator, device=Device)
+    replace(torch, Generator=Generator, device=Device)
 
 
 def _move_to_cpu() -> None:
     tensor = torch.Tensor
-    _replace(
+    replace(
         tensor,
         to=_moving_to_cpu(tensor.to),
         type=_type_on_cuda(tensor.type),
-        cuda=_to_cpu,
+        cuda=lambda tensor, device=None, non_blocking=False, **options: tensor.to("cuda", **options),
         record_stream=lambda tensor, stream: None,
         is_cuda=property(cuda_on_cpu.is_on_device),
     )
     modules: Any = torch._C._nn  # parses the arguments of Module.to
-    _replace(modules, _parse_to=_with_arguments_on_cpu(modules._parse_to, _device_for_number))
+    replace(modules, _parse_to=_with_arguments_on_cpu(modules._parse_to, _device_for_number))
 
 
 def _load_to_cpu() -> None:
@@ -165,8 +164,8 @@ def _autocast_on_cpu() -> None:
     # After a graph break in its block, Dynamo rebuilds autocast and would trace this function, but it skips functions
     # with torch's file name.
     init.__code__ = init.__code__.replace(co_filename=original_init.__code__.co_filename)  # type: ignore[attr-defined]
-    _replace(autocast, __init__=init)
-    _replace(
+    replace(autocast, __init__=init)
+    replace(
         torch,
         is_autocast_enabled=_constant_to_dynamo(
             lambda device_type="cuda": original_is_enabled(_type_for_cuda(device_type))
@@ -200,25 +199,25 @@ def _communicate_on_cpu() -> None:
     make_gloo_stand_for_nccl()
     compiled: Any = torch._C
     for module in (distributed_c10d, torch.distributed, compiled._distributed_c10d):
-        _replace(module, ProcessGroupNCCL=ProcessGroupNCCL)
+        replace(module, ProcessGroupNCCL=ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
-        _replace(distributed_c10d, torch.distributed, device_mesh, **{name: with_second_group(function)})
+        replace(distributed_c10d, torch.distributed, device_mesh, **{name: with_second_group(function)})
     use_second_groups()
     _stage_on_cpu()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))
-        _replace(distributed_c10d, torch.distributed, **{name: function})
-    _replace(distributed_c10d, torch.distributed, is_nccl_available=lambda: True)
-    _replace(DeviceMesh, __init__=_with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda))
-    _replace(DistributedDataParallel, __init__=_without_devices(DistributedDataParallel.__init__))
+        replace(distributed_c10d, torch.distributed, **{name: function})
+    replace(distributed_c10d, torch.distributed, is_nccl_available=lambda: True)
+    replace(DeviceMesh, __init__=_with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda))
+    replace(DistributedDataParallel, __init__=_without_devices(DistributedDataParallel.__init__))
     original_init: Callable[..., None] = FullyShardedDataParallel.__init__
 
     @functools.wraps(original_init)
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         original_init(self, *arguments, **options | {"device_id": _CPU})  # without device_id a CPU is rejected
 
-    _replace(FullyShardedDataParallel, __init__=init)
+    replace(FullyShardedDataParallel, __init__=init)
 
 
 def _stage_on_cpu() -> None:
@@ -231,7 +230,7 @@ def _stage_on_cpu() -> None:
     def init(self: Any, config: Any = StagingOptions()) -> None:  # noqa: B008  # as in torch
         original_init(self, dataclasses.replace(config, use_non_blocking_copy=False))
 
-    _replace(DefaultStager, __init__=init)
+    replace(DefaultStager, __init__=init)
 
 
 def _compile_for_cpu() -> None:
@@ -245,8 +244,8 @@ def _compile_for_cpu() -> None:
     known = _triton.has_triton
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.") and vars(module).get("has_triton") is known:
-            _replace(module, has_triton=lambda **_: False)
-    _replace(torch._C, _cuda_cudaCachingAllocator_is_enabled=lambda: True)
+            replace(module, has_triton=lambda **_: False)
+    replace(torch._C, _cuda_cudaCachingAllocator_is_enabled=lambda: True)
 
 
 def _profile_cpu() -> None:
@@ -272,14 +271,14 @@ def _profile_cpu() -> None:
         original_legacy(self, *arguments, **options)
 
     emit_nvtx = torch.autograd.profiler.emit_nvtx
-    _replace(emit_nvtx, __enter__=lambda self: self, __exit__=lambda self, *error: None)
-    _replace(kineto, __init__=of_kineto)
-    _replace(legacy, __init__=of_legacy)
+    replace(emit_nvtx, __enter__=lambda self: self, __exit__=lambda self, *error: None)
+    replace(kineto, __init__=of_kineto)
+    replace(legacy, __init__=of_legacy)
 
 
 def _pin_on_cpu() -> None:
     """Replace pinned memory by ordinary memory: ``pin_memory`` copies, and a ``DataLoader`` does not warn."""
-    _replace(torch.Tensor, pin_memory=lambda tensor, device=None: tensor.clone())
+    replace(torch.Tensor, pin_memory=lambda tensor, device=None: tensor.clone())
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
 
 
@@ -299,10 +298,7 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
             pretended_random.mark(created, on_host=True)
         return created
 
-    builtins: Any = torch.jit._builtins  # TorchScript identifies functions by their id
-    if (operator := builtins._find_builtin(function)) is not None:
-        builtins._register_builtin(on_cpu, operator)
-    return on_cpu
+    return pretended_random.for_torchscript(on_cpu, function)
 
 
 def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,10 +335,6 @@ def _without_devices(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*arguments, **options)
 
     return on_cpu
-
-
-def _to_cpu(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
-    return tensor.to("cuda", non_blocking=non_blocking, **options)
 
 
 def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:

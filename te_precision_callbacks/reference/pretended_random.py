@@ -46,7 +46,10 @@ def separate_generators() -> None:
         setattr(torch.Tensor, name, _drawing(getattr(torch.Tensor, name)))
     # Activation checkpoints save the random state of their tensors' device, which would be the CPU.
     torch.utils.checkpoint.DefaultDeviceType.set_device_type("cuda")
-    torch.utils.checkpoint.get_device_states = _device_states
+    torch.utils.checkpoint.get_device_states = lambda *_: (  # type: ignore[assignment]
+        [cuda_on_cpu.current_device()],
+        [cuda_on_cpu.get_rng_state()],
+    )
 
 
 def is_on_host(tensor: Any) -> bool:
@@ -122,11 +125,12 @@ def _drawing(function: Callable[..., Any]) -> Callable[..., Any]:
             options |= generator_for(arguments, options)
         return function(*arguments, **options)
 
+    return for_torchscript(drawing, function)
+
+
+def for_torchscript(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let TorchScript, which identifies functions by their id, use a wrapper as the function."""
     builtins: Any = torch.jit._builtins
     if (operator := builtins._find_builtin(function)) is not None:
-        builtins._register_builtin(drawing, operator)
-    return drawing
-
-
-def _device_states(*_arguments: Any) -> tuple[list[int], list[torch.Tensor]]:
-    return [cuda_on_cpu.current_device()], [cuda_on_cpu.get_rng_state()]
+        builtins._register_builtin(wrapper, operator)
+    return wrapper

@@ -16,27 +16,14 @@ ON_CPU = "te_precision_callbacks.reference.cuda_on_cpu"
 ON_CUDA = "te_precision_callbacks.reference.cuda_on_cuda"
 NO_TRITON = "te_precision_callbacks.reference.no_triton"
 
-_ALIAS = "_te_reference_cuda"  # the name of either module above in a rewritten module
-_MARKS = (
-    "cuda",
-    "torch.compile",
-    "torch.norm",
-    "torch._scaled_mm",
-    "_coalescing_manager",
-    "autocast",
-    "triton",
-    "is_cpu",
-)
+ALIAS = "_te_reference_cuda"
+"""The name in a rewritten module of the first or the second of these modules."""
 
 _NO_ATTENTION = "No dot product attention backend is available"
+_BUILDING = "NVTE_PROJECT_BUILDING"
 _EMULATE = "NVTE_UnfusedDPA_Emulate_FP8"
 
 _Node = TypeVar("_Node", bound=ast.AST)
-
-
-def is_concerned(source: bytes) -> bool:
-    """Return whether ``source`` may need rewriting; otherwise Python's cached bytecode is used."""
-    return any(mark.encode() in source for mark in _MARKS)
 
 
 def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
@@ -46,7 +33,6 @@ def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
     """
     rules = _OnCpu() if cuda_on_cpu else _OnCuda()
     rules.visit(tree)
-    _insert_import(tree, ON_CPU if cuda_on_cpu else ON_CUDA)
     return ast.fix_missing_locations(tree)
 
 
@@ -58,7 +44,7 @@ class _OnCuda(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         dotted = _dotted(node)
         if dotted == "torch.cuda":
-            return _like(node, ast.Name(_ALIAS, ast.Load()))
+            return _like(node, ast.Name(ALIAS, ast.Load()))
         if dotted in self.answers:
             return _like(node, _backend(self.answers[dotted]))
         return self.generic_visit(node)
@@ -72,6 +58,12 @@ class _OnCuda(ast.NodeTransformer):
         match node.args:
             case [ast.Constant(value=name), ast.Constant() as default] if name == _EMULATE:
                 default.value = "1"
+        return self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        match node.test:
+            case ast.BoolOp(values=[ast.Compare(left=ast.Constant(value=name)), *_]) if name == _BUILDING:
+                return _like(node, ast.Pass())
         return self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
@@ -137,32 +129,18 @@ class _OnCpu(_OnCuda):
         return self.generic_visit(node)
 
 
-def _dotted(node: ast.AST) -> str:
+def _dotted(node: ast.expr) -> str:
     """Return ``"torch.cuda.x"`` for that expression; empty if it is not a plain chain of names."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute):
-        before = _dotted(node.value)
-        if before:
-            return f"{before}.{node.attr}"
-        return ""
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
+        return f"{before}.{node.attr}"
     return ""
 
 
 def _backend(name: str) -> ast.Attribute:
-    return ast.Attribute(ast.Name(_ALIAS, ast.Load()), name, ast.Load())
+    return ast.Attribute(ast.Name(ALIAS, ast.Load()), name, ast.Load())
 
 
 def _like(old: ast.AST, new: _Node) -> _Node:
     return ast.fix_missing_locations(ast.copy_location(new, old))
-
-
-def _insert_import(tree: ast.Module, module: str) -> None:
-    """Import ``module`` under the alias, after the docstring and ``from __future__`` imports."""
-    place = 0
-    for place, statement in enumerate(tree.body):
-        is_docstring = place == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-        if not is_docstring and not is_future:
-            break
-    tree.body.insert(place, ast.Import([ast.alias(module, _ALIAS)]))

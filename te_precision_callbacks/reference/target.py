@@ -24,47 +24,37 @@ def capability() -> tuple[int, int]:
     Raises:
         InstallError: the environment variable is neither ``9.0`` nor ``10.0``.
     """
-    if _chosen is None:
-        return _from_environment()
-    return _chosen
+    return _chosen or _from_environment()
 
 
-def choose(value: tuple[int, int] | None) -> None:
-    """Set the capability for this process, for ``install()``; None leaves it to the environment.
-
-    Raises:
-        InstallError: ``value`` is neither (9, 0) nor (10, 0).
-    """
+def choose(value: tuple[int, int]) -> None:
+    """Set the capability for this process."""
     global _chosen
-    _chosen = None if value is None else validate(value)
+    _chosen = value
 
 
 def validate(value: tuple[int, int]) -> tuple[int, int]:
-    """Validate a capability and return it as a plain tuple of two ints.
+    """Return a capability.
 
     Raises:
         InstallError: ``value`` is neither (9, 0) nor (10, 0).
     """
-    for allowed in ALLOWED:
-        if value == allowed:
-            return allowed
-    raise InstallError(
-        f"install(capability={value!r}): the reference backend emulates {_choices('({}, {})')}. Give one of these."
-    )
+    if value not in ALLOWED:
+        raise InstallError(
+            f"install(capability={value!r}): the reference backend emulates {' or '.join(map(str, ALLOWED))}. Give one"
+            " of these."
+        )
+    return value
 
 
 def _from_environment() -> tuple[int, int]:
     text = os.environ.get(ENVIRONMENT_VARIABLE)
+    allowed = {"{}.{}".format(*capability): capability for capability in ALLOWED}
     if not text:
         return DEFAULT
-    for allowed in ALLOWED:
-        if text.strip() == "{}.{}".format(*allowed):
-            return allowed
-    raise InstallError(
-        f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: the reference backend emulates "
-        f"{_choices('{}.{}')}. Set one of these, or unset it for {DEFAULT[0]}.{DEFAULT[1]}."
-    )
-
-
-def _choices(form: str) -> str:
-    return " or ".join(form.format(*allowed) for allowed in ALLOWED)
+    if text.strip() not in allowed:
+        raise InstallError(
+            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: the reference backend emulates "
+            f"{' or '.join(allowed)}. Set one of these, or unset it for {DEFAULT[0]}.{DEFAULT[1]}."
+        )
+    return allowed[text.strip()]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,6 +31,7 @@ _MOST_ROWS = 12
 
 
 def search_command(
+    context: typer.Context,
     setup: Annotated[
         str,
         typer.Argument(
@@ -83,21 +84,10 @@ def search_command(
     from te_precision_callbacks.check.factory import build_setup
     from te_precision_callbacks.search.searching import search
 
-    options: dict[str, Any] = {
-        "low_share": low_share,
-        "extra_ms": extra_ms,
-        "cosine": cosine,
-        "device": device,
-        "together": together,
-        "sweep_batches": sweep_batches,
-        "seeds": seeds,
-        "steps": steps,
-        "tolerance": tolerance,
-        "max_time": max_time,
-        "folder": folder,
-    }
+    others = ("setup", "as_json")
+    options = {name: value for name, value in context.params.items() if value is not None and name not in others}
     with rename_keywords({name: f"--{name.replace('_', '-')}" for name in options}):
-        result = search(**build_setup(setup), **{name: value for name, value in options.items() if value is not None})
+        result = search(**build_setup(setup), **options)
     if as_json:
         terminal.show_json(result)
     else:

@@ -110,65 +110,17 @@ class TrainingState:
             put_back(state)
 
 
-class Regions:
-    """Replaces the recipe of each ``te.autocast`` while it is entered.
-
-    Attributes:
-        low: the recipe that the model uses; None before the model was seen.
-    """
-
-    low: Any = None
-
-    @contextlib.contextmanager
-    def switched(self, make: Make | None) -> Iterator[None]:
-        """Run in another recipe, made from ``low``; None for high precision, without any quantizer."""
-        from te_precision_callbacks.te.recipes import default_recipe
-        from te_precision_callbacks.te.seams import state_manager
-
-        replaced = Replacements()
-        upstream = state_manager.autocast_enter
-        made: Any = None
-
-        def autocast_enter(
-            enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *rest: Any, **keywords: Any
-        ) -> None:
-            nonlocal made
-            recipe = fp8_recipe
-            if enabled and (recipe is None or recipe is not made):
-                self._require(recipe or default_recipe())
-                if made is None and make is not None:
-                    made = make(self.low)
-                recipe = made
-            upstream(enabled and make is not None, calibrating, recipe, *rest, **keywords)
-
-        replaced.replace(state_manager, "autocast_enter", staticmethod(autocast_enter))
-        try:
-            yield
-        finally:
-            replaced.restore()
-
-    def _require(self, recipe: Any) -> None:
-        if self.low is None:
-            if recipe.custom():
-                raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")
-            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
-                raise SearchError("A search leaves attention in high precision: set fp8_dpa=False and fp8_mha=False.")
-            self.low = recipe
-        elif recipe != self.low:
-            raise SearchError(f"The model runs in several recipes, {self.low} and {recipe}. A search needs one.")
-
-
 class EffectMeasurement:
     """Runs the closure on the batches of the sweep, each time from the same state.
 
     Attributes:
-        regions: replaces the recipe of the closure.
+        low: the recipe that the model uses; None before a run.
         passes: forwards with backward so far.
         high: the effect of high precision, against which others are measured.
     """
 
     def __init__(self, state: TrainingState, units: Units, closure: Closure, batches: Sequence[Any]) -> None:
-        self.regions = Regions()
+        self.low: Any = None
         self.passes = 0
         self.high = GradientEffect(math.nan, 0.0, 1.0)
         self._state = state
@@ -202,7 +154,7 @@ class EffectMeasurement:
         torch.manual_seed(seed)
         np.random.seed(seed)
         losses = []
-        with self.regions.switched(make):
+        with self._switched(make):
             for batch in batches:
                 losses.append(self._loss_with_backward(batch))
                 self._state.step()
@@ -212,10 +164,49 @@ class EffectMeasurement:
     def _run(self, make: Make | None) -> tuple[float, list[torch.Tensor | None]]:
         """Return the mean loss, and the gradients of the parameters."""
         self._state.begin()
-        with self.regions.switched(make):
+        with self._switched(make):
             losses = [self._loss_with_backward(batch) for batch in self._batches]
         self.passes += len(losses)
         return sum(losses) / len(losses), [parameter.grad for parameter in self._state.parameters]
+
+    @contextlib.contextmanager
+    def _switched(self, make: Make | None) -> Iterator[None]:
+        """Run in another recipe, made from ``low``; None for high precision, without any quantizer."""
+        from te_precision_callbacks.te.recipes import default_recipe
+        from te_precision_callbacks.te.seams import state_manager
+
+        replaced = Replacements()
+        upstream = state_manager.autocast_enter
+        made: Any = None
+
+        def autocast_enter(
+            enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *rest: Any, **keywords: Any
+        ) -> None:
+            nonlocal made
+            recipe = fp8_recipe
+            if enabled and (recipe is None or recipe is not made):
+                self._note(recipe or default_recipe())
+                if made is None and make is not None:
+                    made = make(self.low)
+                recipe = made
+            upstream(enabled and make is not None, calibrating, recipe, *rest, **keywords)
+
+        replaced.replace(state_manager, "autocast_enter", staticmethod(autocast_enter))
+        try:
+            yield
+        finally:
+            replaced.restore()
+
+    def _note(self, recipe: Any) -> None:
+        """Note the recipe that the model uses; it must be one that a search can change, and the only one."""
+        if self.low is None:
+            if recipe.custom():
+                raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")
+            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+                raise SearchError("A search leaves attention in high precision: set fp8_dpa=False and fp8_mha=False.")
+            self.low = recipe
+        elif recipe != self.low:
+            raise SearchError(f"The model runs in several recipes, {self.low} and {recipe}. A search needs one.")
 
     def _loss_with_backward(self, batch: Any) -> float:
         try:

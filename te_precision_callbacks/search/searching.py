@@ -167,7 +167,7 @@ class _Search:
 
     def run(self) -> SearchResult:
         products = self.units.products(self.measurement.measure_high)
-        low = self.measurement.regions.low
+        low = self.measurement.low
         if low is None:
             raise SearchError("The closure does not enter te.autocast with enabled=True, so nothing can be switched.")
         noise = self.measurement.measure(None)

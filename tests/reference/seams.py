@@ -39,7 +39,7 @@ SEAMS = (
     Seam(
         "transformer_engine/common/__init__.py",
         '"NVTE_PROJECT_BUILDING" not in os.environ',
-        "the variable is set while this module is executed, and put back",
+        "this block is left out",
         "Otherwise it checks the compiled packages, and loads CUDA's and its own libraries.",
         everywhere=True,
     ),
@@ -169,5 +169,6 @@ SEAMS = (
         "def pad_columnwise_scale_inv(",
         "a function in torch",
         "A triton kernel that is launched in training without being asked for: gathering MXFP8 data.",
+        everywhere=True,
     ),
 )

@@ -599,7 +599,7 @@ def test_readers_of_a_run_install_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "b", range(3))
     commands = ["report a -o a.html", "compare a b --report b.html", "show a", "features", "statistics"]
     code = READS.format(commands=", ".join(map(repr, commands)))
-    assert not answers(code, cwd=tmp_path, fresh=True, **inherited.environment(**TOLD._asdict()))
+    assert not answers(code, cwd=tmp_path, fresh=True, **inherited.environment(TOLD))
     assert (tmp_path / "a.html").stat().st_size > 100_000
     assert (tmp_path / "b.html").stat().st_size > 100_000
 
@@ -622,7 +622,7 @@ def test_a_module_that_the_backend_needs_may_import_torch_first(tmp_path: Path) 
         """,
         cwd=tmp_path,
         fresh=True,
-        **inherited.environment(**TOLD._asdict()),
+        **inherited.environment(TOLD),
     ) == [True, False, "te_precision_callbacks.reference.extension"]
 
 

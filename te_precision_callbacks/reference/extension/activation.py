@@ -11,15 +11,15 @@ for MXFP8, and current scaling uses the amax of the float32 result (``pytorch/cs
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.extension.quantization import casting_for, quantize_result, row_sum
 
 QUICK_GELU_ALPHA = 1.702
@@ -60,130 +60,93 @@ SILU = Activation(F.silu, lambda grad, x: torch.ops.aten.silu_backward(grad, x))
 
 
 def _where_positive(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return torch.where(x > 0, value, torch.zeros_like(value))
+    return torch.where(x > 0, value, 0.0)
 
 
-def clamped_quick_gelu(limit: float, alpha: float) -> Activation:
-    inner = quick_gelu(alpha)
+def gated(activated: Activation, linear: Activation = IDENTITY) -> Activation:
+    """The product of ``activated`` of the first half of the last dimension, and ``linear`` of the second half."""
 
-    def clamped(x: torch.Tensor) -> torch.Tensor:
-        return torch.fmin(x, torch.full_like(x, limit))  # NaN becomes the limit, as with upstream's min
+    def value(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return activated.value(first) * linear.value(second)
 
     def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        slope = inner.gradient(torch.ones_like(x), clamped(x))
-        return grad * torch.where(x <= limit, slope, torch.zeros_like(slope))
+        first, second = x.chunk(2, dim=-1)
+        grad = grad.reshape(first.shape)
+        halves = [
+            activated.gradient(grad * linear.value(second), first),
+            linear.gradient(grad * activated.value(first), second),
+        ]
+        return torch.cat(halves, dim=-1)
 
-    return Activation(lambda x: inner.value(clamped(x)), gradient)
-
-
-def clamped_offset(limit: float, offset: float) -> Activation:
-    return Activation(
-        # NaN becomes -limit, as with upstream's min and max.
-        lambda x: torch.fmin(torch.fmax(x, torch.full_like(x, -limit)), torch.full_like(x, limit)) + offset,
-        lambda grad, x: grad * ((x <= limit) & (x >= -limit)),
-    )
+    return Activation(value, gradient)
 
 
-@torch.no_grad()
-def _pointwise(act: Activation, input: torch.Tensor, quantizer: Any) -> Any:
-    value = act.value(input.detach().contiguous().float())
-    return quantize_result(value, input.dtype, quantizer, measure_first=True)
+def _forward(act: Activation, input: torch.Tensor, quantizer: Any) -> Any:
+    return quantize_result(act.value(_float(input)), input.dtype, quantizer, measure_first=True)
 
 
-@torch.no_grad()
-def _pointwise_backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-    value = act.gradient(grad.detach().contiguous().float(), fwd_input.detach().contiguous().float())
+def _backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
+    value = act.gradient(_float(grad), _float(fwd_input))
     return quantize_result(value, fwd_input.dtype, quantizer, measure_first=True)
 
 
-@torch.no_grad()
-def _gated(act: Activation, input: torch.Tensor, quantizer: Any, up: Activation = IDENTITY) -> Any:
-    activated, linear = _halves(input)
-    return quantize_result(act.value(activated) * up.value(linear), input.dtype, quantizer, measure_first=True)
-
-
-@torch.no_grad()
-def _gated_backward(
-    act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, up: Activation = IDENTITY
-) -> Any:
-    activated, linear = _halves(fwd_input)
-    grad = grad.detach().float().reshape(activated.shape)
-    halves = [act.gradient(grad * up.value(linear), activated), up.gradient(grad * act.value(activated), linear)]
-    return quantize_result(torch.cat(halves, dim=-1), fwd_input.dtype, quantizer, measure_first=True)
-
-
-def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if tensor.shape[-1] % 2:
-        raise ReferenceBackendError(
-            f"A gated activation splits the last dimension in half; {tensor.shape[-1]} is an odd number."
-        )
-    activated, linear = tensor.detach().float().chunk(2, dim=-1)
-    return activated, linear
-
-
-@torch.no_grad()
 def _bias_backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-    value = act.gradient(grad.detach().contiguous().float(), fwd_input.detach().contiguous().float())
+    """Return the bias gradient, a sum over rows, and what :func:`_backward` does."""
+    value = act.gradient(_float(grad), _float(fwd_input))
     dact = quantize_result(value, grad.dtype, quantizer, measure_first=True)
     # Fused kernels sum the float32 result; the unfused path sums the tensor rounded to the input's type.
     unrounded = quantizer is not None and casting_for(quantizer).sums_unrounded
     return [row_sum(value if unrounded else value.to(grad.dtype)).to(grad.dtype), dact]
 
 
-_Function = Callable[..., Any]
+def _float(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().float()
 
 
-def _functions(act: Activation) -> tuple[_Function, _Function, _Function]:
-    """Return the forward, (input, quantizer); the backward, (grad, fwd_input, quantizer); and the backward that also
-    returns the bias gradient, a sum over rows.
-    """
-    partial = functools.partial
-    return partial(_pointwise, act), partial(_pointwise_backward, act), partial(_bias_backward, act)
+_PLAIN = {"gelu": GELU, "qgelu": QUICK_GELU, "relu": RELU, "srelu": SQUARED_RELU, "silu": SILU}
+_GATED = {
+    "glu": SIGMOID,
+    "geglu": GELU,
+    "qgeglu": QUICK_GELU,
+    "reglu": RELU,
+    "sreglu": SQUARED_RELU,
+    "swiglu": SILU,
+}
+
+for name, act in _PLAIN.items():
+    export(partial(_bias_backward, act), f"dbias_d{name}")
+for name, act in (_PLAIN | {name: gated(act) for name, act in _GATED.items()}).items():
+    export(partial(_forward, act), name)
+    export(partial(_backward, act), f"d{name}")
 
 
-gelu, dgelu, dbias_dgelu = _functions(GELU)
-qgelu, dqgelu, dbias_dqgelu = _functions(QUICK_GELU)
-relu, drelu, dbias_drelu = _functions(RELU)
-srelu, dsrelu, dbias_dsrelu = _functions(SQUARED_RELU)
-silu, dsilu, dbias_dsilu = _functions(SILU)
-
-
-def _gated_functions(act: Activation) -> tuple[_Function, _Function]:
-    """Return the forward, (input, quantizer) -> act(first half) * second half, and the backward, (grad, fwd_input,
-    quantizer).
-    """
-    return functools.partial(_gated, act), functools.partial(_gated_backward, act)
-
-
-glu, dglu = _gated_functions(SIGMOID)
-geglu, dgeglu = _gated_functions(GELU)
-qgeglu, dqgeglu = _gated_functions(QUICK_GELU)
-reglu, dreglu = _gated_functions(RELU)
-sreglu, dsreglu = _gated_functions(SQUARED_RELU)
-swiglu, dswiglu = _gated_functions(SILU)
-
-
-def clamped_swiglu(
-    input: torch.Tensor,
-    quantizer: Any,
-    limit: float = 7.0,
-    alpha: float = QUICK_GELU_ALPHA,
-    glu_linear_offset: float = 1.0,
-) -> Any:
+def _clamped(limit: float = 7.0, alpha: float = QUICK_GELU_ALPHA, glu_linear_offset: float = 1.0) -> Activation:
     """``x * sigmoid(alpha * x)`` of the first half, clamped to at most ``limit``, times the second half, clamped to
     [-limit, limit], plus ``glu_linear_offset``.
     """
-    up = clamped_offset(limit, glu_linear_offset)
-    return _gated(clamped_quick_gelu(limit, alpha), input, quantizer, up)
+    gelu = quick_gelu(alpha)
+
+    def clamp(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x <= limit, x, limit)  # NaN becomes the limit, as with upstream's min
+
+    def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return grad * torch.where(x <= limit, gelu.gradient(torch.ones_like(x), clamp(x)), 0.0)
+
+    linear = Activation(
+        # NaN becomes -limit, as with upstream's min and max.
+        lambda x: torch.where(x >= -limit, clamp(x), -limit) + glu_linear_offset,
+        lambda grad, x: grad * ((x <= limit) & (x >= -limit)),
+    )
+    return gated(Activation(lambda x: gelu.value(clamp(x)), gradient), linear)
 
 
-def clamped_dswiglu(
-    grad: torch.Tensor,
-    fwd_input: torch.Tensor,
-    quantizer: Any,
-    limit: float = 7.0,
-    alpha: float = QUICK_GELU_ALPHA,
-    glu_linear_offset: float = 1.0,
-) -> Any:
-    up = clamped_offset(limit, glu_linear_offset)
-    return _gated_backward(clamped_quick_gelu(limit, alpha), grad, fwd_input, quantizer, up)
+@export
+def clamped_swiglu(input: torch.Tensor, quantizer: Any, *options: float) -> Any:
+    """The options are those of :func:`_clamped`."""
+    return _forward(_clamped(*options), input, quantizer)
+
+
+@export
+def clamped_dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, *options: float) -> Any:
+    return _backward(_clamped(*options), grad, fwd_input, quantizer)

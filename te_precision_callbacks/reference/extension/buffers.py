@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
-from te_precision_callbacks.reference.errors import ReferenceBackendError
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.te.tensors import read_stored
 
 
@@ -26,10 +26,8 @@ def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
 
 def pad(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Pad a matrix with zero rows and columns, up to ``shape``."""
-    rows, columns = scales.shape
-    out = scales.new_zeros(tuple(shape))
-    out[:rows, :columns] = scales
-    return out
+    below, right = (size - own for size, own in zip(shape, scales.shape, strict=True))
+    return torch.nn.functional.pad(scales, (0, right, 0, below))
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -49,13 +47,6 @@ def round_up(number: int, multiple: int) -> int:
 
 def is_noop(noop: torch.Tensor | None) -> bool:
     return noop is not None and bool(noop.view(-1)[0] == 1.0)
-
-
-def contiguous_stride(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for index in range(len(shape) - 2, -1, -1):
-        strides[index] = strides[index + 1] * shape[index + 1]
-    return strides
 
 
 def overwrite(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -80,7 +71,7 @@ def as_stored(scales: torch.Tensor, shape: Sequence[int], *, along_columns: bool
     return layouts.swizzle(out)
 
 
-@torch.no_grad()
+@export
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
     """Swizzle the scales of an MXFP8 or NVFP4 tensor in both directions, if not swizzled yet; skip other tensors."""
     if not _needs_swizzle(tensor):
@@ -90,25 +81,18 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
     tensor._with_gemm_swizzled_scales = True
 
 
-@torch.no_grad()
+@export
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
     """Swizzle the scales of exactly one direction of several tensors; skip tensors marked as swizzled.
 
     The tensors' flags do not change, as in the compiled extension: the caller sets them after both directions.
-
-    Raises:
-        ReferenceBackendError: both directions, or neither.
     """
-    if rowwise_usage == columnwise_usage:
-        raise ReferenceBackendError(
-            f"rowwise_usage={rowwise_usage} and columnwise_usage={columnwise_usage}: exactly one is needed."
-        )
     for tensor in tensors:
         if _needs_swizzle(tensor):
             _swizzle(tensor, columnwise_usage)
 
 
-multi_tensor_swizzle_scales_for_gemm_unchecked_ = multi_tensor_swizzle_scales_for_gemm_
+export(multi_tensor_swizzle_scales_for_gemm_, "multi_tensor_swizzle_scales_for_gemm_unchecked_")
 
 
 def _needs_swizzle(tensor: Any) -> bool:

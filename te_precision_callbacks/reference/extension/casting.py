@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import contiguous_stride
 from te_precision_callbacks.te.tensors import scaling_mode
 
 # Transformer Engine's classes are known only at run time.
@@ -49,6 +49,7 @@ class Casting(ABC):
 
     Attributes:
         modes: the scaling modes of the written tensors, of ``base/numerics/layouts.py``.
+        classes: Transformer Engine's tensor class, and the storage class for an internal quantizer.
         attributes: argument of the classes -> attribute of a tensor, unless that is the argument with an underscore.
         data: the attributes of rowwise and columnwise data.
         transposes: whether columnwise data is the transpose.
@@ -60,6 +61,7 @@ class Casting(ABC):
     """
 
     modes: tuple[str, ...]
+    classes: tuple[str, str]
     attributes: ClassVar[Mapping[str, str]] = {}
     data = "_rowwise_data", "_columnwise_data"
     transposes = True
@@ -71,10 +73,6 @@ class Casting(ABC):
     def takes_amax(self, quantizer: Quantizer) -> bool:
         """Return whether activations pass the amax of their float32 result, before rounding."""
         return False
-
-    @abstractmethod
-    def classes(self) -> tuple[type, type]:
-        """Transformer Engine's tensor class, and the storage class for an internal quantizer."""
 
     @abstractmethod
     def buffers(self, quantizer: Quantizer, shape: Sequence[int]) -> Buffers:
@@ -100,11 +98,11 @@ class Casting(ABC):
         arguments = self.settings(quantizer, shape)
         for name, buffer in self.buffers(quantizer, shape).items():
             arguments[name] = None if buffer is None else buffer.allocate(device, pin_memory)
-        tensor_class, storage_class = self.classes()
+        made: Any = resolve_name(f"transformer_engine.pytorch.tensor.{self.classes[quantizer.internal]}")
         if quantizer.internal:
-            return storage_class(**arguments, quantizer=quantizer, fake_dtype=dtype)
-        stride = contiguous_stride(shape)
-        return tensor_class(**arguments, quantizer=quantizer, shape=shape, stride=stride, dtype=dtype, device=device)
+            return made(**arguments, quantizer=quantizer, fake_dtype=dtype)
+        stride = torch.empty(shape, device="meta").stride()
+        return made(**arguments, quantizer=quantizer, shape=shape, stride=stride, dtype=dtype, device=device)
 
     def fit(self, quantizer: Quantizer, out: QuantizedTensor) -> None:
         """Add and remove buffers of ``out`` to match the quantizer's usages.

@@ -13,6 +13,7 @@ from typing import SupportsInt
 import torch
 
 from te_precision_callbacks.base.numerics.formats import E4M3, E5M2, FloatFormat
+from te_precision_callbacks.reference.extension.exports import EXPORTED
 
 
 class DType(IntEnum):
@@ -156,6 +157,10 @@ class NVTEQBHistogramMode(IntEnum):
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1
 
+
+EXPORTED.update(
+    {name: kind for name, kind in globals().items() if isinstance(kind, type) and kind.__module__ == __name__}
+)
 
 _TORCH: dict[int, torch.dtype] = {
     DType.kByte: torch.uint8,

@@ -39,15 +39,10 @@ class _PerTensorScaling(Casting):
     """Casting with one scale for the whole tensor."""
 
     modes = (PER_TENSOR,)
+    classes = "float8_tensor:Float8Tensor", "storage.float8_tensor_storage:Float8TensorStorage"
     attributes: ClassVar = {"data_transpose": "_transpose", "fp8_scale_inv": "_scale_inv"}
     data = "_data", "_transpose"
     updated = ("fp8_dtype",)
-
-    def classes(self) -> tuple[type, type]:
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-        from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
-
-        return Float8Tensor, Float8TensorStorage
 
     def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
         with_data, with_transpose = _usages(quantizer)

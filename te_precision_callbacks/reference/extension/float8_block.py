@@ -38,14 +38,10 @@ class Float8BlockCasting(Casting):
     """Casting to FP8 with a float32 scale for each block of 1 x 128 or 128 x 128 elements."""
 
     modes = (BLOCK_1D, BLOCK_2D)
-
-    def classes(self) -> tuple[type, type]:
-        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-        from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
-            Float8BlockwiseQTensorStorage,
-        )
-
-        return Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+    classes = (
+        "float8_blockwise_tensor:Float8BlockwiseQTensor",
+        "storage.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage",
+    )
 
     def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
         rows, columns = matrix_shape(shape)

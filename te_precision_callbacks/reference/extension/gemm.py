@@ -23,12 +23,11 @@ import torch
 
 from te_precision_callbacks.base.numerics import layouts
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
-from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.reference.conversions import decode_blocks
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.enums import torch_dtype
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.extension.operands import FP8_BLOCKS, Operand, logical_shape, operand
 from te_precision_callbacks.reference.extension.products import multiplies_bfloat16, product, takes
 from te_precision_callbacks.reference.extension.quantization import quantize_result, row_sum
@@ -65,8 +64,8 @@ def outside_of_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+@export
 @outside_of_autocast
-@torch.no_grad()
 def generic_gemm(
     A: Any,
     transA: bool,
@@ -129,8 +128,8 @@ def generic_gemm(
     a = operand(A, rowwise=transA, name="A")
     b = operand(B, rowwise=not transB, name="B")
     empty = 0 in a.matrix_shape or 0 in b.matrix_shape
-    by_blocks = a.mode in FP8_BLOCKS and capability() < (10, 0)
-    shape = _result_shape(a, transA, b, transB)
+    by_blocks = a.kind in FP8_BLOCKS and capability() < (10, 0)
+    shape = _result_shape(a.shape, transA, b.shape, transB)
     dtype = _result_dtype(A, a, D, output_dtype)
     if D is not None and logical_shape(D) != shape:
         raise ReferenceBackendError(f"GEMM output has shape {logical_shape(D)}; {shape} is needed.")
@@ -138,65 +137,61 @@ def generic_gemm(
         raise ReferenceBackendError(f"GEMM bias has {bias.numel()} elements; the result has {shape[-1]} columns.")
     if not empty:
         _check_formats(a, b, dtype)
-        _check_sizes(a, transA, b, transB, dtype)
+        _check_sizes(a, b, dtype)
         if by_blocks:
             _check_fp8_blocks(a, b, dtype, use_split_accumulator, bias is not None, gelu, grad)
-    gelu_dtype = torch_dtype(bias_type) if a.is_fp8 or b.is_fp8 else dtype
+    gelu_dtype = torch_dtype(bias_type) if a.kind in (layouts.PER_TENSOR, layouts.MXFP8, *FP8_BLOCKS) else dtype
     added_bias = bias if bias is not None and not grad and bias.numel() else None
+    accumulates = accumulate and D is not None
 
     bias_grad = None
     gelu_input = None
     if empty:
         # Upstream launches no kernel: the result is 0, or unchanged, without bias and GELU.
-        value = torch.zeros(shape, dtype=torch.float32, device=a.source.device)
-        if accumulate and D is not None:
-            value = D.float()
-        if bias is not None and grad:
-            bias_grad = torch.zeros(b.shape[-1], dtype=dtype, device=a.source.device)
+        value = D.float() if accumulates else torch.zeros(shape, dtype=torch.float32, device=a.source.device)
         if gelu and not grad:
-            gelu_input = torch.zeros(shape, dtype=gelu_dtype, device=a.source.device)
+            gelu_input = torch.zeros_like(value, dtype=gelu_dtype)
     elif (
-        {a.dtype, b.dtype, dtype} == {torch.bfloat16}
+        {a.kind, b.kind, str(dtype)} == {"torch.bfloat16"}
         and (added_bias is None or added_bias.dtype == torch.bfloat16)
         and not (gelu or accumulate or alpha != 1.0 or a.source.device.type != "cpu")
         and multiplies_bfloat16()
     ):
-        value = _product_of_bfloat16(a, transA, b, transB, added_bias).view(shape)
-        if bias is not None and grad:
-            bias_grad = _column_sum(b).to(dtype)
+        # Rounded once, with the bias, since oneDNN accumulates in float32.
+        left, right = b.matrix(in_bfloat16=True), a.matrix(in_bfloat16=True).t()
+        value = torch.mm(left, right) if added_bias is None else torch.addmm(added_bias, left, right)
+        value = value.view(shape)
     else:
-        value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, transA, b, transB, alpha)).view(shape)
+        value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, b, alpha)).view(shape)
         # Products of FP8 blocks are rounded before they are added, as in that reference, but after a bias.
-        if accumulate and D is not None and (gelu or not by_blocks):
+        if accumulates and (gelu or not by_blocks):
             value = (value.to(dtype).float() if by_blocks else value) + beta * D.float()
-        if grad:
-            if gelu:
-                if gelu_in is None:
-                    raise ReferenceBackendError("generic_gemm(gelu=True, grad=True) needs gelu_in.")
-                value = GELU.gradient(value, gelu_in.float().view(shape))
-            if bias is not None:
-                bias_grad = (row_sum(value) if gelu else _column_sum(b)).to(dtype)
-        else:
-            if added_bias is not None:
-                value += added_bias.float()
-            if gelu:
-                gelu_input = value.to(gelu_dtype)
-                value = GELU.value(value)
-        if accumulate and D is not None and by_blocks and not gelu:
+        if added_bias is not None:
+            value += added_bias.float()
+        if gelu and grad:
+            if gelu_in is None:
+                raise ReferenceBackendError("generic_gemm(gelu=True, grad=True) needs gelu_in.")
+            value = GELU.gradient(value, gelu_in.float().view(shape))
+        elif gelu:
+            gelu_input = value.to(gelu_dtype)
+            value = GELU.value(value)
+        if accumulates and by_blocks and not gelu:
             value = value.to(dtype).float() + beta * D.float()
-    per_tensor = layouts.PER_TENSOR in (a.mode, b.mode)
+    if bias is not None and grad:
+        bias_grad = (row_sum(value) if gelu and not empty else _column_sum(b)).to(dtype)
+    per_tensor = layouts.PER_TENSOR in (a.kind, b.kind)
     # cuBLAS writes FP8 directly only from per-tensor FP8 with a known scale; others are rounded to `dtype` first.
     rounded = value if quantizer is None or per_tensor else value.to(dtype)
     return [quantize_result(rounded, dtype, quantizer, out=D), bias_grad, gelu_input, extra_output]
 
 
-@torch.no_grad()
+@export
 def te_general_grouped_gemm(
     A: Sequence[Any],
     transa: bool,
     B: Sequence[Any],
     transb: bool,
-    D: Sequence[torch.Tensor] | None,
+    D: Sequence[torch.Tensor],
     D_type: SupportsInt,
     m_splits: Sequence[int],
     bias: Sequence[torch.Tensor],
@@ -221,30 +216,23 @@ def te_general_grouped_gemm(
     Returns:
         ``bias``.
     """
-    if D is None:
-        raise ReferenceBackendError("te_general_grouped_gemm: the results have to be allocated by the caller.")
-    first_row = 0
-    for index, (a, b) in enumerate(zip(A, B, strict=True)):
-        if single_output:
-            rows = logical_shape(b)[-1] if transb else _rows(logical_shape(b))
-            out = D[0].view(-1, D[0].shape[-1])[first_row : first_row + rows]
-            first_row += rows
-        else:
-            out = D[index]
-        with_bias = bias[index].numel() > 0
-        with_gelu = pre_gelu_out[index].numel() > 0
+    shapes = [_result_shape(logical_shape(a), transa, logical_shape(b), transb) for a, b in zip(A, B, strict=True)]
+    if single_output:
+        D = torch.split(D[0].view(-1, D[0].shape[-1]), [matrix_shape(shape)[0] for shape in shapes])
+    for a, b, shape, out, gemm_bias, pre_gelu in zip(A, B, shapes, D, bias, pre_gelu_out, strict=True):
+        with_gelu = pre_gelu.numel() > 0
         _, bias_grad, gelu_input, _ = generic_gemm(
             a,
             transa,
             b,
             transb,
-            out.view(_result_shape_of(a, transa, b, transb)) if out.numel() else None,
+            out.view(shape) if out.numel() else None,
             None,
             D_type,
-            bias[index] if with_bias else None,
+            gemm_bias if gemm_bias.numel() else None,
             bias_type,
             with_gelu,
-            pre_gelu_out[index] if with_gelu and grad else None,
+            pre_gelu if with_gelu and grad else None,
             grad,
             None,
             0,
@@ -252,31 +240,20 @@ def te_general_grouped_gemm(
             use_split_accumulator,
         )
         if bias_grad is not None:
-            bias[index].copy_(bias_grad)
+            gemm_bias.copy_(bias_grad)
         if gelu_input is not None:
-            pre_gelu_out[index].copy_(gelu_input.view(pre_gelu_out[index].shape))
+            pre_gelu.copy_(gelu_input.view(pre_gelu.shape))
     return list(bias)
 
 
-def _product_of_bfloat16(a: Operand, transa: bool, b: Operand, transb: bool, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the product with the bias, rounded once, since oneDNN accumulates in float32."""
-    left = b.source.t() if transb else b.source
-    right = a.source.t() if transa else a.source
-    if bias is None:
-        return torch.mm(left, right)
-    return torch.addmm(bias, left, right)
-
-
-def _product(a: Operand, transa: bool, b: Operand, transb: bool, alpha: float) -> torch.Tensor:
-    (rows, depth), columns = _matrix_shape(b, not transb), _matrix_shape(a, transa)[0]
+def _product(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
+    (rows, depth), columns = b.sides, a.sides[0]
     in_bfloat16 = a.is_exact_in_bfloat16 and b.is_exact_in_bfloat16 and takes(rows, columns, depth, a.source.device)
-    left, right = (b.in_bfloat16, a.in_bfloat16) if in_bfloat16 else (b.values, a.values)
-    left = left.t() if transb else left
-    right = right if transa else right.t()
+    left, right = (side.matrix(in_bfloat16=in_bfloat16) for side in (b, a))
     value = product(left, right) if in_bfloat16 else None
     if value is None:
         value = torch.matmul(left.float(), right.float().t())
-    if a.part is not None and b.part is not None and a.mode == layouts.NVFP4:
+    if a.kind == layouts.NVFP4:
         return value.mul_(_nvfp4_alpha(a.part, b.part, alpha))
     # Multiplied separately, since the product of two small scales could underflow float32.
     for scale in (a.scale_inv, b.scale_inv):
@@ -289,16 +266,14 @@ def _scaled(value: torch.Tensor, alpha: float) -> torch.Tensor:
     return value if alpha == 1.0 else value.mul_(alpha)
 
 
-def _nvfp4_alpha(a: Stored, b: Stored, alpha: float) -> torch.Tensor:
+def _nvfp4_alpha(a: Any, b: Any, alpha: float) -> torch.Tensor:
     """The factor of a product of NVFP4 operands: float32, [1].
 
     It is a quotient, as in TE's pure-torch reference; TE's tests of modules require its bfloat16 results bit for bit.
     The GPU (``compute_nvfp4_per_tensor_scale_kernel`` of ``common/recipe/nvfp4.cu``) multiplies by the reciprocal,
     which differs by one unit in the last place of float32 for one in six pairs of amaxes.
     """
-    if a.amax is None or b.amax is None or a.largest_scale is None or b.largest_scale is None:
-        raise ReferenceBackendError("NVFP4 GEMM operands need their amaxes.")
-    both = alpha * (a.amax * b.amax)
+    both: torch.Tensor = alpha * (a.amax * b.amax)
     return both / torch.full_like(both, E2M1.max * E2M1.max * a.largest_scale * b.largest_scale)
 
 
@@ -307,13 +282,11 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
 
     In every layout, the summed dimension is the last one in memory, in both operands.
     """
-    if a.part is None or b.part is None:
-        raise ReferenceBackendError("FP8 blocks are multiplied with FP8 blocks.")
     (of_rows, depth), of_columns, length = a.part.matrix_shape, b.part.matrix_shape[0], a.part.block[1]
     scales_a, scales_b = (part.scales.repeat_interleave(part.block[0], 0) for part in (a.part, b.part))
     scales_a = scales_a[:of_rows].t().unsqueeze(1)
     scales_b = scales_b[:of_columns].t().unsqueeze(2)
-    first, second = (scales_a, scales_b) if b.mode == layouts.BLOCK_2D else (scales_b, scales_a)
+    first, second = (scales_a, scales_b) if b.kind == layouts.BLOCK_2D else (scales_b, scales_a)
     in_bfloat16 = takes(of_columns, of_rows, depth, a.source.device)
     dtype = torch.bfloat16 if in_bfloat16 else torch.float32
     rows, columns = (
@@ -359,64 +332,39 @@ def _column_sum(b: Operand) -> torch.Tensor:
     return total * b.scale_inv
 
 
-def _matrix_shape(operand: Operand, summed_last: bool) -> tuple[int, int]:
-    rows, columns = operand.matrix_shape
-    return (rows, columns) if summed_last else (columns, rows)
-
-
-def _rows(shape: Sequence[int]) -> int:
-    return matrix_shape(shape)[0]
-
-
-def _result_shape_of(A: Any, transa: bool, B: Any, transb: bool) -> tuple[int, ...]:
-    a = logical_shape(A)
-    b = logical_shape(B)
-    leading = (b[-1],) if transb else b[:-1]
-    return (*leading, _rows(a) if transa else a[-1])
-
-
-def _result_shape(a: Operand, transa: bool, b: Operand, transb: bool) -> tuple[int, ...]:
-    if not a.shape or not b.shape:
-        raise ReferenceBackendError("GEMM operands need at least 1 dimension.")
-    inner_a = a.shape[-1] if transa else _rows(a.shape)
-    inner_b = _rows(b.shape) if transb else b.shape[-1]
-    if inner_a != inner_b:
+def _result_shape(a_shape: Sequence[int], transa: bool, b_shape: Sequence[int], transb: bool) -> tuple[int, ...]:
+    rows_a, columns_a = matrix_shape(a_shape)
+    rows_b, columns_b = matrix_shape(b_shape)
+    if (columns_a if transa else rows_a) != (rows_b if transb else columns_b):
         raise ReferenceBackendError(
-            f"GEMM operands do not fit: A {a.shape}, transposed: {transa}; B {b.shape}, transposed: {transb}."
+            f"GEMM operands do not fit: A {a_shape}, transposed: {transa}; B {b_shape}, transposed: {transb}."
         )
-    leading = (b.shape[-1],) if transb else b.shape[:-1]
-    return (*leading, _rows(a.shape) if transa else a.shape[-1])
+    leading = (columns_b,) if transb else b_shape[:-1]
+    return (*leading, rows_a if transa else columns_a)
 
 
 def _check_formats(a: Operand, b: Operand, dtype: torch.dtype) -> None:
     """Reject formats that no GPU supports: ``common/gemm/cublaslt_gemm.cu``, and cuBLAS's table of dtypes."""
-    both_in_blocks = a.mode in FP8_BLOCKS and b.mode in FP8_BLOCKS
-    if (a.mode, a.dtype) != (b.mode, b.dtype) and not both_in_blocks:
-        what = "types" if a.mode is None and b.mode is None else "incompatible scaling modes,"
+    both_in_blocks = a.kind in FP8_BLOCKS and b.kind in FP8_BLOCKS
+    if a.kind != b.kind and not both_in_blocks:
+        what = "types" if a.part is b.part else "incompatible scaling modes,"
         raise ReferenceBackendError(f"GEMM operands have {what} {a.kind} and {b.kind}; give both the same.")
-    if a.element_format is E5M2 and b.element_format is E5M2:
+    if a.part is not None and a.part.element_format is b.part.element_format is E5M2:
         raise ReferenceBackendError(f"GEMM operands are both E5M2: {NOT_SUPPORTED}. One of them has to be E4M3.")
-    if a.mode == layouts.NVFP4 and dtype == torch.float16:
+    if a.kind == layouts.NVFP4 and dtype == torch.float16:
         raise ReferenceBackendError("FP4 GEMM does not support FP16 output. Ask for bfloat16 or float32.")
 
 
-def _check_sizes(a: Operand, transa: bool, b: Operand, transb: bool, dtype: torch.dtype) -> None:
+def _check_sizes(a: Operand, b: Operand, dtype: torch.dtype) -> None:
     """Reject sizes that no GPU of this capability supports: :mod:`te_precision_callbacks.te.gemm_shapes`."""
-    rows_a, columns_a = a.matrix_shape
-    rows_b, columns_b = b.matrix_shape
-    sizes = {
-        "m": rows_a if transa else columns_a,
-        "n": columns_b if transb else rows_b,
-        "k": columns_a if transa else rows_a,
-        "lda": a.leading_dimension,
-        "ldb": b.leading_dimension,
-    }
-    rules = gemm_shapes.rules(a.mode, capability(), result_bytes=dtype.itemsize, b_in_rows=b.mode != layouts.BLOCK_2D)
+    m, k = a.sides
+    sizes = {"m": m, "n": b.sides[0], "k": k, "lda": a.leading_dimension, "ldb": b.leading_dimension}
+    rules = gemm_shapes.rules(a.kind, capability(), result_bytes=dtype.itemsize, b_in_rows=b.kind != layouts.BLOCK_2D)
     for rule in rules:
         if sizes[rule.size] % rule.multiple:
             raise ReferenceBackendError(
-                f"GEMM of A {a.shape}{', transposed,' if transa else ''} and B"
-                f" {b.shape}{', transposed,' if transb else ''} in {a.kind}: {rule.size} is {sizes[rule.size]}, but"
+                f"GEMM of A {a.shape}{', transposed,' if a.rowwise else ''} and B"
+                f" {b.shape}{'' if b.rowwise else ', transposed,'} in {a.kind}: {rule.size} is {sizes[rule.size]}, but"
                 f" must be a multiple of {rule.multiple} for {rule.asked_by}. Pad the operands."
             )
 
@@ -431,7 +379,7 @@ def _check_fp8_blocks(
     grad: bool,
 ) -> None:
     """Reject GEMMs of FP8 blocks that Hopper does not support. Blackwell runs them as MXFP8, without these limits."""
-    if a.mode == b.mode == layouts.BLOCK_2D:
+    if a.kind == b.kind == layouts.BLOCK_2D:
         raise ReferenceBackendError(
             "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported, but got 2D by 2D."
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import NoReturn
 
 from te_precision_callbacks.reference.errors import MissingFunctionError
+from te_precision_callbacks.reference.extension.exports import EXPORTED
 
 # Purpose -> missing functions, as named in Transformer Engine 2.20.2.
 MISSING: dict[str, tuple[str, ...]] = {
@@ -133,49 +135,24 @@ MISSING: dict[str, tuple[str, ...]] = {
 }
 
 
-def refuse(name: str, purpose: str) -> NoReturn:
+def refuse(name: str, purpose: str, *_arguments: object, **_options: object) -> NoReturn:
     raise MissingFunctionError(
         f"{name} is not in the reference backend ({purpose}). Use the compiled Transformer Engine on a GPU, or avoid"
         " it in the model."
     )
 
 
-def _function(name: str, purpose: str) -> Callable[..., Any]:
-    def missing(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name, purpose)
+for purpose, names in MISSING.items():
+    EXPORTED.update((name, partial(refuse, name, purpose)) for name in names)
 
-    missing.__name__ = name
-    missing.__qualname__ = name
-    missing.__doc__ = f"Not in the reference backend ({purpose}): raises MissingFunctionError."
-    return missing
+# Classes, since Transformer Engine evaluates annotations with them; creating an instance raises.
+for name in ("CommOverlapHelper", "CommOverlap", "CommOverlapP2P"):
+    EXPORTED[name] = type(name, (), {"__init__": partial(refuse, name, "userbuffers")})
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: _function(name, purpose) for purpose, names in MISSING.items() for name in names
-}
+class _GroupedMlp:
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        return partial(refuse, f"grouped_mlp_experimental.{name}", "grouped tensors")
 
 
-def _class(name: str, purpose: str) -> type:
-    """A class, since Transformer Engine evaluates annotations with it; creating an instance raises."""
-
-    def init(self: object, *args: Any, **kwargs: Any) -> None:
-        refuse(name, purpose)
-
-    return type(name, (), {"__init__": init, "__module__": __name__})
-
-
-CommOverlapHelper, CommOverlap, CommOverlapP2P = (
-    _class(name, "userbuffers") for name in ("CommOverlapHelper", "CommOverlap", "CommOverlapP2P")
-)
-
-
-class _Submodule:
-    def __init__(self, name: str, purpose: str) -> None:
-        self._name = name
-        self._purpose = purpose
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _function(f"{self._name}.{name}", self._purpose)
-
-
-grouped_mlp_experimental = _Submodule("grouped_mlp_experimental", "grouped tensors")
+EXPORTED["grouped_mlp_experimental"] = _GroupedMlp()

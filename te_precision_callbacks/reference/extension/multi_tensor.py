@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import SupportsInt
+from typing import Any, SupportsInt
 
 import torch
 
 from te_precision_callbacks.base.numerics.scaling import amax_of, delayed_scaling, fp8_scale
 from te_precision_callbacks.reference.extension.buffers import overwrite
 from te_precision_callbacks.reference.extension.enums import fp8_format
+from te_precision_callbacks.reference.extension.exports import export
 
 TensorLists = Sequence[Sequence[torch.Tensor]]
 
 
-@torch.no_grad()
+@export
 def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """``out = in * scale`` for each pair of [inputs, outputs]; ``is_infinite`` becomes 1 if an input is not finite."""
     for source, target in zip(*tensor_lists, strict=True):
@@ -30,7 +31,7 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists:
         overwrite(target, source.float() * scale)
 
 
-@torch.no_grad()
+@export
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ def multi_tensor_l2norm(
     return torch.sqrt(of_tensors.square().sum()).reshape(1), of_tensors if per_tensor else of_tensors[:0]
 
 
-@torch.no_grad()
+@export
 def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -64,13 +65,13 @@ def _note_nonfinite(source: torch.Tensor, flag: torch.Tensor) -> None:
         flag.fill_(1)
 
 
-@torch.no_grad()
+@export
 def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
     """Write the largest magnitude of ``tensor`` into ``amax`` (float32, shape [1]); NaN is skipped."""
     overwrite(amax, amax_of(tensor).view_as(amax))
 
 
-@torch.no_grad()
+@export
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: torch.Tensor,
     amax_histories: Sequence[torch.Tensor],
@@ -113,60 +114,39 @@ def fused_amax_and_scale_update_after_reduction(
 L2_REGULARIZATION = 0
 
 
-@torch.no_grad()
+@export
 def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, *hyperparameters: Any
 ) -> None:
-    """One step for lists [gradients, parameters, first moments, second moments], and master weights as a fifth."""
+    """One step for lists [gradients, parameters, first moments, second moments], and master weights as a fifth.
+
+    ``hyperparameters``: of :func:`_adam`.
+    """
     for grad, param, exp_avg, exp_avg_sq, *rest in zip(*tensor_lists, strict=True):
         (master,) = rest or [param]
-        moments = _Step(step, bias_correction, beta1, beta2)
-        updated = _adam(grad.float(), master.float(), exp_avg, exp_avg_sq, moments, lr, epsilon, mode, weight_decay)
-        master.copy_(updated)
+        updated = _adam(grad, master, exp_avg, exp_avg_sq, *hyperparameters)
         if rest:
             param.copy_(updated)
 
 
-@torch.no_grad()
+@export
 def multi_tensor_adam_fp8(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    fp8_dtype: SupportsInt,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, *hyperparameters: Any
 ) -> None:
     """One step for FP8 parameters in delayed scaling with plain master weights.
 
-    Lists: [gradients, FP8 codes, first moments, second moments, master weights, scales, amaxes, inverse scales].
+    Lists: [gradients, FP8 codes, first moments, second moments, master weights, scales, amaxes, inverse scales]. The
+    last of ``hyperparameters`` is the dtype of the codes.
     """
-    fmt = fp8_format(fp8_dtype)
+    fmt = fp8_format(hyperparameters[-1])
     for grad, codes, exp_avg, exp_avg_sq, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
-        moments = _Step(step, bias_correction, beta1, beta2)
-        updated = _adam(grad.float(), master.float(), exp_avg, exp_avg_sq, moments, lr, epsilon, mode, weight_decay)
-        master.copy_(updated)
+        updated = _adam(grad, master, exp_avg, exp_avg_sq, *hyperparameters[:-1])
         codes.view(torch.uint8).copy_(fmt.encode(updated * scale.view(-1)).view(codes.shape))
         amax.copy_(torch.maximum(amax, amax_of(updated).view_as(amax)))
         scale_inv.copy_(torch.reciprocal(scale))
 
 
-@torch.no_grad()
+@export
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -209,44 +189,44 @@ def multi_tensor_sgd(
             copy.copy_(weight)
 
 
-class _Step:
-    """The decay rates of a step, their complements, and the bias corrections of its moments, rounded to float32."""
-
-    def __init__(self, step: int, bias_correction: int, beta1: float, beta2: float) -> None:
-        self.beta1 = _float32(beta1)
-        self.beta2 = _float32(beta2)
-        self.rest1 = _float32(1.0 - self.beta1)
-        self.rest2 = _float32(1.0 - self.beta2)
-        self.correction1 = 1.0
-        self.correction2 = 1.0
-        if bias_correction == 1:
-            self.correction1 = _float32(1.0 - self.beta1**step)
-            self.correction2 = _float32(1.0 - self.beta2**step)
-
-
 def _float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _adam(
-    grad: torch.Tensor,
-    param: torch.Tensor,
+    gradient: torch.Tensor,
+    parameter: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    step: _Step,
     lr: float,
+    beta1: float,
+    beta2: float,
     epsilon: float,
+    step: int,
     mode: int,
+    bias_correction: int,
     weight_decay: float,
 ) -> torch.Tensor:
-    """Update the moments in place; return the new parameter, float32."""
+    """Update the parameter and its moments in place; return the new parameter, float32.
+
+    The decay rates, their complements and the bias corrections are rounded to float32.
+    """
+    grad = gradient.float()
+    param = parameter.float()
     if mode == L2_REGULARIZATION:
         grad = grad + weight_decay * param
-    first = step.beta1 * exp_avg.float() + step.rest1 * grad
-    second = step.beta2 * exp_avg_sq.float() + step.rest2 * grad * grad
+    decay1 = _float32(beta1)
+    decay2 = _float32(beta2)
+    first = decay1 * exp_avg.float() + _float32(1.0 - decay1) * grad
+    second = decay2 * exp_avg_sq.float() + _float32(1.0 - decay2) * grad * grad
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
-    update = (first / step.correction1) / ((second / step.correction2).sqrt() + epsilon)
+    if bias_correction == 1:
+        first = first / _float32(1.0 - decay1**step)
+        second = second / _float32(1.0 - decay2**step)
+    update = first / (second.sqrt() + epsilon)
     if mode != L2_REGULARIZATION:
         update = update + weight_decay * param
-    return param - lr * update
+    param = param - lr * update
+    parameter.copy_(param)
+    return param

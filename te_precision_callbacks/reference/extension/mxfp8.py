@@ -35,6 +35,7 @@ from te_precision_callbacks.reference.extension.buffers import (
 )
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
 from te_precision_callbacks.reference.extension.enums import fp8_format
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.extension.multi_tensor import TensorLists
 
 BLOCK = 32
@@ -48,15 +49,10 @@ class Mxfp8Casting(Casting):
     """Casting to MXFP8: an E8M0 scale for 32 elements of a row or a column."""
 
     modes = (MXFP8,)
+    classes = "mxfp8_tensor:MXFP8Tensor", "storage.mxfp8_tensor_storage:MXFP8TensorStorage"
     transposes = False
     updated = "fp8_dtype", "with_gemm_swizzled_scales"
     sums_unrounded = True
-
-    def classes(self) -> tuple[type, type]:
-        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
-        from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
-
-        return MXFP8Tensor, MXFP8TensorStorage
 
     def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
         """Rows and columns have to be multiples of 32."""
@@ -112,7 +108,7 @@ class Mxfp8Casting(Casting):
             )
 
 
-@torch.no_grad()
+@export
 def mxfp8_scaling_compute_partial_amax(
     input: torch.Tensor,
     amax_rowwise: torch.Tensor,
@@ -131,7 +127,7 @@ def mxfp8_scaling_compute_partial_amax(
         amax.copy_(pad(block_amaxes(weight, block), amax.shape))
 
 
-@torch.no_grad()
+@export
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: TensorLists
 ) -> None:
@@ -140,7 +136,7 @@ def multi_tensor_compute_scale_inv_e8m0(
         scale_inv.copy_(e8m0_codes(mxfp8_scale_inv(amax.float(), E4M3)).view(scale_inv.shape))
 
 
-@torch.no_grad()
+@export
 def mxfp8_scaling_partial_cast(
     input: torch.Tensor,
     output_rowwise: torch.Tensor,

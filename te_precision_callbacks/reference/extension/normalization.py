@@ -12,12 +12,14 @@ from typing import Any, SupportsInt
 
 import torch
 
+from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.enums import torch_dtype
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.extension.operands import dequantized
 from te_precision_callbacks.reference.extension.quantization import quantize_result
 
 
-@torch.no_grad()
+@export
 def layernorm_fwd(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -45,13 +47,13 @@ def layernorm_fwd(
         the result; the mean and rsigma of each row, float32, [rows].
     """
     x = dequantized(input)
-    beta = None if bias is None else bias.detach().float()
+    beta = None if bias is None else bias.float()
     value, mu, rsigma = torch.native_layer_norm(x, x.shape[-1:], _gamma(weight, zero_centered_gamma), beta, eps)
     out = quantize_result(value, torch_dtype(otype), quantizer, out=ln_out)
     return [out, mu.reshape(-1), rsigma.reshape(-1)]
 
 
-@torch.no_grad()
+@export
 def layernorm_bwd(
     dz: torch.Tensor,
     x: torch.Tensor,
@@ -65,12 +67,11 @@ def layernorm_bwd(
 
     ``dz``, [..., hidden], is the gradient of the result; ``x``, ``mu`` and ``rsigma`` are of the forward.
     """
-    rows = _rows(x)
-    hidden = x.shape[-1]
+    rows, hidden = matrix_shape(x.shape)
     scale = _gamma(gamma, zero_centered_gamma)
     dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
-        dz.detach().float().reshape(rows, hidden),
-        x.detach().float().reshape(rows, hidden),
+        dz.float().reshape(rows, hidden),
+        x.float().reshape(rows, hidden),
         [hidden],
         mu.reshape(rows, 1),
         rsigma.reshape(rows, 1),
@@ -81,7 +82,7 @@ def layernorm_bwd(
     return [dx.to(x.dtype).view(x.shape), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)]
 
 
-@torch.no_grad()
+@export
 def rmsnorm_fwd(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -103,48 +104,33 @@ def rmsnorm_fwd(
     return [quantize_result(value, torch_dtype(otype), quantizer, out=ln_out), None, rsigma.reshape(-1)]
 
 
-@torch.no_grad()
-def rmsnorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[torch.Tensor]:
-    """Gradients of :func:`rmsnorm_fwd`: of the input and of gamma, in their types."""
-    dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
-    return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
-
-
-@torch.no_grad()
+@export
 def rmsnorm_bwd_add(
     dz: torch.Tensor,
     x: torch.Tensor,
-    add: torch.Tensor,
+    add: torch.Tensor | None,
     rsigma: torch.Tensor,
     gamma: torch.Tensor,
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """:func:`rmsnorm_bwd` with ``add`` added to the gradient of the input, in float32."""
-    dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
-    dx += add.detach().float().view(dx.shape)
-    return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
-
-
-def _rmsnorm_gradients(
-    dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, zero_centered: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = _rows(x)
-    hidden = x.shape[-1]
-    grad = dz.detach().float().reshape(rows, hidden)
+    """Gradients of :func:`rmsnorm_fwd`: of the input, plus ``add`` in float32, and of gamma, in their types."""
+    rows, hidden = matrix_shape(x.shape)
+    grad = dz.float().reshape(rows, hidden)
     inverse = rsigma.reshape(rows, 1)
-    normalized = x.detach().float().reshape(rows, hidden) * inverse
+    normalized = x.float().reshape(rows, hidden) * inverse
     dgamma = (grad * normalized).sum(dim=0)
-    grad = grad * _gamma(gamma, zero_centered)
+    grad = grad * _gamma(gamma, zero_centered_gamma)
     dx = inverse * (grad - normalized * (grad * normalized).mean(dim=-1, keepdim=True))
-    return dx.view(x.shape), dgamma
+    if add is not None:
+        dx += add.float().view(dx.shape)
+    return [dx.to(x.dtype).view(x.shape), dgamma.to(gamma.dtype)]
+
+
+@export
+def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    """:func:`rmsnorm_bwd_add` without ``add``."""
+    return rmsnorm_bwd_add(dz, x, None, *others)
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -152,7 +138,3 @@ def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     if zero_centered:
         return gamma + 1.0
     return gamma
-
-
-def _rows(x: torch.Tensor) -> int:
-    return int(torch.Size(x.shape[:-1]).numel())

@@ -23,6 +23,7 @@ from te_precision_callbacks.reference.conversions import block_amaxes
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import as_stored, is_noop, matrix_shape, overwrite, round_up
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.nvfp4 import BLOCK, Nvfp4Rules, quantize, random_hadamard_transform
 from te_precision_callbacks.reference.target import capability
 
@@ -31,18 +32,13 @@ class Nvfp4Casting(Casting):
     """Casting to NVFP4: an E4M3 scale for 16 elements or for 16 x 16, and an amax of the tensor or of each row."""
 
     modes = (NVFP4,)
+    classes = "nvfp4_tensor:NVFP4Tensor", "storage.nvfp4_tensor_storage:NVFP4TensorStorage"
     codes_per_byte = 2
     updated = "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"
 
     def takes_amax(self, quantizer: Any) -> bool:
         """Return True unless the amax is measured after the Hadamard transform, or for each row."""
         return not (quantizer.with_rht or quantizer.row_scaled_nvfp4)
-
-    def classes(self) -> tuple[type, type]:
-        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
-        from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
-
-        return NVFP4Tensor, NVFP4TensorStorage
 
     def buffers(self, quantizer: Any, shape: Sequence[int]) -> Buffers:
         """Rows and columns must be multiples of 16. Columnwise data is always a matrix."""
@@ -135,8 +131,7 @@ def _rules(quantizer: Any, matrix: torch.Tensor) -> Nvfp4Rules:
 
 def _is_fused(quantizer: Any, shape: Sequence[int]) -> bool:
     """Return whether one kernel transforms and quantizes: ``NVFP4Quantizer::is_eligible_for_rht_cast_fusion``."""
-    rows, columns = matrix_shape(shape)
-    return bool(quantizer.with_rht) and rows % 64 == 0 and columns % 128 == 0 and (10, 0) <= capability() <= (11, 0)
+    return bool(quantizer.with_rht) and _fills_tiles(shape, 64)
 
 
 def _writes_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
@@ -144,35 +139,30 @@ def _writes_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
 
     Otherwise, if the quantizer requires swizzled scales, most callers swizzle them afterwards.
     """
-    if not quantizer.optimize_for_gemm:
-        return False
-    if quantizer.with_rht:
-        return _is_fused(quantizer, shape)
-    rows, columns = matrix_shape(shape)
-    return bool(
-        quantizer.with_2d_quantization
-        and not quantizer.row_scaled_nvfp4
-        and not quantizer.nvfp4_use_4over6
-        and rows % 128 == 0
-        and columns % 128 == 0
-        and (10, 0) <= capability() <= (11, 0)
+    in_squares = quantizer.with_2d_quantization and not (quantizer.row_scaled_nvfp4 or quantizer.nvfp4_use_4over6)
+    return bool(quantizer.optimize_for_gemm) and (
+        _is_fused(quantizer, shape) if quantizer.with_rht else bool(in_squares) and _fills_tiles(shape, 128)
     )
+
+
+def _fills_tiles(shape: Sequence[int], height: int) -> bool:
+    """Return whether the kernels of Blackwell's first GPUs take a shape, in tiles of 128 columns."""
+    rows, columns = matrix_shape(shape)
+    return rows % height == 0 and columns % 128 == 0 and (10, 0) <= capability() <= (11, 0)
 
 
 def _measure(
     quantizer: Any, matrix: torch.Tensor, transposed: torch.Tensor | None, out: Any, amax: torch.Tensor | None
 ) -> None:
     if quantizer.row_scaled_nvfp4:
-        overwrite(out._amax_rowwise, _row_amaxes(matrix))
-        if transposed is not None:
-            overwrite(out._amax_columnwise, _row_amaxes(transposed))
-        return
-    if amax is None:
-        amax = amax_of(matrix)
-    if out._amax_rowwise is not None:
-        overwrite(out._amax_rowwise, amax)
-    if transposed is not None:
-        overwrite(out._amax_columnwise, amax_of(transposed) if quantizer.with_rht else amax)
+        rowwise = _row_amaxes(matrix)
+        columnwise = None if transposed is None else _row_amaxes(transposed)
+    else:
+        rowwise = amax_of(matrix) if amax is None else amax
+        columnwise = amax_of(transposed) if quantizer.with_rht and transposed is not None else rowwise
+    for target, value in ((out._amax_rowwise, rowwise), (out._amax_columnwise, columnwise)):
+        if target is not None and value is not None:
+            overwrite(target, value)
 
 
 def _row_amaxes(matrix: torch.Tensor) -> torch.Tensor:
@@ -234,7 +224,7 @@ def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
         )
 
 
-@torch.no_grad()
+@export
 def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
     """The transpose of packed E2M1 codes: uint8, [rows, columns / 2], rows even, to [columns, rows / 2]."""
     result = pack_fp4(unpack_fp4(input).t())
@@ -243,7 +233,7 @@ def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> to
     return out.copy_(result)
 
 
-@torch.no_grad()
+@export
 def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
     """The scales of the transpose of a tensor with ``M_tiles`` x ``K_tiles`` square blocks.
 

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics import layouts
-from te_precision_callbacks.base.numerics.formats import FloatFormat
-from te_precision_callbacks.base.numerics.layouts import Stored
 from te_precision_callbacks.reference.conversions import decode_blocks
 from te_precision_callbacks.reference.errors import ReferenceBackendError, UnsupportedRecipeError
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
 from te_precision_callbacks.reference.extension.float8 import has_any_layout_gemm
-from te_precision_callbacks.te.tensors import is_quantized, read_stored, stored_shape
+from te_precision_callbacks.te.tensors import is_quantized, read_either, read_stored, stored_shape
 
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 FP8_BLOCKS = (layouts.BLOCK_1D, layouts.BLOCK_2D)
@@ -33,30 +31,41 @@ class Operand:
     Attributes:
         shape: the logical shape.
         source: a plain tensor with its leading dimensions merged, or the codes of a quantized tensor.
-        part: the multiplied direction of a quantized tensor; None for a plain tensor.
+        rowwise: whether the product sums over the last dimension; otherwise over the leading ones.
+        part: the multiplied direction of a quantized tensor, a :class:`~.layouts.Stored`; None for a plain tensor.
     """
 
     shape: tuple[int, ...]
     source: torch.Tensor
-    part: Stored | None = None
+    rowwise: bool
+    part: Any = None
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """float32, [rows, columns]: multiplied by the scales of blocks, but not by the scale of the tensor."""
-        if self.part is None:
-            return self.source.float()
-        return _decode(self.part, torch.float32)
+        return self._decoded(torch.float32)
 
-    @functools.cached_property
-    def in_bfloat16(self) -> torch.Tensor:
-        """:attr:`values` as bfloat16; use only if :attr:`is_exact_in_bfloat16`."""
+    def matrix(self, *, in_bfloat16: bool) -> torch.Tensor:
+        """:attr:`values`, with the summed dimension last; bfloat16 only if :attr:`is_exact_in_bfloat16`."""
+        values = self._decoded(torch.bfloat16) if in_bfloat16 else self.values
+        return values if self.rowwise else values.t()
+
+    def _decoded(self, dtype: torch.dtype) -> torch.Tensor:
         if self.part is None:
-            return self.source
-        return _decode(self.part, torch.bfloat16)
+            return self.source.to(dtype)
+        factors = None if self.kind == layouts.PER_TENSOR else self.part.block_scales()
+        values = decode_blocks(self.part.codes, self.part.element_format, factors, self.part.block, dtype)
+        return values.t() if self.part.transposed else values
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
         return matrix_shape(self.shape)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Size of the dimension that the result has, and of the summed one."""
+        rows, columns = self.matrix_shape
+        return (rows, columns) if self.rowwise else (columns, rows)
 
     @property
     def leading_dimension(self) -> int:
@@ -64,43 +73,19 @@ class Operand:
         return self.matrix_shape[0 if transposed else 1]
 
     @property
-    def mode(self) -> str | None:
-        """Scaling mode, of :mod:`te_precision_callbacks.base.numerics.layouts`; None for a plain tensor."""
-        if self.part is None:
-            return None
-        return self.part.mode
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        if self.part is None:
-            return self.source.dtype
-        return None
-
-    @property
-    def element_format(self) -> FloatFormat | None:
-        if self.part is None:
-            return None
-        return self.part.element_format
+    def kind(self) -> str:
+        """Scaling mode, of :mod:`te_precision_callbacks.base.numerics.layouts`, or the dtype of a plain tensor."""
+        return str(self.source.dtype if self.part is None else self.part.mode)
 
     @property
     def scale_inv(self) -> torch.Tensor | None:
         """The inverse scale of per-tensor FP8: float32, shape [1]."""
-        if self.part is not None and self.mode == layouts.PER_TENSOR:
-            return self.part.scales.view(1)
-        return None
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.element_format is not None and self.element_format.bits == 8
+        return self.part.scales.view(1) if self.kind == layouts.PER_TENSOR else None
 
     @property
     def is_exact_in_bfloat16(self) -> bool:
         """Return whether bfloat16 represents :attr:`values` exactly: not with FP8's float32 scales of blocks."""
-        return self.mode not in FP8_BLOCKS and (self.part is not None or self.dtype == torch.bfloat16)
-
-    @property
-    def kind(self) -> str:
-        return self.mode or str(self.dtype)
+        return self.kind not in (*FP8_BLOCKS, "torch.float32", "torch.float16")
 
 
 def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
@@ -122,7 +107,7 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
                 f"GEMM operand {name} has type {values.dtype}; float32, float16 or bfloat16 works."
             )
         # reshape(-1, ...) could not infer the rows of an empty tensor.
-        return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)))
+        return Operand(tuple(values.shape), values.reshape(matrix_shape(values.shape)), rowwise)
     part = read_stored(tensor, columnwise=not rowwise)
     # With per-tensor FP8, one-layout GPUs read the stored transpose for columnwise usage, and the data for rowwise
     # usage; others read whichever exists.
@@ -135,14 +120,14 @@ def operand(tensor: Any, *, rowwise: bool, name: str) -> Operand:
             f"GEMM operand {name}: cuBLAS does not support row-scaled NVFP4 inputs. general_gemm() of "
             "transformer_engine.pytorch.cpp_extensions does it in two steps."
         )
-    return Operand(part.shape, part.codes, part)
+    return Operand(part.shape, part.codes, rowwise, part)
 
 
 def dequantized(tensor: Any) -> torch.Tensor:
     """Dequantize a tensor to float32 in its logical shape, from the rowwise data if present."""
     if not is_quantized(tensor):
         return _plain(tensor).float()
-    part = read_stored(tensor, columnwise=False) or read_stored(tensor, columnwise=True)
+    part = read_either(tensor)
     if part is None:
         raise ReferenceBackendError(f"The {type(tensor).__name__} has neither rowwise nor columnwise data.")
     return part.dequantized().contiguous()
@@ -152,14 +137,6 @@ def logical_shape(tensor: Any) -> tuple[int, ...]:
     if is_quantized(tensor):
         return stored_shape(tensor)
     return tuple(_plain(tensor).shape)
-
-
-def _decode(part: Stored, dtype: torch.dtype) -> torch.Tensor:
-    factors = None if part.mode == layouts.PER_TENSOR else part.block_scales()
-    values = decode_blocks(part.codes, part.element_format, factors, part.block, dtype)
-    if part.transposed:
-        return values.t()
-    return values
 
 
 def _plain(tensor: Any) -> torch.Tensor:

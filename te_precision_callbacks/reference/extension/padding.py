@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from te_precision_callbacks.reference.extension.exports import export
 
-@torch.no_grad()
+
+@export
 def fused_multi_row_padding(
     input: torch.Tensor,
     output: torch.Tensor,
@@ -18,17 +20,16 @@ def fused_multi_row_padding(
 
     The lists have the rows of each group without and with padding. An empty group is not written, as upstream.
     """
-    source = 0
-    target = 0
-    for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
-        if rows:
-            output[target : target + rows] = input[source : source + rows]
-            output[target + rows : target + padded] = 0
-        source = source + rows
-        target = target + padded
+    groups = zip(
+        torch.split(input, list(input_row_list)), torch.split(output, list(padded_input_row_list)), strict=True
+    )
+    for rows, padded in groups:
+        if len(rows):
+            padded[: len(rows)] = rows
+            padded[len(rows) :] = 0
 
 
-@torch.no_grad()
+@export
 def fused_multi_row_unpadding(
     input: torch.Tensor,
     output: torch.Tensor,
@@ -36,9 +37,8 @@ def fused_multi_row_unpadding(
     unpadded_input_row_list: Sequence[int],
 ) -> None:
     """Copy groups of rows without their padding. The lists have the rows of each group with and without padding."""
-    source = 0
-    target = 0
-    for padded, rows in zip(input_row_list, unpadded_input_row_list, strict=True):
-        output[target : target + rows] = input[source : source + rows]
-        source = source + padded
-        target = target + rows
+    groups = zip(
+        torch.split(input, list(input_row_list)), torch.split(output, list(unpadded_input_row_list)), strict=True
+    )
+    for padded, rows in groups:
+        rows.copy_(padded[: len(rows)])

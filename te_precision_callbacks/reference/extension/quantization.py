@@ -19,6 +19,7 @@ from te_precision_callbacks.reference.extension import float8, float8_block, mxf
 from te_precision_callbacks.reference.extension.buffers import swizzle_scales_for_gemm_
 from te_precision_callbacks.reference.extension.casting import Casting, Quantizer
 from te_precision_callbacks.reference.extension.enums import torch_dtype
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.extension.float8 import transpose
 from te_precision_callbacks.reference.extension.operands import dequantized
 
@@ -46,7 +47,7 @@ def casting_for(quantizer: Quantizer) -> Casting:
     return _CASTINGS[recipe]
 
 
-@torch.no_grad()
+@export
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
     """Quantize a tensor, into a new tensor or into ``output``.
 
@@ -80,13 +81,13 @@ def _cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.
     return output
 
 
-@torch.no_grad()
+@export
 def dequantize(input: Any, otype: SupportsInt) -> torch.Tensor:
     """Dequantize to a plain tensor of dtype ``otype``, in the logical shape."""
     return dequantized(input).to(torch_dtype(otype))
 
 
-@torch.no_grad()
+@export
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
 ) -> Any:
@@ -122,7 +123,7 @@ def quantize_result(
     return out
 
 
-@torch.no_grad()
+@export
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
     """Return the bias gradient, and the quantized output gradient, or the gradient itself without a quantizer.
 
@@ -136,12 +137,13 @@ def row_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).sum(dim=0, dtype=torch.float32)
 
 
-@torch.no_grad()
+@export
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
     """Quantize each tensor with its quantizer; the scales of NVFP4 are not swizzled afterwards."""
     return [_cast(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
+@export
 def split_quantize(
     tensor: torch.Tensor,
     split_sections: Sequence[int],
@@ -157,7 +159,7 @@ def split_quantize(
     return multi_tensor_quantize(parts, quantizer_list)
 
 
-@torch.no_grad()
+@export
 def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor | None) -> torch.Tensor:
     """The transpose of FP8 data: uint8, [..., columns] to [columns, ...]."""
     result = transpose(input)
@@ -166,7 +168,7 @@ def fp8_transpose(input: torch.Tensor, dtype: SupportsInt, *, out: torch.Tensor 
     return out.copy_(result.view(out.shape))
 
 
-@torch.no_grad()
+@export
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     result = tensor.transpose(0, 1).contiguous()
     if out is None:

@@ -7,17 +7,18 @@ dimensions, or the elements of each pair (``interleaved``), and negates the new 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from te_precision_callbacks.reference.extension.enums import NVTE_QKV_Format
+from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.extension.missing import refuse
 
 
-@torch.no_grad()
-def fused_rope_forward(
-    input: torch.Tensor,
+def _rope(
+    tensor: torch.Tensor,
     freqs: torch.Tensor,
     start_positions: torch.Tensor | None,
     qkv_format: int,
@@ -25,11 +26,13 @@ def fused_rope_forward(
     cu_seqlens: torch.Tensor | None,
     cp_size: int,
     cp_rank: int,
+    *,
+    backward: bool,
 ) -> torch.Tensor:
-    """Apply rotary position embedding.
+    """Apply rotary position embedding, or its gradient, the reverse rotation.
 
     Args:
-        input: [sequence, batch, heads, head size], [batch, sequence, ...] or [tokens, heads, head size].
+        tensor: [sequence, batch, heads, head size], [batch, sequence, ...] or [tokens, heads, head size].
         freqs: float32, [positions, 1, 1, rotated dimensions], in radians.
         start_positions: [batch], the position of each sequence's first token; None for 0.
         qkv_format: SBHD, BSHD or THD.
@@ -38,26 +41,20 @@ def fused_rope_forward(
         cp_size: 1; context parallelism is not supported.
 
     Returns:
-        contiguous, the shape and type of ``input``.
+        contiguous, the shape and type of ``tensor``.
     """
-    angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
-    return _rotate(input, angles, interleaved, backward=False)
+    angles = _angles(tensor, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
+    rotated = angles.shape[-1]
+    source = tensor.float()
+    turned = source[..., :rotated]
+    sine = angles.sin()
+    # The backward is the transpose: multiplied by the sine first, then swapped in reverse.
+    swapped = _swap(turned * sine, interleaved, -1.0) if backward else _swap(turned, interleaved, 1.0) * sine
+    return torch.cat([turned * angles.cos() + swapped, source[..., rotated:]], dim=-1).to(tensor.dtype)
 
 
-@torch.no_grad()
-def fused_rope_backward(
-    output_grads: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    qkv_format: int,
-    interleaved: bool,
-    cu_seqlens: torch.Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> torch.Tensor:
-    """Gradient of :func:`fused_rope_forward`: the reverse rotation, with the same arguments."""
-    angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
-    return _rotate(output_grads, angles, interleaved, backward=True)
+export(partial(_rope, backward=False), "fused_rope_forward")
+export(partial(_rope, backward=True), "fused_rope_backward")
 
 
 def _angles(
@@ -72,7 +69,7 @@ def _angles(
     if cp_size > 1:
         refuse(f"Rotary embedding with cp_size={cp_size}", "context parallelism")
     rotated = freqs.shape[-1]
-    table = freqs.detach().reshape(freqs.shape[0], rotated)
+    table = freqs.reshape(freqs.shape[0], rotated)
     if qkv_format == NVTE_QKV_Format.NVTE_THD and cu_seqlens is not None:
         places = _token_positions(tensor, cu_seqlens, start_positions)
         return table[places].unsqueeze(1)
@@ -96,18 +93,6 @@ def _token_positions(
         if start_positions is not None:
             places[start:end] += start_positions[index].long()
     return places
-
-
-def _rotate(tensor: torch.Tensor, angles: torch.Tensor, interleaved: bool, *, backward: bool) -> torch.Tensor:
-    rotated = angles.shape[-1]
-    source = tensor.detach().float()
-    turned = source[..., :rotated]
-    rest = source[..., rotated:]
-    cosine = angles.cos()
-    sine = angles.sin()
-    # The backward is the transpose: multiplied by the sine first, then swapped in reverse.
-    swapped = _swap(turned * sine, interleaved, -1.0) if backward else _swap(turned, interleaved, 1.0) * sine
-    return torch.cat([turned * cosine + swapped, rest], dim=-1).to(tensor.dtype)
 
 
 def _swap(x: torch.Tensor, interleaved: bool, sign: float) -> torch.Tensor:
