@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from te_precision_callbacks.base.numerics.blocks import block_counts
 from te_precision_callbacks.base.numerics.layouts import NVFP4, PER_TENSOR, ScaleMemory, Stored, unpack_fp4
 from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.dumps.errors import DumpError
@@ -32,7 +33,6 @@ from te_precision_callbacks.dumps.header import (
     Quantized,
     dtype_name,
 )
-from te_precision_callbacks.te.environment import installed_version
 from te_precision_callbacks.te.tensors import has_quantizer, is_hybrid, is_quantized, part_of, quantizer_of, read_stored
 
 
@@ -310,7 +310,7 @@ def _internals(part: Stored, *, one_object: bool, prefix: str = "") -> tuple[Dir
     scale_format = FLOAT32
     if part.mode == PER_TENSOR:
         scales = scales.reshape(1)
-        scale = f"{prefix}{side}_scale_inv"
+        scale = scale.replace("block_", "")
         if one_object:
             data = "transpose" if part.columnwise else "data"
             scale = "scale_inv"

@@ -12,9 +12,9 @@ from typing import Annotated
 import pydantic
 import torch
 
-from te_precision_callbacks.base.environment import installed_version
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0
 from te_precision_callbacks.dumps.errors import NotADumpError
+from te_precision_callbacks.te.environment import installed_version
 
 SCHEMA = 1
 """The version of the header. It grows when a reader of the last version would misread a header."""

@@ -46,7 +46,7 @@ def separate_generators() -> None:
         setattr(torch.Tensor, name, _drawing(getattr(torch.Tensor, name)))
     # Activation checkpoints save the random state of their tensors' device, which would be the CPU.
     torch.utils.checkpoint.DefaultDeviceType.set_device_type("cuda")
-    torch.utils.checkpoint.get_device_states = lambda *_: (  # type: ignore[assignment]
+    torch.utils.checkpoint.get_device_states = lambda *_: (
         [cuda_on_cpu.current_device()],
         [cuda_on_cpu.get_rng_state()],
     )

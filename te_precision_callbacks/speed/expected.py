@@ -38,10 +38,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.numerics.gemm_shapes import layer_sizes, takes_any_layout
 from te_precision_callbacks.base.vocabulary import COLUMNWISE, ONE_SCALE, RECIPES, ROWWISE
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.speed.devices import KERNEL_OF_RECIPE, Device
+from te_precision_callbacks.te.gemm_shapes import layer_sizes, takes_any_layout
 
 _HIGH_BYTES = 2
 

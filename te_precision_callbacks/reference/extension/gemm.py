@@ -23,6 +23,7 @@ import torch
 
 from te_precision_callbacks.base.numerics import layouts
 from te_precision_callbacks.base.numerics.formats import E2M1, E5M2
+from te_precision_callbacks.reference.conversions import decode_blocks
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
 from te_precision_callbacks.reference.extension.activation import GELU
 from te_precision_callbacks.reference.extension.buffers import matrix_shape
