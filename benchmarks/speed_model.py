@@ -97,7 +97,7 @@ QUANTIZED_BEFORE: Mapping[str, Mapping[str, Mapping[str, float]]] = {  # device 
     },
 }
 ERROR_FACTOR = 1.3
-"""Speed-ups are within this factor of the model's: the bound that docs/fp8-not-faster.md states."""
+"""Speed-ups are within this factor of the model's: the bound that docs/check.md states."""
 
 BANDWIDTH = {"b300": 0.84, "h200_nvl": 0.92}
 """The share that kernels of plain memory traffic reach: torchao's roofline_utils.py, of B300 and of Hopper."""
