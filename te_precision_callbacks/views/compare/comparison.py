@@ -228,7 +228,7 @@ def compare(
         ordered=order.seen,
         parted=tuple(partings(departures, order)),
         all_equal=search.all_equal,
-        loss=compare_losses(first, other, others, shares),
+        loss=compare_losses(a, b, noise, shares),
         notes=tuple(notes),
         same_run=same_run,
         verdicts=None if same_run else compare_verdicts(a, b),

@@ -159,7 +159,7 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays)
 
 
 def _loss(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays) -> dict[str, Any] | None:
-    curves = None if result.loss is None else loss_curves(numbers.a, numbers.b)
+    curves = None if result.loss is None else loss_curves(numbers.a.run, numbers.b.run)
     if result.loss is None or curves is None:
         return None
     columns = (curves.a, curves.b, curves.smooth_a, curves.smooth_b, 100 * curves.relative)

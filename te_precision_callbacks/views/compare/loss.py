@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
-from te_precision_callbacks.views.compare.values import Side, join, metric_subject
 
 _YARDSTICKS = {
     ("FP8 against BF16", 0.0025, "DeepSeek-V3, arXiv 2412.19437, 3.3"): ("high", "fp8"),
@@ -42,7 +41,7 @@ class LossCurves:
         lost_a, lost_b: the steps of each lost loss.
     """
 
-    name: Subject
+    name: str
     iterations: Ints
     a: Floats
     b: Floats
@@ -73,23 +72,24 @@ class LossCurves:
         return np.where(factors >= _SPIKE * smooth, factors, 1.0)
 
 
-def loss_curves(a: Side, b: Side) -> LossCurves | None:
+def loss_curves(a: RecordedRun, b: RecordedRun) -> LossCurves | None:
     """The most likely loss among the metrics; preferably a lost loss, since a trainer may also log it filtered."""
-    common = a.run.metrics.keys() & b.run.metrics.keys()
-    losses = [metric_subject(name) for name in loss_first(common) if is_loss(name)]
-    lost = (loss for loss in losses if is_training_loss(loss.statistic) and (_lost(a, loss) or _lost(b, loss)))
-    chosen = next(lost, losses[0] if losses else None)
-    if chosen is None:
-        return None
-    return _curves(a, b, chosen)
+    losses = [name for name in loss_first(a.metrics.keys() & b.metrics.keys()) if is_loss(name)]
+    for name in losses:
+        if is_training_loss(name) and (_lost(a.metrics[name]) or _lost(b.metrics[name])):
+            return _curves(a, b, name)
+    return _curves(a, b, losses[0]) if losses else None
 
 
-def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
-    _, iterations, values_a, values_b = join(a.read([name]), b.read([name]))
+def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
+    curve_a, curve_b = (_last_values(run.metrics[name]) for run in (a, b))
+    iterations, rows_a, rows_b = np.intersect1d(
+        curve_a.iterations, curve_b.iterations, assume_unique=True, return_indices=True
+    )
     if not len(iterations):
         return None
-    lost_a = _lost(a, name)
-    lost_b = _lost(b, name)
+    values_a, values_b = curve_a.values[rows_a], curve_b.values[rows_b]
+    lost_a, lost_b = _lost(curve_a), _lost(curve_b)
     steps = len(iterations)
     for loss in filter(None, (lost_a, lost_b)):
         steps = min(steps, int(np.searchsorted(iterations, loss.since)))
@@ -100,36 +100,47 @@ def _curves(a: Side, b: Side, name: Subject) -> LossCurves | None:
     return LossCurves(name, iterations, values_a, values_b, steps, window, smooth_a, smooth_b, relative, lost_a, lost_b)
 
 
-def _lost(side: Side, name: Subject) -> LostLoss | None:
-    numbers = side.read([name])
-    finite = np.flatnonzero(np.isfinite(numbers.values))
-    rest = slice(int(finite[-1]) + 1 if finite.size else 0, None)
-    iterations = numbers.iterations[rest]
-    kinds = {f"{value:g}" for value in numbers.values[rest].tolist()}
-    if not kinds:
+def _last_values(curve: Curve) -> Curve:
+    """Sort by step; of a step that was recorded twice the last value counts."""
+    iterations, from_end = np.unique(curve.iterations[::-1], return_index=True)
+    return Curve(iterations, curve.values[::-1][from_end])
+
+
+def _lost(curve: Curve) -> LostLoss | None:
+    iterations, values = _last_values(curve)
+    since = int(np.flatnonzero(np.isfinite(values)).max(initial=-1)) + 1
+    if since == len(values):
         return None
-    return LostLoss(int(iterations[0]), int(iterations[-1]), " or ".join(sorted(kinds)))
+    kinds = sorted({f"{value:g}" for value in values[since:].tolist()})
+    return LostLoss(int(iterations[since]), int(iterations[-1]), " or ".join(kinds))
 
 
-def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares, Shares]) -> LossComparison | None:
-    """Compare the losses of two sides; None without a common loss. ``shares``: precision -> share of each side."""
+def compare_losses(
+    a: RecordedRun, b: RecordedRun, noise: Sequence[RecordedRun] = (), shares: tuple[Shares, Shares] = ({}, {})
+) -> LossComparison | None:
+    """Compare the losses of two runs; None without a common loss. ``shares``: precision -> share of each run."""
     curves = loss_curves(a, b)
     if curves is None:
         return None
-    baselines = [_curves(a, side, curves.name) for side in noise if curves.name in side.subjects]
+    baselines = [_curves(a, run, curves.name) for run in noise if curves.name in run.metrics]
     known_baselines = [baseline for baseline in baselines if baseline is not None]
     stable = curves.stable
     stable_since = largest_at = int(curves.iterations[0])
     largest = math.nan
     if curves.steps:
         early = curves.steps // 4
-        sizes = np.abs(curves.relative[early : curves.steps])
-        place = early + int(np.nan_to_num(sizes, nan=-1.0, posinf=np.inf).argmax())
-        largest = float(sizes[place - early])
+        sizes = np.nan_to_num(np.abs(curves.relative[: curves.steps]), nan=-1.0, posinf=np.inf)
+        place = early + int(sizes[early:].argmax())
+        largest = abs(float(curves.relative[place]))
         largest_at = int(curves.iterations[place])
         stable_since = int(curves.iterations[stable.start])
+    kinds = (_kind(shares[0]), _kind(shares[1]))
+    yardsticks = []
+    for (name, bound, source), runs in _YARDSTICKS.items():
+        is_comparable = kinds == runs and not math.isnan(curves.difference)
+        yardsticks.append(Yardstick(name, bound, source, abs(curves.difference) < bound if is_comparable else None))
     return LossComparison(
-        name=curves.name.statistic,
+        name=curves.name,
         steps=curves.steps,
         window=curves.window,
         stable_since=stable_since,
@@ -139,7 +150,7 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
         largest=largest,
         largest_at=largest_at,
         floor=max((abs(baseline.difference) for baseline in known_baselines), default=None),
-        yardsticks=tuple(_yardsticks(curves.difference, shares)),
+        yardsticks=tuple(yardsticks),
         spike=_spike(curves, known_baselines),
         precisions=(_precision(shares[0]), _precision(shares[1])),
         lost_a=curves.lost_a,
@@ -147,18 +158,9 @@ def compare_losses(a: Side, b: Side, noise: Sequence[Side], shares: tuple[Shares
     )
 
 
-def _yardsticks(difference: float, shares: tuple[Shares, Shares]) -> Iterator[Yardstick]:
-    kinds = (_kind(shares[0]), _kind(shares[1]))
-    for (name, bound, source), runs in _YARDSTICKS.items():
-        is_comparable = kinds == runs and not math.isnan(difference)
-        yield Yardstick(name, bound, source, abs(difference) < bound if is_comparable else None)
-
-
 def _mean(values: Floats) -> float:
     known = values[~np.isnan(values)]
-    if known.size:
-        return float(known.mean())
-    return math.nan
+    return float(known.mean()) if known.size else math.nan
 
 
 def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
@@ -211,6 +213,4 @@ def _kind(shares: Shares) -> str:
 
 def _precision(shares: Shares) -> str:
     kind = _kind(shares)
-    if kind == "high":
-        return max(shares, key=shares.__getitem__)
-    return kind
+    return max(shares, key=shares.__getitem__) if kind == "high" else kind

@@ -20,7 +20,6 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.result import ComparisonError, LossComparison
-from te_precision_callbacks.views.compare.values import Side
 
 TOLERANCE = 0.0025
 """Share of A's loss: the bound for FP8 against BF16 of DeepSeek-V3, arXiv 2412.19437, 3.3."""
@@ -153,23 +152,21 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
     )
 
 
-def _final_losses(ours: RecordedRun, theirs: RecordedRun) -> tuple[LossComparison, list[str]]:
+def _final_losses(a: RecordedRun, b: RecordedRun) -> tuple[LossComparison, list[str]]:
     """Return the losses of a pair, nan for a run that ends with inf or nan, and a line for each such run."""
-    a = Side.of(ours, str(ours.path))
-    b = Side.of(theirs, str(theirs.path))
-    loss = compare_losses(a, b, (), ({}, {}))
+    loss = compare_losses(a, b)
     if loss is None:
-        raise ComparisonError(
-            f"{ours.path} and {theirs.path} have no loss at common steps. Record it: docs/records.md."
-        )
-    lost = ((ours, loss.lost_a), (theirs, loss.lost_b))
-    lines = [f"The {loss.name} of {run.path} is {it.what} from step {it.since} on." for run, it in lost if it]
+        raise ComparisonError(f"{a.path} and {b.path} have no loss at common steps. Record it: docs/records.md.")
     final = loss
-    if len(lines) == 1:  # the other side against itself: all its steps, not only those before the loss is lost
-        side = a if loss.lost_a is None else b
-        final = compare_losses(side, side, (), ({}, {})) or loss
+    if (loss.lost_a is None) != (loss.lost_b is None):
+        # The other run against itself: all its steps, not only those before the loss is lost.
+        run = a if loss.lost_a is None else b
+        final = compare_losses(run, run) or loss
+    lines = []
     if loss.lost_a is not None:
         final = replace(final, a=math.nan)
+        lines.append(f"The {loss.name} of {a.path} is {loss.lost_a.what} from step {loss.lost_a.since} on.")
     if loss.lost_b is not None:
         final = replace(final, b=math.nan)
+        lines.append(f"The {loss.name} of {b.path} is {loss.lost_b.what} from step {loss.lost_b.since} on.")
     return final, lines

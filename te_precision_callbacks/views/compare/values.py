@@ -57,7 +57,7 @@ class Side:
             request = logged_request(subject.statistic) if subject.tensor else None
             if request is None or not request.statistic.is_histogram:
                 subjects[subject] = number
-        subjects |= dict.fromkeys(map(metric_subject, run.metrics))
+        subjects |= {Subject("", "", "", "", name, None): None for name in run.metrics}
         if not subjects:
             raise ComparisonError(f"{name} has no statistics and no loss yet.{run.notes_sentence}")
         return cls(run, name, subjects)
@@ -99,7 +99,3 @@ class Side:
         _, from_end = np.unique(keys[::-1], return_index=True)
         last = len(keys) - 1 - from_end
         return Numbers(series[last], iterations[last], values[last])
-
-
-def metric_subject(name: str) -> Subject:
-    return Subject("", "", "", "", name, None)
