@@ -185,7 +185,7 @@ def check_command(
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     times = None
     if device is not None:
-        times = estimate_step(checked.coverage, device, attention=checked.attention, not_counted=checked.not_counted)
+        times = estimate_step(checked.coverage, device)
     if as_json:
         content = {"config": config, "errors": [], **plan_as_json(checked, model, made_on)}
         if times is not None:

@@ -26,15 +26,11 @@ class StepTimes:
     """Expected times of the GEMMs of a step.
 
     Attributes:
-        times: the time of each GEMM, grouped by layer.
-        attention: modules of attention, which are not included.
-        not_counted: other modules that are not included.
+        times: the time of each GEMM, grouped by layer; the products of attention are not included.
     """
 
     device: Device
-    times: tuple[ProductTime, ...]
-    attention: Sequence[str]
-    not_counted: Sequence[str]
+    times: Sequence[ProductTime]
 
     @property
     def total(self) -> Times:
@@ -55,13 +51,6 @@ class StepTimes:
         fitted = self.device.constants.measured_on
         if fitted != self.device.title:
             yield f"The model was fitted to times of {fitted}, not of {self.device.title}."
-        if self.attention:
-            yield (
-                f"Not included: attention ({', '.join(fold_names(self.attention, most=_MOST_NAMES))}). It depends on"
-                " sequence lengths, and gains nothing unless the recipe has fp8_dpa=True."
-            )
-        if self.not_counted:
-            yield f"Not included: {', '.join(fold_names(self.not_counted, most=_MOST_NAMES))}."
         unknown = sum(math.isnan(time.gemm_ms) for time in self.times)
         if unknown:
             yield f"Not in the total: {many(unknown, 'GEMM')} with an unknown recipe."
@@ -84,13 +73,7 @@ class StepTimes:
         }
 
 
-def estimate_step(
-    products: Iterable[Product],
-    device: Device,
-    *,
-    attention: Sequence[str] = (),
-    not_counted: Sequence[str] = (),
-) -> StepTimes:
+def estimate_step(products: Iterable[Product], device: Device) -> StepTimes:
     """Estimate the times of a step's GEMMs.
 
     Args:
@@ -104,7 +87,7 @@ def estimate_step(
     times = time_products(((product, product.recipe if product.is_low else "") for product in timed), device)
     if not times:
         raise SpeedError("No GEMM of the model could be planned, so no times can be estimated.")
-    return StepTimes(device, tuple(times), attention, not_counted)
+    return StepTimes(device, times)
 
 
 def show(step: StepTimes) -> None:

@@ -82,10 +82,11 @@ def test_the_table_names_what_gains_nothing_and_why() -> None:
     assert "No gain: small (too small: the casts take longer than the GEMMs save)." in printed
 
 
-def test_attention_is_named_as_not_included() -> None:
-    (note,) = (note for note in speed_of("--tokens", "64", "--speed", "b300", model="Attention")["notes"])
-    assert note.startswith("Not included: attention (attention).")
-    assert "fp8_dpa=True" in note
+def test_attention_has_no_time_and_is_named_by_the_plan() -> None:
+    result = check("--tokens", "64", "--speed", "b300", "--json", model="Attention")
+    content = json.loads(result.stdout)
+    assert all(item["gemm"] in ("fprop", "dgrad", "wgrad") for item in content["speed"]["products"])
+    assert any(text.startswith("attention of attention") for text in content["unknown"])
 
 
 @pytest.mark.parametrize(

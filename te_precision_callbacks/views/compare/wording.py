@@ -203,7 +203,7 @@ _WIDEST_VALUE = 60
 
 _INDENT = 2
 
-FACT_NAMES = {"integration": "integration", "settings.expects_low": "setting that selects low precision"}
+FACT_NAMES = {"settings.expects_low": "setting that selects low precision"}
 
 
 def show(comparison: Comparison) -> None:

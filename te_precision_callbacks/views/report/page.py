@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
@@ -60,12 +61,7 @@ class PageTemplate:
             "DATA": compress(json.dumps(plain(content), separators=(",", ":"), allow_nan=False).encode()),
             "ARRAYS": "\n".join(arrays),
         }
-        first, *others = self._frame.split("{{")
-        pieces = [first]
-        for other in others:
-            name, _, rest = other.partition("}}")
-            pieces += [filled[name], rest]
-        return "".join(pieces)
+        return re.sub("{{(.*?)}}", lambda place: filled[place[1]], self._frame)
 
 
 def write_report(
