@@ -21,7 +21,9 @@ from te_precision_callbacks.diagnosis.finding import (
     Finding,
     NotChecked,
     Verdict,
+    first_step,
     root_causes_first,
+    severity_order,
     worst_first,
 )
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
@@ -34,7 +36,7 @@ _Key = tuple[str, str, str]
 
 
 @dataclass
-class _Record:
+class _FindingRecord:
     """A finding, its place among all findings (iteration and row), and the worst severity that was returned so far."""
 
     finding: Finding
@@ -52,7 +54,7 @@ class Diagnosis:
     def __init__(self, rows: Iterable[Rule] = ROWS) -> None:
         self._checks = [(row, row.check()) for row in rows]
         self._order = {row.title: order for order, (row, _) in enumerate(self._checks)}
-        self._records: dict[_Key, _Record] = {}
+        self._records: dict[_Key, _FindingRecord] = {}
         self._failed: dict[str, str] = {}
         self._facts = Facts()
         self.has_run = False
@@ -86,7 +88,7 @@ class Diagnosis:
         """Add a finding of another rank in its local values, or of a rule of another version."""
         key = finding.title, finding.tensor, ""
         order = finding.seen_at or 0, self._order.get(finding.title, len(self._order))
-        record = self._records.setdefault(key, _Record(finding, order))
+        record = self._records.setdefault(key, _FindingRecord(finding, order))
         record.finding = replace(_merge_findings(record.finding, finding), ranks=record.finding.ranks)
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
@@ -105,7 +107,7 @@ class Diagnosis:
 
     def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
         """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
-        records: dict[tuple[_Key, bool], _Record] = {}
+        records: dict[tuple[_Key, bool], _FindingRecord] = {}
         checked: set[str] = set()
         for diagnosis in (self, *others):
             checked |= diagnosis._checked
@@ -116,7 +118,7 @@ class Diagnosis:
                     continue
                 former = records.setdefault((key, bool(finding.ranks)), record)
                 if former is not record:
-                    merged = _Record(_merge_findings(former.finding, finding), min(former.order, record.order))
+                    merged = _FindingRecord(_merge_findings(former.finding, finding), min(former.order, record.order))
                     records[key, bool(finding.ranks)] = merged
         missing = []
         for row, check in self._checks:
@@ -212,10 +214,10 @@ class Diagnosis:
                 since = sighting.since if name == "facts" else None
                 seen_in = iteration if since is None else since
                 finding = self._found(row, check, sighting, seen_in, rank)
-                record = self._records.setdefault(key, _Record(finding, (seen_in, self._order[row.title])))
+                record = self._records.setdefault(key, _FindingRecord(finding, (seen_in, self._order[row.title])))
                 if record.finding is not finding:
                     record.finding = _update(record.finding, finding, sighting)
-                severity = record.finding.severity_order
+                severity = severity_order(record.finding)
                 if severity < record.returned:  # not again after it has become a note
                     record.returned = severity
                     changed[key] = self._complete(record.finding)
@@ -228,7 +230,7 @@ class Diagnosis:
             rule=row.id,
             severity=sighting.severity or row.severity,
             title=row.title,
-            layers=tuple(self._facts.sort_by_execution(sighting.layers, sighting.tensor)),
+            layers=tuple(sorted(sighting.layers, key=lambda layer: self._facts.order_key(layer, sighting.tensor))),
             tensor=sighting.tensor,
             statistic=sighting.statistic,
             since=since,
@@ -262,7 +264,7 @@ def _update(former: Finding, finding: Finding, sighting: Sighting) -> Finding:
 
 def _merge_findings(known: Finding, other: Finding) -> Finding:
     """Merge two findings of a subject: the earlier first step, and the text of the more severe finding."""
-    first, second = sorted((known, other), key=attrgetter("first_step"))
+    first, second = sorted((known, other), key=first_step)
     lead, more = worst_first((first, second))
     return replace(
         lead,
@@ -334,6 +336,6 @@ def read_on_finding(on_finding: OnFinding) -> OfFinding:
             return reaction(finding)
         # Healthy runs have a note of a rule with warnings or errors too.
         is_of_rule = reaction == "stop" and (finding.severity != "note" or finding.title in notes)
-        return "stop" if is_of_rule or finding.severity_order <= least else None
+        return "stop" if is_of_rule or severity_order(finding) <= least else None
 
     return react

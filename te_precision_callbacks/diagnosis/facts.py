@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import Product
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
@@ -69,11 +70,6 @@ class LayerFacts:
     @property
     def has_run(self) -> bool:
         return bool(self.low or self.reasons)
-
-    @property
-    def has_no_gradient(self) -> bool:
-        """True if neither its input nor its weight needs a gradient."""
-        return all(self.never.get(gemm, NO_BACKWARD) != NO_BACKWARD for gemm in ("dgrad", "wgrad"))
 
     @property
     def lacks_backward(self) -> bool:
@@ -217,9 +213,6 @@ class Facts:
         unseen = _UNSEEN + self._order_in_model.get(name, _UNSEEN)
         return int(backward), min([order for order in orders if order is not None], default=unseen)
 
-    def sort_by_execution(self, layers: Iterable[str], tensor: str) -> list[str]:
-        return sorted(layers, key=lambda layer: self.order_key(layer, tensor))
-
     def layer(self, name: str) -> LayerFacts:
         """Return a layer, without any facts if it is unknown."""
         return self.layers.get(name, _UNKNOWN_LAYER)
@@ -262,12 +255,6 @@ class Facts:
         return next((layer for layer in self.layers.values() if layer.refused and not layer.has_run), None)
 
     @property
-    def knows_recipes(self) -> bool:
-        """True if the recipes are known, as in each session, but not in a plain log."""
-        shown = any(layer.has_run or layer.recipe for layer in self.layers.values())
-        return shown or bool(self.layers and self.settings.are_known)
-
-    @property
     def has_delayed_scaling(self) -> bool:
         return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())
 
@@ -289,16 +276,13 @@ class Facts:
         if name not in self.layers:
             return form
         layer = self.layers[name]
-        parts = "".join(sorted(self._parts_of_blocks[block_of(name)]))
+        parts = "".join(sorted(set(self._parts_of_blocks[block_of(name)])))
         return f"{form}|{layer.module_class}|{layer.shape}|{parts}"
 
     @functools.cached_property
-    def _parts_of_blocks(self) -> Mapping[str, set[str]]:
+    def _parts_of_blocks(self) -> Mapping[str, list[str]]:
         """Block, such as an encoder's or a decoder's -> the names of its layers without numbers."""
-        parts: dict[str, set[str]] = {}
-        for layer in self.layers:
-            parts.setdefault(block_of(layer), set()).add(form_of(layer))
-        return parts
+        return group_by_key((block_of(layer), form_of(layer)) for layer in self.layers)
 
 
 def _rows_at(rows: Iterable[Row], iteration: int) -> list[Row]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -90,15 +89,6 @@ class Finding:
         return f"{self.tensor} of {names}{more}" if self.tensor else f"{names}{more}"
 
     @property
-    def first_step(self) -> int:
-        """``since``, and -1 for a problem from the start."""
-        return -1 if self.since is None else self.since
-
-    @property
-    def severity_order(self) -> int:
-        return SEVERITIES.index(self.severity)
-
-    @property
     def gemm(self) -> str | None:
         """The GEMM with the tensor as its result: ``fprop``, ``dgrad`` or ``wgrad``; None for other tensors."""
         return self.tensor if self.tensor in GEMMS else None
@@ -165,8 +155,17 @@ class NotChecked(NamedTuple):
     essential: bool = False
 
 
+def first_step(finding: Finding) -> int:
+    """Return ``since``, and -1 for a problem from the start."""
+    return -1 if finding.since is None else finding.since
+
+
+def severity_order(finding: Finding) -> int:
+    return SEVERITIES.index(finding.severity)
+
+
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=attrgetter("severity_order"))
+    return sorted(findings, key=severity_order)
 
 
 def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence[str]]) -> list[Finding]:
@@ -176,7 +175,7 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
     that can cause its findings). The beginning may be any step after ``last_good``. A note explains only notes. Of two
     findings that can explain each other, the earlier is explained first.
     """
-    ordered = sorted(findings, key=attrgetter("first_step", "severity_order"))
+    ordered = sorted(findings, key=lambda finding: (first_step(finding), severity_order(finding)))
     cause_of: dict[Finding, Finding] = {}
 
     def root_of(finding: Finding) -> Finding:
@@ -192,11 +191,11 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
     groups = group_by_key((root_of(finding), finding) for finding in ordered)
     worst = sorted(
         (groups[root] for root in dict.fromkeys(ordered) if root in groups),
-        key=lambda group: min(finding.severity_order for finding in group),
+        key=lambda group: min(map(severity_order, group)),
     )
     result = []
     for group in worst:
-        for finding in sorted(group, key=lambda finding: (finding in cause_of, finding.severity_order)):
+        for finding in sorted(group, key=lambda finding: (finding in cause_of, severity_order(finding))):
             cause = cause_of.get(finding, finding)
             caused_by = "" if cause is finding else f"{cause.rule} of {cause.subject}"
             result.append(replace(finding, caused_by=caused_by))
@@ -209,7 +208,7 @@ def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[st
         cause.title != finding.title
         and not {cause.rule, f"{cause.rule} of {cause.tensor}"}.isdisjoint(causes.get(finding.title, ()))
         and (cause.severity != "note" or finding.severity == "note")
-        and begun + (finding.rule in causes.get(cause.title, ())) <= finding.first_step
+        and begun + (finding.rule in causes.get(cause.title, ())) <= first_step(finding)
     )
 
 

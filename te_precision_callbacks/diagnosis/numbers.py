@@ -30,7 +30,7 @@ def extend_rows(table: npt.NDArray[ScalarT], count: int, fill: object) -> npt.ND
     return np.concatenate([table, np.full((count - len(table), *table.shape[1:]), fill, table.dtype)])
 
 
-class Entry(NamedTuple):
+class ValueEntry(NamedTuple):
     """A value of a step: its row, its number among the values of the step, and its family."""
 
     row: int
@@ -47,7 +47,7 @@ class Column:
         tensors: the tensors of the rows.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[ValueEntry]) -> None:
         self.entries = {entry.row: entry for entry in reversed(entries)}
         self.rows = np.array([entry.row for entry in entries if self.entries[entry.row] is entry], np.int64)
         self.indices = np.array([self.entries[row].number for row in self.rows.tolist()], np.int64)
@@ -77,7 +77,7 @@ class StepNumbers:
     first: StepNumbers | None = None
     last: StepNumbers | None = None
 
-    def __init__(self, rows: Iterable[tuple[str, str]], entries: Mapping[str, Sequence[Entry]]) -> None:
+    def __init__(self, rows: Iterable[tuple[str, str]], entries: Mapping[str, Sequence[ValueEntry]]) -> None:
         self.names = [name for name, _ in rows]
         self.tensors = np.array([tensor for _, tensor in rows], np.str_)
         layers: dict[str, int] = {}
@@ -149,7 +149,7 @@ class StepNumbers:
         entries = self._entries.get(statistic, ())
         return self.derive(statistic, lambda: Column([entry for entry in entries if self._is_own(entry)]))
 
-    def _is_own(self, entry: Entry) -> bool:
+    def _is_own(self, entry: ValueEntry) -> bool:
         """Return False for hypothetical values: of a recipe that the layer does not run, and of quantization of a
         tensor that no product reads in low precision.
         """
@@ -218,7 +218,7 @@ class Splitter:
         self._series_of = series_of
         self._rows: dict[tuple[str, str], int] = {}  # layer and tensor -> row
         self._families: dict[Family, int] = {}
-        self._entries: list[Entry] = []  # [series]: the number is that of the family
+        self._entries: list[ValueEntry] = []  # [series]: the number is that of the family
         self._series = b""  # of the last step
         self._first: StepNumbers | None = None
         self._last: StepNumbers | None = None
@@ -256,7 +256,7 @@ class Splitter:
         for number in range(len(self._entries), max(series, default=-1) + 1):
             layer, family = self._series_of(number)
             row = self._rows.setdefault((layer, family.tensor), len(self._rows))
-            self._entries.append(Entry(row, self._families.setdefault(family, len(self._families)), family))
+            self._entries.append(ValueEntry(row, self._families.setdefault(family, len(self._families)), family))
         in_order = sorted(range(len(series)), key=lambda index: self._entries[series[index]].number)
         entries = [self._entries[series[index]]._replace(number=index) for index in in_order]
         return StepNumbers(self._rows, group_by_key((_name_of(entry.family), entry) for entry in entries))

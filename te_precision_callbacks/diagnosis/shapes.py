@@ -6,6 +6,9 @@
 - :class:`FactHolds`: a fact about the run;
 - :class:`Reported`: an event of the run;
 - :class:`Changed`: a sudden change, as the watch of every step reports it, such as layers that it misses.
+
+Two more are beside their rows: :class:`~te_precision_callbacks.diagnosis.rules.parameters.ParameterRule`, a problem of
+parameters, and :class:`~te_precision_callbacks.diagnosis.rules.scales.ScaleCheck`, a scale compared with its amax.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from te_precision_callbacks.diagnosis.facts import Facts
@@ -51,7 +54,7 @@ class InARow(RuleCheck):
     also: Sequence[str] = ()
     applies_to: Applies | None = None
     is_strict: bool = False
-    lacks_in: Callable[[Facts], str] | None = None
+    lacks_in: Callable[[Facts], str] = lambda facts: ""
     find: Find = lambda numbers, streaks: ()
 
     def __post_init__(self) -> None:
@@ -61,7 +64,7 @@ class InARow(RuleCheck):
     def facts(self, facts: Facts) -> Sightings:
         applies = None if self.applies_to is None or self.steps else self.applies_to(facts)
         self.applies = self.applies if applies is None else applies
-        self.lacks = "" if self.lacks_in is None else self.lacks_in(facts)
+        self.lacks = self.lacks_in(facts)
         return ()
 
     def step(self, numbers: StepNumbers) -> Sightings:
@@ -86,7 +89,7 @@ class AboveLimit(InARow):
     limit: float
     seen: str
     below: float = math.inf
-    remedy: Callable[[Facts], str] | None = None
+    remedy: Callable[[Facts], str] = lambda facts: ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,10 +98,9 @@ class AboveLimit(InARow):
     def _above_limit(self, numbers: StepNumbers, streaks: Streaks) -> Sightings:
         values = numbers.finite(self.statistic)
         holds = (values >= self.limit) & (values < self.below) & numbers.are_known(self.statistic, self.tensor)
-        remedy = "" if self.remedy is None else self.remedy(numbers.facts)
         for sighting in streaks.sightings(numbers, self.statistic, holds, lambda row: self.seen.format(values[row])):
             # The layer of a statistic of the model has no name.
-            yield sighting._replace(layers=tuple(filter(None, sighting.layers)), remedy=remedy)
+            yield sighting._replace(layers=tuple(filter(None, sighting.layers)), remedy=self.remedy(numbers.facts))
 
 
 class LoggedNumber(NamedTuple):
@@ -110,7 +112,8 @@ class LoggedNumber(NamedTuple):
     loss: float
 
 
-class Metrics(NamedTuple):
+@dataclass
+class Metrics:
     """The trainer's metrics in an iteration.
 
     Attributes:
@@ -119,10 +122,10 @@ class Metrics(NamedTuple):
         loss: the last loss, of the training or a part of one; nan before the first.
     """
 
-    facts: Facts
-    values: Mapping[str, float]
-    counts: Counter[str]
-    loss: float
+    facts: Facts = field(default_factory=Facts)
+    values: Mapping[str, float] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    loss: float = math.nan
 
 
 _OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
@@ -149,34 +152,34 @@ class Logged(RuleCheck):
 
     number: Callable[[Metrics], tuple[str, float] | None]
     find: Callable[[Facts, Sequence[LoggedNumber]], Sightings]
-    lacks_in: Callable[[Metrics], str] | None = None
+    lacks_in: Callable[[Metrics], str] = lambda metrics: ""
     kind_of_step: str = "logged step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.history: list[LoggedNumber] = []
-        self._last = Metrics(Facts(), {}, Counter(), math.nan)
+        self._metrics = Metrics()
 
     def facts(self, facts: Facts) -> Sightings:
-        self._last = self._last._replace(facts=facts)
+        self._metrics.facts = facts
         return self.find(facts, self.history) if self.history else ()
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
-        facts, _, counts, loss = self._last
-        counts.update(values.keys())
+        metrics = self._metrics
+        metrics.values = values
+        metrics.counts.update(values.keys())
         for name in loss_first(filter(is_loss_of_training, values))[:1]:
-            loss = values[name]
-        self._last = Metrics(facts, values, counts, loss)
-        number = self.number(self._last)
+            metrics.loss = values[name]
+        number = self.number(metrics)
         if number is None:
-            self.lacks = "" if self.lacks_in is None else self.lacks_in(self._last)
+            self.lacks = self.lacks_in(metrics)
             return ()
         self.applies = True
         self.note_data(iteration)
         if len(self.history) == 2 * MOST_POINTS:
             del self.history[:MOST_POINTS]
-        self.history.append(LoggedNumber(iteration, *number, loss))
-        return self.find(facts, self.history)
+        self.history.append(LoggedNumber(iteration, *number, metrics.loss))
+        return self.find(metrics.facts, self.history)
 
 
 def runs_low_precision(facts: Facts) -> bool | None:

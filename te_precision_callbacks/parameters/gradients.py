@@ -175,13 +175,21 @@ class ZeroGradients:
 
 
 class _Magnitudes(NamedTuple):
-    """Logarithms of the largest magnitudes of tensors, for each device and dtype.
+    """Logarithms of the largest magnitudes of tensors of one device and dtype.
 
     -inf for a tensor of zeros, inf or nan for a tensor that is not finite. Logarithms of float64 fit into float32.
 
     Attributes:
         order: among the iteration's GEMMs; None for weights.
     """
+
+    names: list[str]
+    logarithms: torch.Tensor
+    order: int | None = None
+
+
+class _Copy(NamedTuple):
+    """Magnitudes of an iteration, which are copied to the host."""
 
     iteration: int
     order: int | None
@@ -208,15 +216,15 @@ class GradientSizes:
         self._present_since: dict[str, int] = {}  # parameter -> the iteration from which on its gradient was not 0
         self._least: dict[str, int] = {}  # parameter -> the number of steps from which on it is reported
         self._has_found = False
-        self._clipped: list[tuple[list[str], torch.Tensor]] = []
-        self._stepped: list[tuple[int | None, list[str], torch.Tensor]] = []  # the first: their order
-        self._copies: list[_Magnitudes] = []
+        self._clipped: list[_Magnitudes] = []
+        self._stepped: list[_Magnitudes] = []
+        self._copies: list[_Copy] = []
 
     def before_clipping(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         if self._has_found:
             return
         # Those of a batch that the script drops after clipping do not reach the optimizer.
-        self._clipped = [clipped for clipped in self._clipped if set(names).isdisjoint(clipped[0])]
+        self._clipped = [clipped for clipped in self._clipped if set(names).isdisjoint(clipped.names)]
         self._clipped += _largest(names, gradients)
 
     def before_step(
@@ -228,11 +236,11 @@ class GradientSizes:
         if self._has_found or is_capturing() or getattr(optimizer, "found_inf", None) is not None:
             return
         if clipped:
-            already = set(itertools.chain.from_iterable([part for part, _ in clipped]))
+            already = set(itertools.chain.from_iterable([magnitudes.names for magnitudes in clipped]))
             are_new = [name not in already for name in names]
             names = [*itertools.compress(names, are_new)]
             gradients = [*itertools.compress(gradients, are_new)]
-        self._stepped += [(order, *part) for part in clipped + _largest(names, gradients)]
+        self._stepped += [magnitudes._replace(order=order) for magnitudes in clipped + _largest(names, gradients)]
 
     def is_broken(self) -> bool:
         """Return whether gradients of the step are not finite. Waits for the devices."""
@@ -245,13 +253,12 @@ class GradientSizes:
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
         """
         if not self._has_found or at_last:
-            largest_weights = _largest(
+            self._stepped += _largest(
                 [parameter.name for parameter in weights], [parameter.weight for parameter in weights]
             )
-            self._stepped += [(None, *part) for part in largest_weights]
-        waits = not at_last and any(largest.device.type != "cpu" for _, _, largest in self._stepped)
+        waits = not at_last and any(stepped.logarithms.device.type != "cpu" for stepped in self._stepped)
         self._copies += [
-            _Magnitudes(iteration, order, names, to_host(largest)) for order, names, largest in self._stepped
+            _Copy(iteration, order, names, to_host(logarithms)) for names, logarithms, order in self._stepped
         ]
         self._clipped = []
         self._stepped = []
@@ -295,8 +302,8 @@ class GradientSizes:
                 self.vanished.setdefault((zeros.since, None), []).append(name)
 
 
-def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
-    """Return names, and logarithms of the largest magnitudes, for each device and dtype; see :class:`_Magnitudes`.
+def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[_Magnitudes]:
+    """Return the largest magnitudes of tensors, for each device and dtype.
 
     The loop calls no function for a plain tensor.
     """
@@ -311,7 +318,7 @@ def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[tupl
             names_of_kind += (name,)
             tensors_of_kind += (tensor,)
     return [
-        (names_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
+        _Magnitudes(names_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
         for (_, dtype), (names_of_kind, tensors_of_kind) in kinds.items()
         if dtype.is_floating_point
     ]

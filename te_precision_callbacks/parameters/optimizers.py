@@ -51,12 +51,6 @@ class Held(NamedTuple):
     group: Mapping[str, Any]
     start: int | None = None
 
-    @property
-    def span(self) -> range | None:
-        if self.start is None:
-            return None
-        return range(self.start, self.start + self.tensor.numel())
-
 
 @dataclass(eq=False)
 class SteppedParameters:
@@ -73,6 +67,7 @@ class SteppedParameters:
         decays: whether weight decay removes a share of the weights, instead of adding to the gradients.
         adds_eps: whether it adds ``eps`` as Adam does; None if it steps no weight of the model itself.
         steps: number of the optimizer's steps.
+        stepped_at: the iteration of the last step.
         versions: the version of each parameter after the last step; empty before it.
     """
 
@@ -87,6 +82,7 @@ class SteppedParameters:
     decays: bool
     adds_eps: bool | None
     steps: int = 0
+    stepped_at: int = -1
     versions: Sequence[int] = ()
 
 
@@ -137,8 +133,11 @@ class ParameterList:
         owners = {id(getattr(parameter.weight, "main_param", None)): parameter for parameter in parameters}
         owners |= self.parameters
         tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
-        unknown = [tensor for tensor, _ in tensors if id(tensor) not in owners]
-        unknown = [tensor for tensor in unknown if tensor.requires_grad or tensor.grad is not None]
+        unknown = [
+            tensor
+            for tensor, _ in tensors
+            if id(tensor) not in owners and (tensor.requires_grad or tensor.grad is not None)
+        ]
         held_directly = {owners[id(tensor)] for tensor, _ in tensors if id(tensor) in owners}
         masters = _match_masters(
             unknown, [parameter for parameter in parameters if parameter.is_trained and parameter not in held_directly]
@@ -180,15 +179,10 @@ class ParameterList:
 
         Nothing is concluded from a weight without an optimizer then.
         """
-        optimizers = [
-            type(optimizer).__name__ for optimizer, stepped in self.stepped.items() if not stepped.are_matched
-        ]
-        if optimizers:
-            held = self.held
-            for parameter in self.parameters.values():
-                if parameter.is_trained and parameter not in held and is_narrow(parameter.weight):
-                    return optimizers
-        return []
+        optimizers = [type(optimizer).__name__ for optimizer, entry in self.stepped.items() if not entry.are_matched]
+        held = self.held
+        unheld = [parameter.weight for parameter in self.parameters.values() if parameter not in held and optimizers]
+        return optimizers if any(weight.requires_grad and is_narrow(weight) for weight in unheld) else []
 
     def unheld(self) -> list[Parameter]:
         """Return parameters with gradients that no optimizer of this process steps, nor their master weights."""

@@ -186,15 +186,6 @@ class Parameter:
         return self.weight.requires_grad
 
     @property
-    def is_float32(self) -> bool:
-        return self.reference is not None and str(self.reference.dtype) == "torch.float32"
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether a sample differs in many elements from the first one."""
-        return any([row.changed > FEW_CHANGED for row in self.rows])  # noqa: C419  # no call each
-
-    @property
     def is_converted(self) -> bool:
         """Return whether Accelerate's FP8 conversion can have made the module; it passes trained parameters to the
         optimizer.

@@ -36,8 +36,8 @@ _HEADER = 4
 has a shard.
 """
 
-Sums = dict[str, tuple[float, float, float]]
-"""Parameter -> its checksum, the sum of its absolute values, and whether its elements vary."""
+Sums = dict[str, list[float]]
+"""Parameter -> its checksum, the checksum's negative, whether its elements vary, and the sum of its absolute values."""
 
 
 class Replicas:
@@ -104,10 +104,10 @@ class Replicas:
         message[:_HEADER] = has_news, iteration, -iteration, in_parts
         for row, name in zip(message[_HEADER:].reshape(-1, _COLUMNS), self._agreed, strict=True):
             if name in start:
-                row[:2] = start[name][0], -start[name][0]
+                row[:2] = start[name][:2]
             if name in now:
-                row[2:4] = now[name][0], -now[name][0]
-                row[4:] = now[name][2] if name not in start else start[name][2], now[name][1]
+                row[2:4] = now[name][:2]
+                row[4:] = start.get(name, now[name])[2], now[name][3]
         return message
 
     def _compare(self, merged: npt.NDArray[np.float64], iteration: int, *, in_parts: bool) -> Iterator[Problem]:
@@ -152,16 +152,16 @@ class Replicas:
         sharded = {id(weight) for root in self._model.roots for module in root.modules() for weight in _sharded(module)}
         self._has_shards = bool(sharded)
         replicas = [(name, weight) for name, weight, _ in self._model.named_parameters() if id(weight) not in sharded]
-        codes = [(name, raw_codes(weight)) for name, weight in replicas]
-        samples = [(name, sampled_view(tensor)) for name, tensor in codes if tensor.numel()]
+        samples = [(name, sampled_view(codes)) for name, weight in replicas if (codes := raw_codes(weight)).numel()]
         sums: Sums = {}
         for indices, stack in stack_equal([sample for _, sample in samples]):
             values = stack.flatten(1)
             # Elements have different weights, so differences do not cancel.
             weighted = values * (1 + torch.arange(values.shape[1], device=values.device, dtype=torch.float64) % 7)
             varies = (values != values[:, :1]).any(1)
-            rows = torch.stack([weighted.sum(1), weighted.abs().sum(1), varies.double()], 1).tolist()
-            sums.update({samples[index][0]: tuple(row) for index, row in zip(indices, rows, strict=True)})
+            checksums = weighted.sum(1)
+            rows = torch.stack([checksums, -checksums, varies.double(), weighted.abs().sum(1)], 1).tolist()
+            sums |= {samples[index][0]: row for index, row in zip(indices, rows, strict=True)}
         return sums
 
 

@@ -27,7 +27,7 @@ from te_precision_callbacks.parameters.optimizers import ParameterList, SteppedP
 from te_precision_callbacks.parameters.parameter import Gap, Parameter, Problem
 from te_precision_callbacks.parameters.updates import UpdateShares
 from te_precision_callbacks.parameters.weight_samples import local_part
-from te_precision_callbacks.parameters.weights import WeightSamples
+from te_precision_callbacks.parameters.weights import VERSION, WeightSamples
 from te_precision_callbacks.te.tensors import is_quantized
 
 AT_ZERO = 0.005
@@ -133,10 +133,9 @@ class ParameterWatch:
         self._weights = WeightSamples()
         self._failures = failures
         self._first: int | None = None
-        self._stepped: dict[int, SteppedParameters] = {}  # by id, in the iteration of the last step
         self.stepped_at = -1
         self._rises: list[RateRise] = []
-        self._rises_left = MOST_RISES
+        self._rises_taken = 0
         self._rising = 0  # schedules that rise again
         self._is_sampled = True  # the next step of an optimizer
         self._has_sampled = False
@@ -154,7 +153,6 @@ class ParameterWatch:
         self.clearing.clear()
         self._weights.clear()
         self.updates.clear()
-        self._stepped.clear()
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -180,10 +178,7 @@ class ParameterWatch:
                 return
             stepped.steps += 1
             self._note_rates(optimizer, stepped, iteration)
-            if self.stepped_at != iteration:
-                self.stepped_at = iteration
-                self._stepped.clear()
-            self._stepped[id(stepped)] = stepped
+            stepped.stepped_at = self.stepped_at = iteration
             for parameter in stepped.parameters:
                 parameter.held_until = iteration
             gradients = self._check_gradients(optimizer, stepped, iteration, order)
@@ -234,7 +229,7 @@ class ParameterWatch:
         if stepped is None or not stepped.held:
             return
         with self._failures.guard("checking a step of", type(optimizer).__name__):
-            self._weights.note_versions(stepped)
+            stepped.versions = [*map(VERSION, stepped.parameters)]
             self.updates.after_step()
             if self._is_sampled:
                 self._weights.after_step()
@@ -243,20 +238,19 @@ class ParameterWatch:
     def before_clipping(self, parameters: Iterable[torch.Tensor]) -> None:
         if not self.listed.parameters:
             self.listed.refresh()
-        names: list[str] = []
-        gradients: list[torch.Tensor] = []
-        for weight in parameters:
-            parameter = self.listed.parameters.get(id(weight))
-            if parameter is not None and weight.grad is not None:
-                names.append(parameter.name)
-                gradients.append(weight.grad)
-        self.sizes.before_clipping(names, gradients)
+        listed = self.listed.parameters
+        gradients = [
+            (listed[id(weight)].name, weight.grad)
+            for weight in parameters
+            if weight.grad is not None and id(weight) in listed
+        ]
+        self.sizes.before_clipping([name for name, _ in gradients], [gradient for _, gradient in gradients])
 
     def take_rises(self) -> list[RateRise]:
         """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""
-        rises = self._rises[: self._rises_left]
-        self._rises_left -= len(rises)
-        self._rises = []
+        rises = self._rises[: MOST_RISES - self._rises_taken]
+        self._rises_taken += len(rises)
+        self._rises.clear()
         return rises
 
     def note_checkpoint(self) -> None:
@@ -267,11 +261,9 @@ class ParameterWatch:
 
     def stepped(self, iteration: int) -> Sequence[Parameter]:
         """Return what optimizers have stepped in an iteration, unless it is quantized, in the order of the model."""
-        if self.stepped_at != iteration:
-            return []
-        in_order = [stepped.in_order for stepped in self._stepped.values()]
-        if len(in_order) == 1:
-            return in_order[0]
+        in_order = [stepped.in_order for stepped in self.listed.stepped.values() if stepped.stepped_at == iteration]
+        if len(in_order) < 2:
+            return in_order[0] if in_order else []
         are_stepped = set(itertools.chain.from_iterable(in_order))
         return [parameter for parameter in self.parameters if parameter in are_stepped]
 
@@ -285,8 +277,8 @@ class ParameterWatch:
             if not self.steps:
                 if not self.listed.parameters:
                     self.listed.refresh()
-                weights = [(parameter, parameter.weight) for parameter in self.parameters]
-                self.ended_gaps += check_gradients([pair for pair in weights if pair[1].requires_grad], iteration)
+                trained = [(parameter, parameter.weight) for parameter in self.parameters if parameter.is_trained]
+                self.ended_gaps += check_gradients(trained, iteration)
             rising = sum([schedule.rises_again for schedule in self.schedules.values()])
             is_new = self._weights.batch.read() or self._has_sampled or self.is_due or rising != self._rising
             self._rising = rising

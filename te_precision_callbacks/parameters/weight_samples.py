@@ -19,8 +19,13 @@ PLAIN_ROUNDING = 2.0**-7
 """Relative error of a bfloat16 or float16 weight truncated from its master weight."""
 
 
-class _Measurement(NamedTuple):
-    """A measurement of small tensors, for an attribute of a row."""
+class WeightMeasurement(NamedTuple):
+    """A measurement of small tensors.
+
+    Attributes:
+        measure: takes stacks of the tensors; returns [rows], or [rows, numbers] for lists of numbers.
+        row, column: the object, and the name of its attribute that gets the result.
+    """
 
     measure: Callable[..., torch.Tensor]
     tensors: tuple[torch.Tensor, ...]
@@ -28,7 +33,7 @@ class _Measurement(NamedTuple):
     column: str
 
 
-_Launched = tuple[Callable[[], list[Any]], list[_Measurement]]
+_Launched = tuple[Callable[[], list[Any]], list[WeightMeasurement]]
 
 
 class WeightSample(NamedTuple):
@@ -118,28 +123,21 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
 
 
 class BatchedMeasurements:
-    """Measurements of many small tensors, launched together by device and kind, and read in a later step."""
+    """Measurements of many small tensors, launched together by device and kind, and read in a later step.
+
+    Attributes:
+        waiting: the measurements for the next launch.
+    """
 
     def __init__(self) -> None:
-        self._waiting: list[_Measurement] = []
+        self.waiting: list[WeightMeasurement] = []
         self._launched: list[_Launched] = []
         self._pending: list[_Launched] = []
 
-    def add(
-        self, measure: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], row: object, column: str
-    ) -> None:
-        """Add a measurement.
-
-        Args:
-            measure: takes stacks of the tensors; returns [rows], or [rows, numbers] for lists of numbers.
-            row, column: the object, and the name of its attribute that gets the result.
-        """
-        self._waiting.append(_Measurement(measure, tensors, row, column))
-
     def launch(self) -> None:
         """Measure, and start copying the results to the host."""
-        kinds = group_by_key(((waiting.measure, *map(_kind, waiting.tensors)), waiting) for waiting in self._waiting)
-        self._waiting.clear()
+        kinds = group_by_key(((waiting.measure, *map(_kind, waiting.tensors)), waiting) for waiting in self.waiting)
+        self.waiting.clear()
         for members in kinds.values():
             stacks = map(torch.stack, zip(*[member.tensors for member in members], strict=True))
             self._launched.append((to_host(members[0].measure(*stacks)), members))
@@ -167,15 +165,6 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
         yield indices, torch.stack([tensors[index] for index in indices])
 
 
-def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors, with an operation for each device, dtype and shape."""
-    copies = list(tensors)
-    for indices, stack in stack_equal(tensors):
-        for index, copy in zip(indices, stack.unbind(), strict=True):
-            copies[index] = copy
-    return copies
-
-
 def to_host(values: torch.Tensor) -> Callable[[], list[Any]]:
     """Start copying values to the host; return a function that waits for the copy and returns them."""
     event = None
@@ -185,7 +174,7 @@ def to_host(values: torch.Tensor) -> Callable[[], list[Any]]:
         event = torch.cuda.current_stream(device).record_event()
 
     def read() -> list[Any]:
-        if event is not None and not event.query():
+        if event is not None:
             event.synchronize()
         return values.tolist()
 

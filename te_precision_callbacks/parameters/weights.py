@@ -14,10 +14,10 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from te_precision_callbacks.parameters.optimizers import Held, SteppedParameters, master_of
-from te_precision_callbacks.parameters.parameter import MasterRow, Parameter, WeightRow, WriteRow
+from te_precision_callbacks.parameters.parameter import FEW_CHANGED, MasterRow, WeightRow, WriteRow
 from te_precision_callbacks.parameters.weight_samples import (
     BatchedMeasurements,
-    copy_all,
+    WeightMeasurement,
     is_narrow,
     local_part,
     raw_codes,
@@ -34,7 +34,7 @@ that are kept: the first one and the last ones."""
 MASTER_ROWS = 3
 """The last checks against a master weight that are kept; the last one may not be on the host."""
 
-_VERSION = operator.attrgetter("weight._version")
+VERSION = operator.attrgetter("weight._version")
 _MOST_WRITES = operator.attrgetter("most_writes")
 
 
@@ -51,10 +51,6 @@ class WeightSamples:
     def before_step(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
         """Sample weights and master weights before a step."""
         self._stepping.clear()
-        sampled: list[Parameter] = []
-        values: list[torch.Tensor] = []
-        compared: list[Held] = []
-        elements: list[torch.Tensor] = []
         for held in stepped.held:
             parameter = held.parameter
             weight = parameter.weight
@@ -64,18 +60,12 @@ class WeightSamples:
             # Optimizers may share a parameter.
             is_new = not parameter.samples or parameter.samples[-1][0] < iteration
             if is_new and parameter.is_matrix and not is_quantized(local := local_part(weight)):
-                sampled.append(parameter)
-                values.append(sampled_view(local, THIN))
-            if parameter.is_settled:
+                first, *later = *parameter.samples, (iteration, sampled_view(local, THIN).clone())
+                parameter.samples = [first, *later[1 - SAMPLES :]]
+            if any([row.changed > FEW_CHANGED for row in parameter.rows]):  # noqa: C419  # no call each
                 parameter.reference = None
             else:
-                compared.append(held)
-                elements.append(sampled_view(raw_codes(weight)))
-        for parameter, copy in zip(sampled, copy_all(values), strict=True):
-            first, *later = *parameter.samples, (iteration, copy)
-            parameter.samples = [first, *later[1 - SAMPLES :]]
-        for held, codes in zip(compared, copy_all(elements), strict=True):
-            self._compare_with_reference(held, codes, iteration)
+                self._compare_with_reference(held, sampled_view(raw_codes(weight)).clone(), iteration)
 
     def _compare_with_reference(self, held: Held, codes: torch.Tensor, iteration: int) -> None:
         """Compare a copy of a weight's sample with its first one; :meth:`after_step` compares the stepped tensor."""
@@ -88,7 +78,7 @@ class WeightSamples:
         if reference is None:
             parameter.reference = codes
         elif (reference.shape, reference.dtype) == (codes.shape, codes.dtype):
-            self.batch.add(_share_changed, (codes, reference), row, "changed")
+            self.batch.waiting.append(WeightMeasurement(_share_changed, (codes, reference), row, "changed"))
         else:
             row.changed = 1.0
         # The master weight of a narrow weight may change by less than rounding.
@@ -101,7 +91,9 @@ class WeightSamples:
 
     def after_step(self) -> None:
         for row, tensor, codes in self._stepping:
-            self.batch.add(_share_changed, (sampled_view(raw_codes(tensor)), codes), row, "moved")
+            self.batch.waiting.append(
+                WeightMeasurement(_share_changed, (sampled_view(raw_codes(tensor)), codes), row, "moved")
+            )
         self._stepping.clear()
         self.batch.launch()
 
@@ -109,20 +101,16 @@ class WeightSamples:
         """Compare the weight of the last forward with its master weight."""
         parameter = held.parameter
         master = master_of(optimizer, held)
-        weight = None if master is None else sample(parameter.weight, held.span)
+        span = None if held.start is None else range(held.start, held.start + held.tensor.numel())
+        weight = None if master is None else sample(parameter.weight, span)
         if master is not None and weight is not None:
             row = MasterRow(max(0, iteration - 1))
             parameter.master_rows = [*parameter.master_rows, row][-MASTER_ROWS:]
-            self.batch.add(_share_apart, (*weight, sampled_view(master)), row, "apart")
-
-    @staticmethod
-    def note_versions(stepped: SteppedParameters) -> None:
-        """Note the versions of the weights after a step."""
-        stepped.versions = [*map(_VERSION, stepped.parameters)]
+            self.batch.waiting.append(WeightMeasurement(_share_apart, (*weight, sampled_view(master)), row, "apart"))
 
     def check_writes(self, stepped: SteppedParameters, iteration: int) -> None:
         """Compare weights that were written more often since the last step than ever between two steps."""
-        writes = [*map(operator.sub, map(_VERSION, stepped.parameters), stepped.versions)]
+        writes = [*map(operator.sub, map(VERSION, stepped.parameters), stepped.versions)]
         if not any(map(operator.gt, writes, map(_MOST_WRITES, stepped.parameters))):
             return
         for parameter, count in zip(stepped.parameters, writes, strict=True):
@@ -133,7 +121,7 @@ class WeightSamples:
                     row = WriteRow(iteration, [sampled_at for sampled_at, _ in parameter.samples])
                     parameter.writes.append(row)
                     tensors = (*[values for _, values in parameter.samples], sampled_view(weight, THIN))
-                    self.batch.add(_distances, tensors, row, "distances")
+                    self.batch.waiting.append(WeightMeasurement(_distances, tensors, row, "distances"))
 
 
 def _share_changed(codes: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

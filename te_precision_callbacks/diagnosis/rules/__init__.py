@@ -20,18 +20,9 @@ from te_precision_callbacks.diagnosis.rules import (
     training,
 )
 
-ROWS: Sequence[Rule] = (
-    *lost_elements.RULES,
-    *scales.RULES,
-    *kernels.RULES,
-    *parameters.RULES,
-    *siblings.RULES,
-    *gradients.RULES,
-    *training.RULES,
-    *jumps.RULES,
-    *precision.RULES,
-    *settings.RULES,
-)
+_MODULES = (lost_elements, scales, kernels, parameters, siblings, gradients, training, jumps, precision, settings)
+
+ROWS: Sequence[Rule] = [row for module in _MODULES for row in module.RULES]
 """All rules and their variants. Of two findings of one severity in one step, that of the earlier row comes first."""
 
 RULE_OF_ID: Mapping[str, Rule] = {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
@@ -23,7 +24,7 @@ from te_precision_callbacks.diagnosis.shapes import COLLECT_EACH_STEP, NEEDS_EAC
 from te_precision_callbacks.flight.changes import HISTORY, LARGEST_CODES, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
 from te_precision_callbacks.layers.folding import form_of
 from te_precision_callbacks.sinks.step_records import Event
-from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any
+from te_precision_callbacks.statistics.arrays import Mask, holds_any
 
 _FROM_LOSS = (
     "Look at the loss first: is it multiplied by 0, masked or clamped everywhere, or computed from detached values?"
@@ -41,8 +42,8 @@ class DeadGradient(RuleCheck):
         self._reported: dict[str, int] = {}  # layer -> steps in a row with a gradient since then
 
     def facts(self, facts: Facts) -> Sightings:
-        ran = facts.te_layers_that_ran
-        self.applies = not ran or not all(layer.has_no_gradient for layer in ran)
+        never = [layer.never.get(gemm) for layer in facts.te_layers_that_ran for gemm in ("dgrad", "wgrad")]
+        self.applies = not never or any(why in (None, NO_BACKWARD) for why in never)  # frozen otherwise
         return ()
 
     def step(self, numbers: StepNumbers) -> Sightings:
@@ -122,7 +123,14 @@ class Growth(RuleCheck):
         bits = numbers.bits("cur_amax")
         if holds_any(np.isfinite(bits)):
             self.note_data(numbers.iteration)
-        grown = bits - self._compare(numbers, bits)
+        least = extend_rows(self._least, len(bits), np.nan)
+        count = extend_rows(self._numbers_of_amaxes, len(bits), 0)
+        begins = count < BEGIN
+        jumps = bits - np.log2(numbers.earlier(numbers.last, "cur_amax")) >= GROWTH
+        self._has_jumped = extend_rows(self._has_jumped, len(bits), False) | (jumps & ~begins)
+        self._least = np.where(begins, np.fmin(least, bits), least)
+        self._numbers_of_amaxes = count + np.isfinite(bits)
+        grown = bits - least
         holds = grown >= GROWTH
         is_far = holds
         hurts = holds
@@ -147,17 +155,6 @@ class Growth(RuleCheck):
             hurt = numbers.names_of(hurts & numbers.are(sighting.tensor))
             helps = sighting.severity == "warning" and sighting.layers[0] in hurt and sighting.tensor != "weight"
             yield sighting._replace(patch=keep_first(sighting.layers, numbers) if helps else "")
-
-    def _compare(self, numbers: StepNumbers, bits: Floats) -> Floats:
-        """Note the amaxes of a step; [rows]: the least of the first ones before it."""
-        least: Floats = extend_rows(self._least, len(bits), np.nan)
-        count = extend_rows(self._numbers_of_amaxes, len(bits), 0)
-        begins = count < BEGIN
-        jumps = bits - np.log2(numbers.earlier(numbers.last, "cur_amax")) >= GROWTH
-        self._has_jumped = extend_rows(self._has_jumped, len(bits), False) | (jumps & ~begins)
-        self._least = np.where(begins, np.fmin(least, bits), least)
-        self._numbers_of_amaxes = count + np.isfinite(bits)
-        return least
 
 
 def _far_growth(facts: Facts, layer: str, tensor: str) -> float:

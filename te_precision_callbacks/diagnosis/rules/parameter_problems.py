@@ -105,8 +105,8 @@ class ParameterProblems:
             *self._kept_gradients(parameters),
             *self._unheld(),
         ]
-        problems = [problem for problem in candidates if (problem.what, problem.name) not in self._reported]
-        self._reported.update((problem.what, problem.name) for problem in problems)
+        problems = [problem for problem in candidates if problem[:2] not in self._reported]
+        self._reported.update(problem[:2] for problem in problems)
         if "frozen-weight" not in self.checked and any(
             row.changed > 0 or row.moved > 0 for parameter in parameters for row in parameter.rows
         ):
@@ -314,7 +314,8 @@ def _still_steps(parameter: Parameter) -> range:
     """Return the steps in which a float32 weight hardly changes at a learning rate above 0, although it does not have
     to stay the same."""
     rows = parameter.rows
-    if rows[-1].iteration - rows[0].iteration < SPAN or not parameter.is_float32:
+    is_float32 = parameter.reference is not None and str(parameter.reference.dtype) == "torch.float32"
+    if rows[-1].iteration - rows[0].iteration < SPAN or not is_float32:
         return range(0)
     since = rows[0].iteration
     until = since

@@ -243,10 +243,6 @@ def _has_16_bit_weights(facts: Facts) -> bool | None:
     return any("float16" in dtype for dtype in dtypes) if dtypes else None
 
 
-def _adds_eps(facts: Facts) -> bool | None:
-    return facts.settings.adds_eps
-
-
 _COLLECT_UPDATES = "the default config, or a section named default_statistics"
 _COLLECT = "at least 6 steps of the optimizer"
 
@@ -335,7 +331,7 @@ RULES = (
             limit=90.0,
             needed=2,
             seen="{:.3g} % of the weights have gradients below the optimizer's eps",
-            applies_to=_adds_eps,
+            applies_to=lambda facts: facts.settings.adds_eps,
             remedy=remedy_of_small_gradients,
         ),
     ),

@@ -181,7 +181,7 @@ def _mxfp8_gradients_in_e5m2(facts: Facts) -> Sightings:
 
 def _nvfp4_tail(facts: Facts) -> Sightings:
     ordered = sorted(facts.layers_that_ran, key=lambda layer: facts.order_key(layer.name, "activation"))
-    tail = ordered[len(ordered) - max(1, round(TAIL * len(ordered))) :]
+    tail = ordered[-max(1, round(TAIL * len(ordered))) :]
     if all(layer.recipe == "nvfp4" and "fprop" in layer.low for layer in tail):
         names = tuple(layer.name for layer in tail)
         yield Sighting(f"the last {len(tail)} of {len(ordered)} layers run in NVFP4", names)

@@ -43,7 +43,8 @@ class ScaleCheck(RuleCheck):
         self.begins = np.empty(0)
 
     def facts(self, facts: Facts) -> Sightings:
-        if facts.knows_recipes:
+        has_recipe = any(layer.has_run or layer.recipe for layer in facts.layers.values())
+        if has_recipe or (facts.layers and facts.settings.are_known):  # a plain log may show none
             self.applies = facts.has_delayed_scaling
         return ()
 
@@ -55,14 +56,8 @@ class ScaleCheck(RuleCheck):
         if np.isnan(scales).all():
             return ()
         self.note_data(numbers.iteration)
-        self._compare(numbers, scales, amaxes)
-        return self._find(self, numbers, scales, amaxes)
-
-    def _compare(self, numbers: StepNumbers, scales: Floats, amaxes: Floats) -> None:
-        """Find scales that have not changed since the first collection step.
-
-        A weight with the scale 1 counts only if its amax varies, since an FP8 weight may be frozen.
-        """
+        # Find scales that have not changed since the first collection step. A weight with the scale 1 counts only if
+        # its amax varies, since an FP8 weight may be frozen.
         rows = extend_rows(self._rows, len(numbers), [np.nan, 0.0, np.inf, 0.0, 0.0])
         first, count, least, most, moved = rows.T
         first = np.where(np.isnan(first), scales, first)
@@ -79,6 +74,7 @@ class ScaleCheck(RuleCheck):
         self.initial = unmoved & (first == 1)
         stays = (self.initial & (varies | ~numbers.are("weight"))) | (unmoved & was_above & varies)
         self.unmoved = (count + used) * stays
+        return self._find(self, numbers, scales, amaxes)
 
 
 Find = Callable[[ScaleCheck, StepNumbers, Floats, Floats], Sightings]

@@ -83,10 +83,6 @@ def _ignored_arguments(facts: Facts) -> Sightings:
         yield Sighting(seen, key=f"{row['recipe']}.{row['argument']}")
 
 
-def _has_margin(facts: Facts) -> bool | None:
-    return _are_known(facts) and bool(facts.settings.margins)
-
-
 def _unusual_margins(facts: Facts) -> Sightings:
     for margin in facts.settings.margins:
         if margin < 0:
@@ -119,10 +115,6 @@ def _broken_contract(event: Event) -> Iterator[Sighting | str]:
         yield event.text.rstrip(".").replace("The precision contract (require=)", "it")
     elif event.severity != "info":
         yield Sighting(summarize_broken_contract(event.text).rstrip("."), since=event.iteration)
-
-
-def _text_of(event: Event) -> Sightings:
-    yield Sighting(event.text, since=event.iteration)
 
 
 def _failure(event: Event) -> Iterator[str]:
@@ -227,7 +219,11 @@ RULES = (
         disproof="underflows% and overflows% are as with margin=0",
         remedy="Remove margin= from the recipe",
         recipes=("fp8_delayed_scaling",),
-        check=partial(FactHolds, find=_unusual_margins, applies_to=_has_margin),
+        check=partial(
+            FactHolds,
+            find=_unusual_margins,
+            applies_to=lambda facts: _are_known(facts) and bool(facts.settings.margins),
+        ),
     ),
     Rule(
         id="failed-run",
@@ -283,7 +279,9 @@ RULES = (
         why="dropout is off, statistics of batch norm are fixed, and a session does not observe the layers",
         disproof="the model trains in evaluation mode on purpose",
         remedy="Call model.train() before the training, and again after each evaluation",
-        check=partial(Reported, kinds=("evaluation_mode",), find=_text_of),
+        check=partial(
+            Reported, kinds=("evaluation_mode",), find=lambda event: [Sighting(event.text, since=event.iteration)]
+        ),
     ),
     Rule(
         id=FAILED_OBSERVATION,

@@ -72,25 +72,25 @@ class Sibling(RuleCheck):
             key="share, ",
         )
 
-    def _find_zeros(self, numbers: StepNumbers, statistic: str) -> Sightings:
+    def _find_zeros(self, numbers: StepNumbers) -> Sightings:
         """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
-        values = numbers.finite(statistic)
+        values = numbers.finite("cur_amax")
         is_zero = (values == 0) & numbers.are("weight")
         if not numbers.iteration or not holds_any(is_zero):
             return
         lone: list[int] = []
-        for rows in self._similar_layers(numbers, statistic):
+        for rows in self._similar_layers(numbers, "cur_amax"):
             zeros = rows[is_zero[rows]].tolist()
             if len(zeros) <= np.isfinite(values[rows]).sum() / 2:
                 lone += zeros
         if lone:
             layers = tuple(numbers.names[row] for row in lone)
             seen = "all elements are 0, and not in similar layers"
-            yield Sighting(seen, layers, "weight", numbers.column(statistic).label(lone[0]), numbers.iteration)
+            yield Sighting(seen, layers, "weight", numbers.column("cur_amax").label(lone[0]), numbers.iteration)
 
     def _check(self, numbers: StepNumbers, statistic: str) -> Sightings:
         if statistic == "cur_amax":
-            yield from self._find_zeros(numbers, statistic)
+            yield from self._find_zeros(numbers)
         bits = numbers.bits(statistic)
         if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
             bits[numbers.are_known("std") | numbers.are_known("cur_amax")] = np.nan

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -53,7 +53,6 @@ def _why_no_loss(metrics: Metrics) -> str:
     return hint if losses else ""
 
 
-@lru_cache
 def _is_norm(name: str) -> bool:
     return {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)
 
@@ -74,17 +73,9 @@ def _gradient_norm(metrics: Metrics) -> tuple[str, float] | None:
     return (name, values[name]) if name else None
 
 
-def _unscaled_norm(metrics: Metrics) -> tuple[str, float] | None:
-    return None if metrics.facts.settings.loss_is_scaled else _gradient_norm(metrics)
-
-
 def _positive_norm(metrics: Metrics) -> tuple[str, float] | None:
     norm = _gradient_norm(metrics)
     return norm if norm is not None and math.isfinite(norm[1]) and norm[1] > 0 else None
-
-
-def _norm_beside_a_loss(metrics: Metrics) -> tuple[str, float] | None:
-    return _positive_norm(metrics) if math.isfinite(metrics.loss) else None
 
 
 def _clipped(metrics: Metrics) -> tuple[str, float] | None:
@@ -267,7 +258,13 @@ class _Curve:
             yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
         self._peak = max(self._peak, loss)
         if len(self._losses) > LASTS:
-            self._add_level(self._losses[-LASTS - 1])
+            self._block.append(self._losses[-LASTS - 1])
+        if len(self._block) == BLOCK:
+            level = statistics.median(self._block)
+            spread = sorted(self._block)[int(0.95 * BLOCK) - 1] - level
+            self._block.clear()
+            self._spreads.append(spread)
+            self._best = min(self._best, (level, spread))
         yield from self._jump()
 
     def _last(self, count: int) -> list[float]:
@@ -334,15 +331,6 @@ class _Curve:
                 " change before, and stays there"
             )
             yield Sighting(seen, since=self._steps[-STAYS], severity="warning")
-
-    def _add_level(self, loss: float) -> None:
-        self._block.append(loss)
-        if len(self._block) == BLOCK:
-            level = statistics.median(self._block)
-            spread = sorted(self._block)[int(0.95 * BLOCK) - 1] - level
-            self._block.clear()
-            self._spreads.append(spread)
-            self._best = min(self._best, (level, spread))
 
 
 _NORM = 'session.log({"grad_norm": ...}) in each step; the Hugging Face Trainer logs it, with logging_steps=1'
@@ -471,7 +459,12 @@ RULES = (
             Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch with
             the first inf or nan
         """,
-        check=partial(Logged, number=_unscaled_norm, find=_nonfinite_norm, kind_of_step="logged gradient norm"),
+        check=partial(
+            Logged,
+            number=lambda metrics: None if metrics.facts.settings.loss_is_scaled else _gradient_norm(metrics),
+            find=_nonfinite_norm,
+            kind_of_step="logged gradient norm",
+        ),
         consequence_of=("nonfinite",),
     ),
     Rule(
@@ -559,7 +552,12 @@ RULES = (
             forward, or activations and LayerNorm
         """,
         cost="higher precision runs at the speed of BF16",
-        check=partial(Logged, needed=WINDOW, number=_norm_beside_a_loss, find=_creeps_up),
+        check=partial(
+            Logged,
+            needed=WINDOW,
+            number=lambda metrics: _positive_norm(metrics) if math.isfinite(metrics.loss) else None,
+            find=_creeps_up,
+        ),
     ),
     Rule(
         id="gradient-norm",
