@@ -183,9 +183,9 @@ class _Magnitudes(NamedTuple):
         order: among the iteration's GEMMs; None for weights.
     """
 
+    order: int | None
     names: list[str]
     logarithms: torch.Tensor
-    order: int | None = None
 
 
 class _Copy(NamedTuple):
@@ -258,7 +258,7 @@ class GradientSizes:
             )
         waits = not at_last and any(stepped.logarithms.device.type != "cpu" for stepped in self._stepped)
         self._copies += [
-            _Copy(iteration, order, names, to_host(logarithms)) for names, logarithms, order in self._stepped
+            _Copy(iteration, order, names, to_host(logarithms)) for order, names, logarithms in self._stepped
         ]
         self._clipped = []
         self._stepped = []
@@ -318,7 +318,7 @@ def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[_Mag
             names_of_kind += (name,)
             tensors_of_kind += (tensor,)
     return [
-        _Magnitudes(names_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
+        _Magnitudes(None, names_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
         for (_, dtype), (names_of_kind, tensors_of_kind) in kinds.items()
         if dtype.is_floating_point
     ]
