@@ -27,11 +27,6 @@ _MOST_FOREIGN = 3
 app = typer.Typer(name="dumps", help="List and show dumped tensors and GEMMs.", no_args_is_help=True)
 
 
-@app.callback()
-def _commands() -> None:
-    """List and show dumped tensors and GEMMs."""
-
-
 @app.command("list")
 def list_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder, including its subfolders.")],

@@ -94,19 +94,15 @@ def save(
         recipe=None if recipe is None else str(recipe),
     )
     dump = create_dump(header, high_precision, tensor, internals=internals)
-    _require_one_shape(dump.header)
-    write(dump, path)
-    return dump
-
-
-def _require_one_shape(header: Header) -> None:
-    before = header.high_precision
-    after = header.quantized
+    before = dump.header.high_precision
+    after = dump.header.quantized
     if before is not None and after is not None and before.shape != after.shape:
         raise DumpError(
             f"high_precision has the shape {before.shape}, and the tensor {after.shape}: not the same tensor before"
             " and after quantization. Save them to two files."
         )
+    write(dump, path)
+    return dump
 
 
 def _require_int(name: str, number: Any) -> int:

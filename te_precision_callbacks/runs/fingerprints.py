@@ -225,8 +225,7 @@ def with_layers(facts: Fingerprint, modules: Iterable[NamedModule]) -> Fingerpri
         forward = _states(named.module, FORWARD, count)
         backward = _states(named.module, BACKWARD, count)
         unsaved = not is_in_checkpoints(named.module)
-        for number, layer in enumerate(named.layers):
-            states = forward[number], backward[number]
+        for number, (layer, *states) in enumerate(zip(named.layers, forward, backward, strict=True)):
             weights = _weights(named.module, number)
             lacking = unsaved and states[0] is not None
             layers.append(LayerFingerprint(layer.scope, layer.name, weights, *states, unsaved=lacking))

@@ -211,6 +211,7 @@ def _assemble(rows: _Rows, names: list[str], layers: Iterable[str]) -> tuple[Ser
     rows = np.concatenate(parts)
     series = np.repeat(np.array(numbers, np.int32), [len(part) for part in parts])
     first_step = index.rows["delayed"][series] & (rows["iteration"] == 0)
+    index.note(series, rows["iteration"])
     index.note_values(series, rows["iteration"], rows["value"], first_step)
     flags = (STEP0 * first_step).astype(np.uint8)
     columns = [np.zeros(len(rows), np.int16), rows["iteration"], series, rows["value"], flags]

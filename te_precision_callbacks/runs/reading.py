@@ -266,6 +266,8 @@ class _Reader:
         vectors = self._index("vectors")
         for number, (_, last) in self.spans.items():
             self.ends[number] = min(self.ends[number], last + 1)
+        all_steps = self._joined("steps", steps)
+        is_first = np.diff(all_steps["iteration"].to_numpy(), prepend=-1) != 0
         return RecordedRun(
             path=self.path,
             source="te-precision-callbacks",
@@ -273,7 +275,7 @@ class _Reader:
             segments=segments,
             **self._facts(segments),
             series=self.index.table(),
-            steps=_first_of_each(self._joined("steps", steps), "iteration"),
+            steps=all_steps.filter(pa.array(is_first)),
             scalars=self._joined("scalars", scalars),
             events=_sorted(EVENTS, events, "iteration", "wall_time"),
             read_values=functools.partial(self._read, values, VALUE_ROWS),
@@ -422,11 +424,10 @@ class _Reader:
             iterations = table["iteration"].to_numpy()
             self._note_span(segment, iterations)
             series = _translated(table["series"], numbers).to_numpy()
+            self.index.note(series, iterations)
             if name == "values":
                 first_step = (table["flags"].fill_null(0).to_numpy() & STEP0) != 0
                 self.index.note_values(series, iterations, table["value"].to_numpy(), first_step)
-            else:
-                self.index.note(series, iterations)
         return files
 
     def _note_span(self, segment: int, iterations: Ints) -> None:
@@ -510,11 +511,6 @@ def _whole(value: object, otherwise: int) -> int:
 def _translated(series: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
     rows = pc.index_in(series, pa.array([*numbers], pa.int32()))
     return pc.take(pa.array([*numbers.values()], pa.int32()), rows)
-
-
-def _first_of_each(table: pa.Table, column: str) -> pa.Table:
-    values = table[column].to_numpy()
-    return table.filter(pa.array(np.r_[True, values[1:] != values[:-1]][: len(values)]))
 
 
 def _renumber(tables: dict[str, pa.Table], first: int) -> int:

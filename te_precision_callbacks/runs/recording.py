@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,9 @@ import numpy as np
 
 from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.run_files import (
+    RUN_FILE,
     Place,
-    rank_name,
     segment_name,
-    segments_of,
     time_text,
     trace_sigterm,
     untrace_sigterm,
@@ -181,7 +181,7 @@ class Recording:
         """Close large files, and record no more statistics at the limit."""
         self.writer.flush()
         if self._run.rank == 0:
-            self.writer.show_life()
+            os.utime(self.writer.folder / RUN_FILE)
         if self._is_full:
             return
         size = self._size()
@@ -199,9 +199,7 @@ class Recording:
             self._take_event(Event("records_limited", text, self._latest, "warning"))
 
     def _size(self) -> int:
-        folders = [segment / rank_name(self._run.rank) for segment in segments_of(self._folder).values()]
-        files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
-        return sum(path.stat().st_size for path in files)
+        return sum(path.stat().st_size for path in self._folder.glob(f"*/{self.writer.own.name}/*"))
 
 
 def local_mask(records: StepRecords) -> Mask:

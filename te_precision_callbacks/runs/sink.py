@@ -59,7 +59,6 @@ class RecordSink(EventSink):
         self.last = -1
         self.step = -1
         self._run_id = new_run_id()
-        self._is_new = True
         self.writes_reduced = True
         self.is_alone = True
         self._runs = log_dir / FOLDER
@@ -87,15 +86,12 @@ class RecordSink(EventSink):
     def continue_run(self, run_id: str) -> None:
         """Continue a recorded run, or start a new one if the folder does not have it; call before :meth:`begin`."""
         is_there = Path(run_id).name == run_id != "" and (self._runs / run_id).is_dir()
-        self._is_new = not is_there
-        self._run_id = run_id
-        if not is_there:
-            self._run_id = new_run_id()
+        self._run_id = run_id if is_there else new_run_id()
 
     def begin(self) -> Place:
-        if self._is_new:
-            return Place(self._run_id, 0)
         try:
+            if not (self._runs / self._run_id).is_dir():
+                return Place(self._run_id, 0)
             return Place(self._run_id, make_segment(self._runs / self._run_id))
         except OSError as error:
             raise RecordingError(f"{self._runs} cannot be written: {error}. The run is not recorded.") from error
@@ -118,9 +114,7 @@ class RecordSink(EventSink):
         if records is self._last_records:
             return
         now = time.perf_counter()
-        seconds = None
-        if self._last_step is not None:
-            seconds = now - self._last_step
+        seconds = None if self._last_step is None else now - self._last_step
         self._last_records = records
         self._last_step = now
         job = StepJob(records, time.time(), seconds)

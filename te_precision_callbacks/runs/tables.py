@@ -274,7 +274,7 @@ _ROW_GROUP = 1 << 17
 """Rows per row group, the minimum that a reader of one series must read."""
 
 
-def write_table(table: pa.Table, path: Path) -> int:
+def write_table(table: pa.Table, path: Path) -> None:
     names = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
     replace_whole(
         path,
@@ -288,7 +288,6 @@ def write_table(table: pa.Table, path: Path) -> int:
             write_page_checksum=True,
         ),
     )
-    return path.stat().st_size
 
 
 def part_of(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -170,9 +169,6 @@ class RunWriter:
                 self._facts["ended_at"] = time_text()
             with contextlib.suppress(OSError):
                 overwrite(self.folder / RUN_FILE, self._run_text())
-
-    def show_life(self) -> None:
-        os.utime(self.folder / RUN_FILE)
 
     # ------------------------------------------------------------------ rows
 

@@ -179,15 +179,21 @@ class MetricSelection:
         for rule, count in records.findings.items():
             metrics[overall_name(prefix, f"findings/{rule}")] = float(count)
         histograms = {records.table[number]: counts for number, counts in records.histograms.items()}
-        if self._wanted is None:
+        wanted = self._wanted
+        if wanted is None:
             self._note_series(families, comparable, histograms)
+            for family, by_layer in families.items():
+                logged = self._series.logged_layers(family)
+                chosen = ((layer, value) for layer, value in by_layer.items() if layer in logged)
+                metrics |= {series_name(prefix, Series(layer, family)): value for layer, value in chosen}
+            logged_histograms = [each for each in histograms if each.layer in self._series.logged_layers(each.family)]
+            self._histograms = {series_name(prefix, each): histograms[each] for each in logged_histograms}
         else:
-            metrics = {name: value for name, value in metrics.items() if self._wanted(name)}
-        values = zip(map(records.table.__getitem__, records.series.tolist()), records.values, strict=True)
-        metrics |= {name: value for series, value in values if (name := self._logged_name(prefix, series))}
-        self._histograms = {
-            name: counts for series, counts in histograms.items() if (name := self._logged_name(prefix, series))
-        }
+            names = (series_name(prefix, records.table[number]) for number in records.series.tolist())
+            metrics |= zip(names, records.values, strict=True)
+            metrics = {name: value for name, value in metrics.items() if wanted(name)}
+            named = {series_name(prefix, each): counts for each, counts in histograms.items()}
+            self._histograms = {name: counts for name, counts in named.items() if wanted(name)}
         self._metrics = metrics
         self._last = records
         if self._warns_if_none and len(records) and self._notices.first("the result of log_filter=") and not metrics:
@@ -198,13 +204,6 @@ class MetricSelection:
                 records.iteration,
                 series_name(prefix, records.table[int(records.series[0])]),
             )
-
-    def _logged_name(self, prefix: str, series: Series) -> str:
-        """Return the name of a series that goes to the loggers, else an empty text."""
-        if self._wanted is None and series.layer not in self._series.logged_layers(series.family):
-            return ""
-        name = series_name(prefix, series)
-        return name if self._wanted is None or self._wanted(name) else ""
 
     def _note_series(
         self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], histograms: Iterable[Series]

@@ -16,12 +16,12 @@ from te_precision_callbacks.sinks.step_records import Row, StepRecords, row_of
 from te_precision_callbacks.statistics.series import Family, SeriesTable, Summaries
 
 WORST_OF_ALL: Mapping[str, str] = {
-    "worst_underflows%": "underflows%",
-    "worst_overflows%": "overflows%",
-    "worst_sqnr_db": "sqnr_db",
+    "underflows%": "worst_underflows%",
+    "overflows%": "worst_overflows%",
+    "sqnr_db": "worst_sqnr_db",
     "nonfinite_num": "nonfinite_num",
 }
-"""Last part of a metric name -> statistic. The metric is its worst value over all layers, tensors, recipes, element
+"""Statistic -> last part of a metric's name. The metric is its worst value over all layers, tensors, recipes, element
 formats and directions."""
 
 
@@ -43,12 +43,11 @@ def comparable_values(records: StepRecords) -> Mapping[Family, ByLayer]:
 
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, float]:
-    """Return name of :data:`WORST_OF_ALL` -> worst value, given the result of :func:`comparable_values`."""
-    keys = {statistic: key for key, statistic in WORST_OF_ALL.items()}
+    """Return the metrics of :data:`WORST_OF_ALL`, given the result of :func:`comparable_values`."""
     values_of: dict[str, list[tuple[float, float]]] = {}  # and badness
     for family, values in families.items():
-        if family.request is not None and family.request.statistic.name in keys:
-            rated = values_of.setdefault(keys[family.request.statistic.name], [])
+        if family.request is not None and family.request.statistic.name in WORST_OF_ALL:
+            rated = values_of.setdefault(WORST_OF_ALL[family.request.statistic.name], [])
             rated += ((family.badness(value), value) for value in values.values())
     worst = {key: max(rated) for key, rated in values_of.items() if rated}
     # An SQNR of inf is never the worst: the quantized tensor is exact.
@@ -76,6 +75,7 @@ class RunStatistics:
         if records.unscaled:
             first_step[:] = [self._table[number].layer in records.unscaled for number in records.series.tolist()]
         iterations = np.full(len(records), records.iteration)
+        self._summaries.rows["count"][records.series] = 1
         self._summaries.note_values(records.series, iterations, np.frombuffer(records.values), first_step)
 
     def last(self) -> Iterator[Row]:

@@ -38,7 +38,8 @@ class Schedule:
         start_end_list: Sequence[Sequence[int | None]] | None = None,
     ) -> Schedule:
         pairs = start_end_list or [(start_step, end_step)]
-        return _shared(cls(freq, tuple(sorted((start or 0, _end(end)) for start, end in pairs))))
+        intervals = ((start or 0, math.inf if end in (None, -1) else end) for start, end in pairs)
+        return _shared(cls(freq, tuple(sorted(intervals))))
 
     def with_early(self, steps: Iterable[int]) -> Schedule:
         added = {step for step in steps if step % self.freq and self._within(step)}
@@ -113,9 +114,3 @@ def fingerprint(schedules: frozenset[Schedule]) -> int:
     """Return a hash below 2**52, equal in all processes for equal schedules."""
     text = repr(sorted((schedule.freq, schedule.intervals, schedule.early) for schedule in schedules))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 12
-
-
-def _end(end: int | None) -> float:
-    if end is None or end == -1:
-        return math.inf
-    return end

@@ -185,17 +185,13 @@ class Summaries:
         self, series: npt.NDArray[np.integer[Any]], iterations: Ints, values: Floats, first_step: Mask
     ) -> None:
         """Note values; those of delayed scaling from the layer's first step (``first_step``) do not count as worst."""
-        self.note(series, iterations)
         rows = self.rows
         rows["latest"][series] = values
-        counting = np.flatnonzero(~(rows["delayed"][series] & first_step))
-        key = badness(values[counting], rows["sign"][series[counting]])
-        ascending = np.argsort(-key, kind="stable")[::-1]  # of equal values, the first one comes last
-        key = key[ascending]
-        at = counting[ascending]
-        worse = (key > rows["bad"][series[at]]) | (rows["worst_at"][series[at]] < 0)
-        at = at[worse]
-        rows["bad"][series[at]] = key[worse]
+        key = badness(values, rows["sign"][series])
+        worse = (key > rows["bad"][series]) | (rows["worst_at"][series] < 0)
+        at = np.flatnonzero(worse & ~(rows["delayed"][series] & first_step))
+        at = at[np.argsort(-key[at], kind="stable")[::-1]]  # of a series' worst values, the first one is written last
+        rows["bad"][series[at]] = key[at]
         rows["worst"][series[at]] = values[at]
         rows["worst_at"][series[at]] = iterations[at]
 
