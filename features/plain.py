@@ -30,17 +30,14 @@ class PlainObservation(Observation):
         All ranks of ``group``, by default all ranks, must call this.
         """
         logged: list[tuple[Measured, int]] = []
-
-        def receive(measured: Measured, iteration: int) -> None:
-            logged.append((measured, iteration))
-            for layer, tensor, statistic, value in measured:
-                if isinstance(value, float):
-                    MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, iteration)
-
         reduce = is_distributed(group)
         if reduce and self.is_due(iteration):  # from the config, so that all ranks agree
             self._connect(group)
-        self.take(iteration, receive, reduce=reduce)
+        for measured, measured_in in self.take(iteration, reduce=reduce):
+            logged.append((measured, measured_in))
+            for layer, tensor, statistic, value in measured:
+                if isinstance(value, float):
+                    MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, measured_in)
         return logged
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:

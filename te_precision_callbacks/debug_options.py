@@ -16,7 +16,6 @@ Importing this module is quick and imports no framework.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 from te_precision_callbacks.base.debug_values import (
@@ -76,11 +75,7 @@ def add_debug_options(parser: argparse.ArgumentParser) -> None:
 
 class _AddNames(argparse.Action):
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
     ) -> None:
         try:
             names = parse_debug([*getattr(namespace, self.dest), *(values or ())])

@@ -94,7 +94,9 @@ class PrecisionDebugFabricCallback:
 
     @property
     def _live(self) -> InspectSession | None:
-        return self._session if self._session is not None and self._session.running else None
+        if self._session is not None and self._session.running:
+            return self._session
+        return None
 
     # ------------------------------------------------------------------ what Fabric calls
 
@@ -106,7 +108,18 @@ class PrecisionDebugFabricCallback:
         if not any(module is other for other in self._models):
             self._models.append(module)
         if self._live is None:
-            self._start(fabric)
+            self._has_started = True
+            select = MetricSelection(self._options.prefix, self._options.log_filter)
+            self._session = InspectSession.from_options(self._options)
+            self._session.start(
+                log_dir=self._options.log_dir or _log_dir_of(fabric),
+                sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
+                integration="fabric",
+            )
+            self._session.follow(fabric)
+            restored = self._restored
+            self._restored = {}
+            self._session.load_state_dict(restored)
         session = self.session
         several = {f"model{number}": model for number, model in enumerate(self._models)}
         model: Model = several if len(several) > 1 else module
@@ -117,21 +130,6 @@ class PrecisionDebugFabricCallback:
             raise
         if session.overflow is not None:
             session.overflow.loss_scaled = scales_loss(fabric.strategy.precision)
-
-    def _start(self, fabric: Fabric) -> None:
-        self._has_started = True
-        select = MetricSelection(self._options.prefix, self._options.log_filter)
-        session = InspectSession.from_options(self._options)
-        self._session = session
-        session.start(
-            log_dir=self._options.log_dir or _log_dir_of(fabric),
-            sinks=[LightningLoggerSink(receiver, select) for receiver in fabric.loggers if fabric.is_global_zero],
-            integration="fabric",
-        )
-        session.follow(fabric)
-        restored = self._restored
-        self._restored = {}
-        session.load_state_dict(restored)
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
         """End the debug iteration. Fabric calls this after each step of an optimizer that it has set up."""

@@ -6,7 +6,7 @@ gives each feature the observation of the run: a session's, or one of plain nvid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -31,17 +31,16 @@ class Observation:
     def take(
         self,
         iteration: int,
-        receive: Callable[[Measured, int], None],
         *,
         reduce: bool,
         optimizer_steps: int = NO_STAMP.optimizer_steps,
-    ) -> None:
-        """Pass the statistics since the last call, if any, to ``receive``.
+    ) -> Iterator[tuple[Measured, int]]:
+        """Yield the statistics since the last call, if any, and their iteration.
+
+        The engine keeps them until the caller asks for the next ones, since Ctrl-C may interrupt any line.
 
         Args:
             iteration: the ending debug iteration.
-            receive: receives the statistics and their iteration. The engine keeps them until it returns, since Ctrl-C
-                may interrupt any line.
             reduce: whether to reduce them over ranks; all ranks must then call this.
             optimizer_steps: the number of optimizer steps of this rank; negative if not counted.
         """
@@ -50,5 +49,5 @@ class Observation:
         stamp = Stamp(iteration, fingerprint(self._schedules), optimizer_steps) if reduce else NO_STAMP
         if reduce or engine.has_news:
             iteration = engine.iteration if engine.has_news else iteration
-            receive(engine.collect(reduce=reduce, stamp=stamp), iteration)
+            yield engine.collect(reduce=reduce, stamp=stamp), iteration
             engine.forget()

@@ -245,12 +245,11 @@ class SessionOptions:
             ConfigError: the config cannot be used.
         """
         known = {entry.name for entry in fields(cls)}
-        for key in keywords:
+        for key, value in keywords.items():
             if key == "step_on":
                 raise OptionError("step_on= is only an option of PrecisionDebugCallback and PrecisionDebugger.")
             if key not in known:
                 raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
-        for key, value in keywords.items():
             check_value(key, value)
         start_step = keywords.get("start_step")
         if start_step is not None:

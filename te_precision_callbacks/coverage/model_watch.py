@@ -105,6 +105,7 @@ class ModelWatch:
         begin_call: called with the id of the model before each call of it, until counting has failed.
         on_failure: called when counting has failed.
         has_double_backward: whether a backward of the model had ``create_graph=True``.
+        has_added: whether a backward added to gradients; the caller resets it.
         is_tapped: whether the forwards of Transformer Engine's modules with known GEMMs are noted in every step, by
             :meth:`note_forward`.
         is_evaluation_mode: returns whether forwards of modules in evaluation mode are evaluations.
@@ -131,7 +132,7 @@ class ModelWatch:
         self.has_double_backward = False
         self.is_evaluation_mode: Callable[[], bool] = lambda: True
         self.is_tapped = False
-        self._adds_to_gradients = False
+        self._adds_to_gradients = self.has_added = False
         self._modules: Mapping[int, NamedTorchModule] = {}
         self._report = report
         self._is_paused = is_paused
@@ -295,7 +296,7 @@ class ModelWatch:
                 return upstream(roots, *arguments, **keywords)
             with ExitStack() as stack:
                 if keywords.get("accumulate_grad"):  # not in torch.autograd.grad()
-                    self._adds_to_gradients = True
+                    self._adds_to_gradients = self.has_added = True
                     stack.callback(setattr, self, "_adds_to_gradients", False)
                     for context in self.around_backward:
                         stack.enter_context(context())

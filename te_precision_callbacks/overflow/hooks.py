@@ -291,7 +291,17 @@ class FrameRecorder:
                 self._after_evaluation(call.frames)
 
     def _begin(self, watched: WatchedModule, module: torch.nn.Module) -> _Call:
-        call = self._new_call(module)
+        kind = self._classify(module)
+        if torch._C._get_tracing_state() is not None or is_capturing():
+            call = _Call(None, gradients=False)
+        elif is_in_backward():
+            # Recomputed: the first forward has the frames. In a reentrant checkpoint, only this one has gradients.
+            call = _Call(None, gradients=kind is ForwardKind.OBSERVED)
+        elif kind is ForwardKind.UNTOUCHED:
+            call = _Call([], gradients=False)
+        else:
+            self.due = True
+            call = _Call(self.frames, gradients=True)
         self._thread.call = call  # first of all, so that a rank that fails below still joins the next common check
         if call.frames is not None:
             starts = watched.is_root or (call.gradients and self.all_checked)
@@ -304,18 +314,6 @@ class FrameRecorder:
                 self._watch()
         call.batch = max(self.batch if call.gradients or call.frames is None else self.evaluation, 0)
         return call
-
-    def _new_call(self, module: torch.nn.Module) -> _Call:
-        if torch._C._get_tracing_state() is not None or is_capturing():
-            return _Call(None, gradients=False)
-        kind = self._classify(module)
-        if is_in_backward():
-            # Recomputed: the first forward has the frames. In a reentrant checkpoint, only this one has gradients.
-            return _Call(None, gradients=kind is ForwardKind.OBSERVED)
-        if kind is ForwardKind.UNTOUCHED:
-            return _Call([], gradients=False)
-        self.due = True
-        return _Call(self.frames, gradients=True)
 
     def _frames_of(
         self,

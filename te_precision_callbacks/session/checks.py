@@ -295,11 +295,9 @@ class ParameterChecks:
         self, optimizer: torch.optim.Optimizer, iteration: int, place: int, *, is_collected: bool
     ) -> None:
         """Check the parameters before an optimizer steps; see :meth:`ParameterWatch.before_step`."""
-        try:
+        with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             if self._replicas.needs_start and self.watch.listed.stepped_by(optimizer).held:
                 self._replicas.begin()
-        except Exception as error:
-            self._failures.report("checking the parameters of", type(optimizer).__name__, error)
         self.watch.before_step(optimizer, iteration, place, is_collected=is_collected)
         for rise in self.watch.take_rises():
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."

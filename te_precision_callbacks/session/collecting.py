@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
 from te_precision_callbacks.instrumentation.debug_path import DelayedScalingLayers
@@ -68,27 +69,25 @@ class StepCollector:
         self._measured: list[Measured] = []
         self._is_local = False
 
-    def _receive(self, measured: Measured, iteration: int) -> None:
-        if measured:
-            self._measured.append(measured)
-
     def reduce(self, ending: EndingStep, optimizer_steps: int) -> None:
-        self._observation.take(
-            ending.iteration, self._receive, reduce=self._context.ranks.several, optimizer_steps=optimizer_steps
-        )
+        ranks = self._context.ranks
+        for measured, _ in self._observation.take(
+            ending.iteration, reduce=ranks.several, optimizer_steps=optimizer_steps
+        ):
+            if measured:
+                self._measured.append(measured)
 
     def collect_local(self) -> None:
         """Collect this rank's statistics, unless the statistics of the step were already collected."""
-        received = list(self._measured)
+        has_reduced = bool(self._measured)
         try:
-            self._observation.take(self._inspector.iteration, self._receive, reduce=False)
+            for measured, _ in self._observation.take(self._inspector.iteration, reduce=False):
+                if measured and not has_reduced:
+                    self._measured.append(measured)
             self._inspector.log_local_buffers()
         except Exception as error:
             logger.error("The statistics collected since the last step cannot be read and are lost.", exc_info=error)
-        if received:
-            self._measured = received
-        else:
-            self._is_local = self._context.ranks.several
+        self._is_local = not has_reduced and self._context.ranks.several
 
     def read(self, ending: EndingStep) -> StepRecords | None:
         try:
@@ -184,15 +183,14 @@ class TrainerScalars:
     def exchange_losses(self) -> list[Scalars]:
         """Return the mean losses over the ranks that have one. All ranks must call this."""
         own = list(self.losses)
-        by_step = dict[tuple[int, int], dict[str, list[float]]]()
         self.losses.clear()
-        for loss in self._context.ranks.pool(own, "losses", Loss):
-            of_step = by_step.setdefault((loss.iteration, loss.logging_step), {})
-            of_step.setdefault(loss.name, []).append(float(loss.value))
+        of_steps = group_by_key(
+            ((loss.iteration, loss.logging_step, loss.name), float(loss.value))
+            for loss in self._context.ranks.pool(own, "losses", Loss)
+        )
         scalars = []
-        for step, of_step in sorted(by_step.items()):
-            means = {name: sum(values) / len(values) for name, values in of_step.items()}
-            scalars.append(Scalars(*step, means))
+        for (iteration, logging_step, name), values in sorted(of_steps.items()):
+            scalars.append(Scalars(iteration, logging_step, {name: sum(values) / len(values)}))
         return scalars
 
     def take(self, *, at_once: bool) -> list[Scalars]:

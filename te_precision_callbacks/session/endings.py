@@ -200,11 +200,8 @@ def closing_lines(
         ended_by: the error that ended the run, shown first.
     """
     remedy = diagnose if page and verdict.wrong else ""
-    last = [
-        f"  {what}: {where}"
-        for what, where in {"what to do": remedy, "logs": logs, "make a page": page}.items()
-        if where
-    ]
+    places = {"what to do": remedy, "logs": logs, "make a page": page}
+    last = [f"  {what}: {where}" for what, where in places.items() if where]
     repeated = f"ended by {ended_by}".rstrip(":. ")
     findings = [finding for finding in verdict.findings if not finding.seen.endswith(repeated)]
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []

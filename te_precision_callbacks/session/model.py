@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -18,12 +17,12 @@ from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
 from te_precision_callbacks.config.loading import describe_idle_sections
-from te_precision_callbacks.config.planning import LayerPlan, NamespacedFeatures, Plan, resolve_features
+from te_precision_callbacks.config.planning import LayerPlan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, kept_by_sections
 from te_precision_callbacks.engine.engine import Placement, StatisticsEngine
 from te_precision_callbacks.instrumentation.forward import ForwardHooks
-from te_precision_callbacks.instrumentation.fused import NotFused, choose, format_paths
+from te_precision_callbacks.instrumentation.fused import choose, format_paths
 from te_precision_callbacks.layers.folding import fold_for_sentence
 from te_precision_callbacks.layers.naming import (
     Layer,
@@ -45,7 +44,6 @@ from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.overflow.hooks import watched_modules
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.step_records import LayerInfo
-from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import backward_override
 
@@ -170,21 +168,6 @@ class NamedLayers:
         return module_names(model, by_number=self._by_number, scope=self._options.scope)
 
 
-class _Planned(NamedTuple):
-    """The features of this rank's layers, without refused layers.
-
-    Attributes:
-        sections: the features of all sections.
-        fused: see :func:`choose`.
-        not_fused: name of another module with features -> reason.
-    """
-
-    plan: Plan
-    sections: list[NamespacedFeatures]
-    fused: Mapping[int, tuple[Schedule, ...]]
-    not_fused: Mapping[str, NotFused]
-
-
 class ObservedModel:
     """Applies the config to the layers of a model, watches its modules, and tracks changes of the model.
 
@@ -221,9 +204,24 @@ class ObservedModel:
         inspector.forget_names()
         self._added = {}
         self.layers.attach(model, ranks)
-        planned = self._plan(model)
-        sections = flat_config(options.config.enabled_sections, planned.sections)
-        config = {"layer_names": repr(options.config.layer_names), **sections}
+        modules = self.layers.modules
+        registered = inspector.registered
+        enabled = options.config.enabled_sections
+        # The features of this rank's layers, without refused layers.
+        plan = options.config.plan(self.layers.of_all, registered, allow_unmatched=options.allow_unmatched)
+        planned = {entry.layer: entry for entry in plan.layers}
+        plan = replace(plan, layers=tuple(planned[layer] for layer in self.layers.own if layer in planned))
+        sections = [resolve_features(section, registered) for section in enabled]
+        fused, not_fused = choose(options.observe, modules, plan, inspector.only_observes)
+        effects = {section.name: tuple(section.effects.values()) for section in enabled}
+        plan = self._refused.leave(
+            plan, model, modules, effects, [key for key, changed in fused.items() if not changed]
+        )
+        for named in modules:
+            if id(named.module) in self._refused.modules:
+                fused.pop(id(named.module), None)
+                not_fused.pop(named.name, None)
+        config = {"layer_names": repr(options.config.layer_names), **flat_config(enabled, sections)}
         agreed = dict(config)
         for name in ("strict", "debug", "require"):
             agreed[name] = repr(getattr(options, name))
@@ -231,7 +229,7 @@ class ObservedModel:
         self.flat_config = config
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with only activation overflow detection" if watched else "without precision debugging"
-        for text in describe_idle_sections(options.config, planned.sections):
+        for text in describe_idle_sections(options.config, sections):
             logger.warning("%s", text)
         if not self.layers.of_all and self.layers.operations:
             logger.warning(
@@ -241,48 +239,20 @@ class ObservedModel:
         elif not self.layers.of_all:
             logger.warning("%s", no_layers_warning(goes_on, self._context.loop.integration))
         self.model = model
-        self._observe(planned)
-        self.hooks.count_products(model, self.layers.paths(model))
-        self.attached = True
-
-    def _plan(self, model: Model) -> _Planned:
-        config = self._options.config
-        registered = self._inspector.registered
-        modules = self.layers.modules
-        plan = config.plan(
-            self.layers.of_all,
-            registered,
-            allow_unmatched=self._options.allow_unmatched,
-        )
-        planned = {entry.layer: entry for entry in plan.layers}
-        sections = [resolve_features(section, registered) for section in config.enabled_sections]
-        effects = {section.name: tuple(section.effects.values()) for section in config.enabled_sections}
-        own_plan = replace(plan, layers=tuple(planned[layer] for layer in self.layers.own if layer in planned))
-        fused, not_fused = choose(self._options.observe, modules, own_plan, self._inspector.only_observes)
-        stay = [key for key, changed in fused.items() if not changed]
-        own_plan = self._refused.leave(own_plan, model, modules, effects, stay)
-        for named in modules:
-            if id(named.module) in self._refused.modules:
-                fused.pop(id(named.module), None)
-                not_fused.pop(named.name, None)
-        return _Planned(own_plan, sections, fused, not_fused)
-
-    def _observe(self, planned: _Planned) -> None:
-        inspector = self._inspector
-        plan = planned.plan
-        modules = self.layers.modules
         self._plan_of = {entry.layer.name: entry for entry in plan.layers}
         self._describe_layers()
-        inspector.configure(plan.as_inspect_config(), self._options.config.name, planned.sections)
-        self._engine.placements = placements(modules, self._options.process_group)
-        for module in modules:
-            inspector.name_module(module.module, module.name)
+        inspector.configure(plan.as_inspect_config(), options.config.name, sections)
+        self._engine.placements = placements(modules, options.process_group)
+        for named in modules:
+            inspector.name_module(named.module, named.name)
         if modules:
-            inspector.log("\n".join(f"Assigned layer name: {module.name}" for module in modules))
-        self.hooks.watch(modules, self._refused.modules, self.layers.operations, planned.fused, self.roots)
+            inspector.log("\n".join(f"Assigned layer name: {named.name}" for named in modules))
+        self.hooks.watch(modules, self._refused.modules, self.layers.operations, fused, self.roots)
         self.warn_of_refused()
-        if self._options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
-            logger.info('observe="auto": %s', format_paths(len(planned.fused), planned.not_fused))
+        if options.observe == "auto" and own_rank() == 0 and self._notices.first("observe"):
+            logger.info('observe="auto": %s', format_paths(len(fused), not_fused))
+        self.hooks.count_products(model, self.layers.paths(model))
+        self.attached = True
 
     # ------------------------------------------------------------------ modules and parameters
 

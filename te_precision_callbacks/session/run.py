@@ -173,17 +173,20 @@ class Run:
     def _stop_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Stop the run on all ranks if inf or nan would reach weights. A GradScaler skips such a step by itself."""
         context = self.context
+        ranks = context.ranks
         gradients = self._parameters.watch.sizes
         if not self.model.is_trained_by(optimizer):
             return
         is_broken = False
         with context.failures.guard("looking for", "inf and nan"):
             is_broken = self.hooks.every_step.ring.is_broken() or gradients.is_broken()
-        if context.ranks.any("inf and nan", "looking for inf and nan", own=is_broken):
-            self._every_step.end_step(context.iteration, waits=True)
-            if gradients.is_broken():
-                self._parameters.end(context.iteration)
-            self._send()
+        is_broken = ranks.any("inf and nan", "looking for inf and nan", own=is_broken)
+        if is_broken and (ranks.are_connected or not ranks.several):  # a rank alone would let the others wait
+            with context.failures.guard("stopping before", "the step of an optimizer"):
+                self._every_step.end_step(context.iteration, waits=True)
+                if gradients.is_broken():
+                    self._parameters.end(context.iteration)
+                self._send()
             self._rules.stop_if_wanted(at_once=True)
 
     def _before_scaled_step(self, optimizer: Any) -> None:
@@ -537,7 +540,13 @@ class Run:
         has_stepped = self._loop_checks.has_stepped
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
-            self._note_unended()
+            results = self.context.results
+            before = results.coverage.changes
+            self.model.note_order()
+            self.model.note_unobserved()
+            self.model.note_products()
+            if results.coverage.changes != before:
+                results.table.leave(self.context.iteration)
         if self._contract.keeper is None or (error is not None and not attached):
             return
         why_not = "the model did not run a training forward and backward during the session"
@@ -552,15 +561,6 @@ class Run:
             self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None)
         finally:
             self._send()
-
-    def _note_unended(self) -> None:
-        results = self.context.results
-        before = self.context.results.coverage.changes
-        self.model.note_order()
-        self.model.note_unobserved()
-        self.model.note_products()
-        if results.coverage.changes != before:
-            results.table.leave(self.context.iteration)
 
     def _send_end(self, error: BaseException | None) -> None:
         iteration = self.context.iteration

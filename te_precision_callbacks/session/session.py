@@ -127,7 +127,9 @@ class InspectSession:
     @property
     def iteration(self) -> int:
         """The current debug iteration, counted from 0; after the end, the first iteration that did not run."""
-        return self._results.iteration if self._run is None else self._run.context.iteration
+        if self._run is None:
+            return self._results.iteration
+        return self._run.context.iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
@@ -148,7 +150,9 @@ class InspectSession:
     @property
     def overflow(self) -> DebugActivationOverflow | None:
         """The detector of ``debug="activation_overflow"``, from :meth:`attach` to :meth:`stop`; otherwise None."""
-        return None if self._run is None else self._run.overflow.detector
+        if self._run is None:
+            return None
+        return self._run.overflow.detector
 
     @property
     def resumed_loss(self) -> ResumedLoss:

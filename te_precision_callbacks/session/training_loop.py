@@ -114,8 +114,6 @@ class LoopChecks:
         self._model = model
         self._all_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._watched: weakref.ref[torch.nn.Parameter] | None = None
-        self._gradient: object = None
         self._between: list[str] = []
         self._gaps: deque[tuple[str, ...]] = deque(maxlen=_ALIKE)
 
@@ -141,10 +139,12 @@ class LoopChecks:
 
     def _check_further_steps(self, *, in_regions: bool) -> None:
         """Warn if each optimizer step has equal extra iterations, all of them empty or all with a backward."""
-        has_gradient = self._has_new_gradient(search=not self._steps)
+        products = self._model.hooks.products
+        has_backward = products.has_added
+        products.has_added = False
         if not self._steps:
             ran = "forward" if in_regions else "nothing"
-            self._between.append("backward" if has_gradient else ran)
+            self._between.append("backward" if has_backward else ran)
             return
         self._gaps.append(tuple(self._between))
         self._between.clear()
@@ -165,17 +165,6 @@ class LoopChecks:
                 text,
                 "" if is_mistake else " Ignore this warning if each micro-batch is to be a debug iteration.",
             )
-
-    def _has_new_gradient(self, *, search: bool) -> bool:
-        """Return whether the gradient of one parameter has changed since the last call."""
-        watched = None if self._watched is None else self._watched()
-        if watched is None and search:
-            watched = next((parameter for parameter in self._model.parameters() if parameter.grad is not None), None)
-            self._watched = None if watched is None else weakref.ref(watched)
-        before = self._gradient
-        gradient = None if watched is None else watched.grad
-        self._gradient = None if gradient is None else (id(gradient), gradient._version)
-        return gradient is not None and self._gradient != before
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         ever = self._all_steps.get(optimizer, 0) + 1

@@ -1,6 +1,6 @@
 """The callback for the Hugging Face Trainer.
 
-The Trainer has no event for a failed training; ``closing`` closes debug callbacks then.
+The Trainer has no event for a failed training; the one in ``trainer.py`` closes debug callbacks then.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,14 +35,6 @@ logger = logging.getLogger(__name__)
 
 class DataParallelError(OptionError, ValueError):
     """Debugging was requested under ``torch.nn.DataParallel``, where copies of the model cannot be observed."""
-
-
-class DebugCallback(TrainerCallback, ABC):
-    """A callback that opens resources when training begins, and closes them when training ends or fails."""
-
-    @abstractmethod
-    def close(self, error: BaseException | None = None) -> None:
-        """Close open resources after the training failed with ``error``; a no-op if nothing is open."""
 
 
 class RunningTraining(NamedTuple):
@@ -83,20 +73,6 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
         )
 
 
-@contextmanager
-def closing(trainer: Trainer) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, DebugCallback):
-                try:
-                    callback.close(error)
-                except Exception as failure:  # must not hide the error that ended the training
-                    logger.error("%s could not be closed.", type(callback).__name__, exc_info=failure)
-        raise
-
-
 _SKIPPED = ("epoch", "step", "total_flos")
 _NUMBERS = {"learning_rate": "lr"}
 """Names in the Trainer's logs that are no numbers of the training, and the session's name of another."""
@@ -106,7 +82,7 @@ _TRAININGS = weakref.WeakKeyDictionary()
 """The session of each training -> its state, which is new in each training, and its reporting."""
 
 
-class PrecisionDebugTrainerCallback(DebugCallback):
+class PrecisionDebugTrainerCallback(TrainerCallback):
     """Runs Transformer Engine's precision debugging during ``trainer.train()``, also in the unmodified Trainer.
 
     Logged to the reporting integrations of ``report_to``, on the main process, at ``state.global_step``:
@@ -161,7 +137,9 @@ class PrecisionDebugTrainerCallback(DebugCallback):
 
     @property
     def _running(self) -> InspectSession | None:
-        return self._session if self._session is not None and self._session.running else None
+        if self._session is not None and self._session.running:
+            return self._session
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_reporting": None, "_finalizer": None}
@@ -209,8 +187,6 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                 session.iteration = state.global_step
             session.attach(model)
             session.observing = False
-            if args.logging_nan_inf_filter:
-                session.note_filtered_loss()
             if training is not None:
                 accelerator = training.trainer.accelerator
                 if training.checkpoint is not None:
@@ -222,12 +198,13 @@ class PrecisionDebugTrainerCallback(DebugCallback):
                 if session.overflow is not None:
                     session.overflow.loss_scaled = scales_loss(accelerator)
                 if args.logging_nan_inf_filter:  # the Trainer logs only finite losses
+                    session.note_filtered_loss()
                     session.follow(accelerator, "loss_step", total=True)
         except BaseException as error:
             session.stop(error)
             raise
-        gone = SessionError("The callback was collected while its session was running.")
-        self._finalizer = weakref.finalize(self, session.stop, gone)
+        collected = SessionError("The callback was collected while its session was running.")
+        self._finalizer = weakref.finalize(self, session.stop, collected)
         self._finalizer.atexit = False  # the session itself handles the end of the process
 
     # ------------------------------------------------------------------ step

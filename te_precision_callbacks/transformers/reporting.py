@@ -97,7 +97,10 @@ class _IntegrationSink(LoggerSink):
         if isinstance(integration, MLflowCallback):
             metrics = names_for_mlflow(metrics)
         if metrics:
-            state = _at_step(event.state, step)
+            state = event.state
+            if state.global_step != step:  # the current step was not completed
+                state = copy.copy(state)
+                state.global_step = step
             named = {_OwnName(name): value for name, value in metrics.items()}
             integration.on_log(event.args, state, event.control, logs=named, **event.keywords)
         if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
@@ -105,12 +108,3 @@ class _IntegrationSink(LoggerSink):
             # If two threads create the same folder, MLflow 3.17 loses the step of one.
             self._known |= metrics.keys()
             integration._ml_flow.flush_async_logging()
-
-
-def _at_step(state: TrainerState, step: int) -> TrainerState:
-    """Return the state with ``global_step`` set to a step, which differs if the current step was not completed."""
-    if state.global_step == step:
-        return state
-    state = copy.copy(state)
-    state.global_step = step
-    return state

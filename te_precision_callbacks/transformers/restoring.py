@@ -8,7 +8,7 @@ after ``prepare``, before the first forward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import safetensors
@@ -34,27 +34,20 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         keeps_state = type(module).set_extra_state is not torch.nn.Module.set_extra_state
         if keeps_state and not any(delayed_states(module)):
             stateless[f"{name}._extra_state"] = module
-    try:
-        saved = _read_tensors(checkpoint, stateless.keys())
-    except Exception as error:
-        logger.warning(
-            "The FP8 state of converted layers was not restored: %s cannot be read: %s. Training continues with new"
-            " scales.",
-            checkpoint,
-            error,
-        )
-        return
     restored = 0
     try:
-        for key, state in saved.items():
-            stateless[key].set_extra_state(state)
-            restored += 1
+        # In one file, or in parts.
+        for path in sorted(checkpoint.glob("model*.safetensors")) or sorted(checkpoint.glob("pytorch_model*.bin")):
+            for key, state in _read_tensors(path, stateless.keys()).items():
+                if state.numel():
+                    stateless[key].set_extra_state(state)
+                    restored += 1
     except Exception as error:
         logger.warning(
             "The scales and amax histories of %d of %d converted layers were not restored from %s: %s. Training"
             " continues with new scales for these layers.",
-            len(saved) - restored,
-            len(saved),
+            len(stateless) - restored,
+            len(stateless),
             checkpoint,
             error,
         )
@@ -63,15 +56,9 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         logger.info("Restored the scales and amax histories of %d converted layers from %s.", restored, checkpoint)
 
 
-def _read_tensors(checkpoint: Path, wanted: Iterable[str]) -> Mapping[str, torch.Tensor]:
-    keys = set(wanted)
-    states: dict[str, torch.Tensor] = {}
-    # In one file, or in parts.
-    for path in sorted(checkpoint.glob("model*.safetensors")) or sorted(checkpoint.glob("pytorch_model*.bin")):
-        if path.suffix == ".safetensors":
-            with safetensors.safe_open(path, framework="pt") as file:
-                states |= {key: file.get_tensor(key) for key in keys.intersection(file.keys())}
-        else:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            states |= {key: loaded[key].clone() for key in keys.intersection(loaded)}
-    return {key: state for key, state in states.items() if state.numel()}
+def _read_tensors(path: Path, keys: Set[str]) -> Mapping[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in keys & set(file.keys())}
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return {key: loaded[key] for key in keys & loaded.keys()}

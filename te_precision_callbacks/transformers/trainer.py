@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,7 @@ from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.transformers.arguments import parse_options
 from te_precision_callbacks.transformers.callback import (
-    DebugCallback,
     PrecisionDebugTrainerCallback,
-    closing,
     find_training,
     refuse_data_parallel,
 )
@@ -32,7 +31,10 @@ if TYPE_CHECKING:
     from te_precision_callbacks.overflow import DebugActivationOverflow
 
 
-class ActivationOverflowCallback(DebugCallback):
+logger = logging.getLogger(__name__)
+
+
+class ActivationOverflowCallback(transformers.TrainerCallback):
     """Watches the model for inf and nan during ``train()`` of :class:`Trainer`, without a session and without
     Transformer Engine.
     """
@@ -130,5 +132,13 @@ class Trainer(transformers.Trainer):
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
         """Train like transformers' Trainer; an exception also ends the debugging."""
-        with closing(self):
+        try:
             return super().train(*arguments, **keywords)
+        except BaseException as error:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, (ActivationOverflowCallback, PrecisionDebugTrainerCallback)):
+                    try:
+                        callback.close(error)
+                    except Exception as failure:  # must not hide the error that ended the training
+                        logger.error("%s could not be closed.", type(callback).__name__, exc_info=failure)
+            raise
