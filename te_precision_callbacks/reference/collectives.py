@@ -132,7 +132,13 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
         memory = partial(_memory, as_bytes=moves)
         given = [memory(value) for value in (*arguments, *options.values())]
         if function.__name__ in _IN_PLACE:
-            _refuse_gaps(function.__name__, given)
+            for tensor in given:
+                if type(tensor) is torch.Tensor and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+                    raise ReferenceBackendError(
+                        f"{function.__name__}: the tensor of shape {tuple(tensor.shape)} and strides"
+                        f" {tensor.stride()} has gaps or overlaps, which NCCL refuses (Tensors must be contiguous)."
+                        " Give it tensor.contiguous()."
+                    )
         if function.__name__ in _COUNTING:
             given = _flat(given)
         positional = given[: len(arguments)]
@@ -155,15 +161,6 @@ def _memory(value: Any, *, as_bytes: bool) -> Any:
     if as_bytes and plain.dtype in _FLOAT8:
         return plain.view(torch.uint8)
     return plain
-
-
-def _refuse_gaps(name: str, values: list[Any]) -> None:
-    for tensor in values:
-        if type(tensor) is torch.Tensor and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            raise ReferenceBackendError(
-                f"{name}: the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
-                "overlaps, which NCCL refuses (Tensors must be contiguous). Give it tensor.contiguous()."
-            )
 
 
 def _flat(values: list[Any]) -> list[Any]:

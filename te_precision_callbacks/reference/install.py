@@ -68,7 +68,12 @@ def install(
     """
     global _installed
     if (before := installed()) is not None:
-        _require_same(before, pretend_cuda, capability)
+        if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
+            raise InstallError(
+                f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is already"
+                f" installed with pretend_cuda={before.pretend_cuda} and capability={before.capability}. Use the same"
+                " arguments, or another process."
+            )
         if always_in_children:
             os.environ.update(environment(Inherited(before.pretend_cuda, before.capability, always=True)))
         return before
@@ -123,15 +128,6 @@ def install_where_needed(capability: tuple[int, int] | None = None) -> Installat
     if _installed is None and torch.cuda.is_available() and compiled_extension.why_unavailable() is None:
         return None
     return install(capability=capability)
-
-
-def _require_same(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
-    if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
-        raise InstallError(
-            f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is already"
-            f" installed with pretend_cuda={before.pretend_cuda} and capability={before.capability}. Use the same"
-            " arguments, or another process."
-        )
 
 
 def _refuse_if_imported() -> None:

@@ -128,10 +128,20 @@ def _create_on_cpu() -> None:
 
 
 def _move_to_cpu() -> None:
+    """Replace CUDA, and mark tensors as moved to the pretended GPU."""
     tensor = torch.Tensor
+    on_cpu = _with_arguments_on_cpu(tensor.to, cpu_for_cuda)
+
+    @functools.wraps(tensor.to)
+    def to(*arguments: Any, **options: Any) -> Any:
+        moved = on_cpu(*arguments, **options)
+        if not torch.compiler.is_dynamo_compiling() and any(map(is_cuda, (*arguments, options.get("device")))):
+            pretended_random.mark(moved, on_host=False)
+        return moved
+
     replace(
         tensor,
-        to=_moving_to_cpu(tensor.to),
+        to=to,
         type=_type_on_cuda(tensor.type),
         cuda=lambda tensor, device=None, non_blocking=False, **options: tensor.to("cuda", **options),
         record_stream=lambda tensor, stream: None,
@@ -299,20 +309,6 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return created
 
     return pretended_random.for_torchscript(on_cpu, function)
-
-
-def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch.Tensor.to`` to replace CUDA, and to mark tensors as moved to the pretended GPU."""
-    on_cpu = _with_arguments_on_cpu(move, cpu_for_cuda)
-
-    @functools.wraps(move)
-    def to(*arguments: Any, **options: Any) -> Any:
-        moved = on_cpu(*arguments, **options)
-        if not torch.compiler.is_dynamo_compiling() and any(map(is_cuda, (*arguments, options.get("device")))):
-            pretended_random.mark(moved, on_host=False)
-        return moved
-
-    return to
 
 
 def _with_arguments_on_cpu(function: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:

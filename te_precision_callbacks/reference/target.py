@@ -24,7 +24,18 @@ def capability() -> tuple[int, int]:
     Raises:
         InstallError: the environment variable is neither ``9.0`` nor ``10.0``.
     """
-    return _chosen or _from_environment()
+    if _chosen is not None:
+        return _chosen
+    text = os.environ.get(ENVIRONMENT_VARIABLE)
+    allowed = {"{}.{}".format(*pair): pair for pair in ALLOWED}
+    if not text:
+        return DEFAULT
+    if text.strip() not in allowed:
+        raise InstallError(
+            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: the reference backend emulates "
+            f"{' or '.join(allowed)}. Set one of these, or unset it for {DEFAULT[0]}.{DEFAULT[1]}."
+        )
+    return allowed[text.strip()]
 
 
 def choose(value: tuple[int, int]) -> None:
@@ -45,16 +56,3 @@ def validate(value: tuple[int, int]) -> tuple[int, int]:
             " of these."
         )
     return value
-
-
-def _from_environment() -> tuple[int, int]:
-    text = os.environ.get(ENVIRONMENT_VARIABLE)
-    allowed = {"{}.{}".format(*capability): capability for capability in ALLOWED}
-    if not text:
-        return DEFAULT
-    if text.strip() not in allowed:
-        raise InstallError(
-            f"{ENVIRONMENT_VARIABLE}={text!r} in the environment: the reference backend emulates "
-            f"{' or '.join(allowed)}. Set one of these, or unset it for {DEFAULT[0]}.{DEFAULT[1]}."
-        )
-    return allowed[text.strip()]

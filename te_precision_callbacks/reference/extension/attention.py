@@ -7,6 +7,7 @@ zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,10 +30,8 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
     ``cu_seqlens``: int32, [b + 1], the start of each sequence, and the end of the last one. Longer sequences are cut.
     """
     padded = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
-    starts = cu_seqlens.tolist()
-    for index in range(b):
-        length = min(starts[index + 1] - starts[index], max_seq_len)
-        padded[index, :length] = tensor[starts[index] : starts[index] + length]
+    for sequence, (start, end) in zip(padded, pairwise(cu_seqlens.tolist()), strict=False):
+        sequence[: end - start] = tensor[start:end][:max_seq_len]
     return padded
 
 
@@ -40,10 +39,8 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
     """Invert :func:`convert_thd_to_bshd`: [t, heads, head size], with zeros after the last sequence."""
     tokens = tensor.new_zeros(t, *tensor.shape[2:])
-    starts = cu_seqlens.tolist()
-    for index in range(tensor.shape[0]):
-        length = min(starts[index + 1] - starts[index], tensor.shape[1])
-        tokens[starts[index] : starts[index] + length] = tensor[index, :length]
+    for sequence, (start, end) in zip(tensor, pairwise(cu_seqlens.tolist()), strict=False):
+        tokens[start:end][: len(sequence)] = sequence[: end - start]
     return tokens
 
 

@@ -87,27 +87,21 @@ class Float8BlockCasting(Casting):
         for columnwise, data, scales in written(out):
             is_2d = out._is_2D_scaled
             block = (BLOCK, BLOCK) if is_2d else (BLOCK, 1) if columnwise else (1, BLOCK)
-            codes, scale_inv = _quantize_blocks(matrix, block, quantizer, out, torch.finfo(source.dtype).max)
+            fmt = fp8_format(out._fp8_dtype)
+            scale = fp8_scale(
+                block_amaxes(matrix, block),
+                fmt.max,
+                power_of_two=quantizer.force_pow_2_scales,
+                epsilon=quantizer.amax_epsilon,
+                largest_scale=torch.finfo(source.dtype).max,
+            )
+            codes = encode_blocks(matrix, scale, block, fmt)
+            scale_inv = torch.reciprocal(scale)
             if columnwise:
                 overwrite(data.view(matrix.shape[::-1]), codes.t())
             else:
                 overwrite(data, codes.view(data.shape))
             overwrite(scales, pad(scale_inv if is_2d != columnwise else scale_inv.t(), scales.shape))
-
-
-def _quantize_blocks(
-    matrix: torch.Tensor, block: tuple[int, int], quantizer: Any, out: Any, largest: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes, and the inverse scale of each block: float32, [rows of blocks, columns of blocks]."""
-    fmt = fp8_format(out._fp8_dtype)
-    scale = fp8_scale(
-        block_amaxes(matrix, block),
-        fmt.max,
-        power_of_two=quantizer.force_pow_2_scales,
-        epsilon=quantizer.amax_epsilon,
-        largest_scale=largest,
-    )
-    return encode_blocks(matrix, scale, block, fmt), torch.reciprocal(scale)
 
 
 def _scales(rows: int, columns: int, is_2d: bool) -> Buffer:

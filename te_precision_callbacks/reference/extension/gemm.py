@@ -163,7 +163,7 @@ def generic_gemm(
         value = torch.mm(left, right) if added_bias is None else torch.addmm(added_bias, left, right)
         value = value.view(shape)
     else:
-        value = (_product_by_blocks(a, b, alpha) if by_blocks else _product(a, b, alpha)).view(shape)
+        value = (_product_by_blocks(a, b).mul_(alpha) if by_blocks else _product(a, b, alpha)).view(shape)
         # Products of FP8 blocks are rounded before they are added, as in that reference, but after a bias.
         if accumulates and (gelu or not by_blocks):
             value = (value.to(dtype).float() if by_blocks else value) + beta * D.float()
@@ -260,10 +260,6 @@ def _product(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     for scale in (a.scale_inv, b.scale_inv):
         if scale is not None:
             value *= scale
-    return _scaled(value, alpha)
-
-
-def _scaled(value: torch.Tensor, alpha: float) -> torch.Tensor:
     return value if alpha == 1.0 else value.mul_(alpha)
 
 
@@ -278,7 +274,7 @@ def _nvfp4_alpha(a: Any, b: Any, alpha: float) -> torch.Tensor:
     return both / torch.full_like(both, E2M1.max * E2M1.max * a.largest_scale * b.largest_scale)
 
 
-def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
+def _product_by_blocks(a: Operand, b: Operand) -> torch.Tensor:
     """Multiply FP8 blocks as on Hopper: ``sum += (block's sum * scale) * other scale``, the scale of 1D blocks first.
 
     In every layout, the summed dimension is the last one in memory, in both operands.
@@ -297,7 +293,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
         factors = scales_b.squeeze(2), scales_a.squeeze(1)
         sums = product(columns, rows, block=length, factors=factors, rows_first=first is scales_b)
         if sums is not None:
-            return _scaled(sums, alpha)
+            return sums
         rows = rows.float()
         columns = columns.float()
     total = rows.new_zeros(columns.shape[0], rows.shape[0])
@@ -310,7 +306,7 @@ def _product_by_blocks(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
             total.addcmul_(partial, second[index])
         else:
             total = torch.addcmul(total.double(), partial.double(), second[index].double()).float()
-    return _scaled(total, alpha)
+    return total
 
 
 def _are_exact_factors(first: torch.Tensor, second: torch.Tensor) -> bool:

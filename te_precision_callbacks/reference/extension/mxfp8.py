@@ -122,7 +122,8 @@ def mxfp8_scaling_compute_partial_amax(
     ``amax_rowwise``, [at least rows, at least cols / 32], and ``amax_colwise``, [at least rows / 32, at least cols], in
     the dtype of ``input``, are written; padding becomes 0.
     """
-    weight = _scatter(input.float(), rows, cols, start_offset)
+    weight = torch.zeros(rows, cols, device=input.device)
+    weight[_indices(input, cols, start_offset)] = input.reshape(-1).float()
     for amax, block in ((amax_rowwise, (1, BLOCK)), (amax_colwise, (BLOCK, 1))):
         amax.copy_(pad(block_amaxes(weight, block), amax.shape))
 
@@ -164,9 +165,3 @@ def mxfp8_scaling_partial_cast(
 def _indices(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.arange(start, start + shard.numel(), device=shard.device)
     return places // columns, places % columns
-
-
-def _scatter(shard: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
-    weight = shard.new_zeros(rows, columns)
-    weight[_indices(shard, columns, start)] = shard.reshape(-1)
-    return weight

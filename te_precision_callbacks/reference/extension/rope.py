@@ -71,7 +71,11 @@ def _angles(
     rotated = freqs.shape[-1]
     table = freqs.reshape(freqs.shape[0], rotated)
     if qkv_format == NVTE_QKV_Format.NVTE_THD and cu_seqlens is not None:
-        places = _token_positions(tensor, cu_seqlens, start_positions)
+        places = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
+        for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            places[start:end] = torch.arange(end - start, device=tensor.device)
+            if start_positions is not None:
+                places[start:end] += start_positions[index].long()
         return table[places].unsqueeze(1)
     sequence_first = qkv_format == NVTE_QKV_Format.NVTE_SBHD
     length = tensor.shape[0 if sequence_first else 1]
@@ -82,17 +86,6 @@ def _angles(
     if sequence_first:
         return angles
     return angles.transpose(0, 1)
-
-
-def _token_positions(
-    tensor: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None
-) -> torch.Tensor:
-    places = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
-    for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        places[start:end] = torch.arange(end - start, device=tensor.device)
-        if start_positions is not None:
-            places[start:end] += start_positions[index].long()
-    return places
 
 
 def _swap(x: torch.Tensor, interleaved: bool, sign: float) -> torch.Tensor:
