@@ -163,7 +163,12 @@ class _Check:
         self._modules = named_te_modules(self._model, self._config.layer_names or "path")
         self._layers = list(itertools.chain(*(named.layers for named in self._modules)))
         self._operations = named_operations(self._model)
-        self._regions = _modules_with_regions(self._model)
+        names = module_names(self._model)
+        self._regions = [  # a ``forward`` names Transformer Engine and ``autocast``
+            names[id(module)]
+            for module in modules_of(self._model)
+            if id(module) in names and enters_autocast(type(module).forward)
+        ]
         self._sections = {section.name: section for section in self._config.enabled_sections}
 
     def check(self) -> CheckedModel:
@@ -325,16 +330,6 @@ class _Check:
         if not_fused:
             self._notes.append(f'observe="{self._observe}": {format_paths(len(fused), not_fused)}')
         return [key for key, changed in fused.items() if not changed]
-
-
-def _modules_with_regions(model: Model) -> list[str]:
-    """Return the paths of modules with a ``forward`` that names Transformer Engine and ``autocast``."""
-    names = module_names(model)
-    return [
-        names[id(module)]
-        for module in modules_of(model)
-        if id(module) in names and enters_autocast(type(module).forward)
-    ]
 
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:

@@ -44,89 +44,73 @@ Alignment = Annotated[
     ),
 ]
 
-ModelFunction = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help="A function without arguments that returns a torch.nn.Module: print the precision of its matrix"
-        " products. The model is created on the meta device if possible, otherwise on the CPU.",
-    ),
-]
-
-RecipeName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4, none, or"
-        " package.module:function, the factory of a CustomRecipe;"
-        " auto (default): Transformer Engine's default for the GPU.",
-    ),
-]
-
-Tokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Tokens per step on one rank, to compute multiply-adds and to find shapes that GEMMs do not support.",
-    ),
-]
-
-Require = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CONTRACT",
-        help="A precision contract that the plan must meet, such as 'fp8 >= 95%', or the path of a YAML file"
-        " with a precision_contract.",
-    ),
-]
-
-SameAsMap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MAP",
-        help="A map or a checkpoint whose quantized layers the plan must quantize too, as for te-precision map.",
-    ),
-]
-
-ObservedPath = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH",
-        help="The path of layers while features observe them, as in a run: auto (default), fused or debug.",
-    ),
-]
-
-AllowUnmatched = Annotated[
-    bool,
-    typer.Option(
-        "--allow-unmatched",
-        help="Report a section that matches no layer as a note, not a finding, like allow_unmatched=True in a run.",
-    ),
-]
-
-SpeedDevice = Annotated[
-    str | None,
-    typer.Option(
-        "--speed",
-        metavar="DEVICE",
-        help="Also print the expected milliseconds of each layer and GEMM on a device, such as h100, h200_nvl or b300,"
-        " and the layers that gain nothing from low precision.",
-    ),
-]
-
 
 def check_command(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file.")],
     *,
-    model: ModelFunction = None,
-    recipe: RecipeName = None,
-    tokens: Tokens = None,
-    require: Require = None,
-    same_as: SameAsMap = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="A function without arguments that returns a torch.nn.Module: print the precision of its matrix"
+            " products. The model is created on the meta device if possible, otherwise on the CPU.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The recipe: fp8_delayed_scaling, fp8_current_scaling, fp8_block_scaling, mxfp8, nvfp4, none, or"
+            " package.module:function, the factory of a CustomRecipe;"
+            " auto (default): Transformer Engine's default for the GPU.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens per step on one rank, to compute multiply-adds and to find shapes that GEMMs do not support.",
+        ),
+    ] = None,
+    require: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONTRACT",
+            help="A precision contract that the plan must meet, such as 'fp8 >= 95%', or the path of a YAML file"
+            " with a precision_contract.",
+        ),
+    ] = None,
+    same_as: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MAP",
+            help="A map or a checkpoint whose quantized layers the plan must quantize too, as for te-precision map.",
+        ),
+    ] = None,
     alignment: Alignment = None,
-    observe: ObservedPath = None,
-    allow_unmatched: AllowUnmatched = False,
-    speed: SpeedDevice = None,
+    observe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="The path of layers while features observe them, as in a run: auto (default), fused or debug.",
+        ),
+    ] = None,
+    allow_unmatched: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unmatched",
+            help="Report a section that matches no layer as a note, not a finding, like allow_unmatched=True in a run.",
+        ),
+    ] = False,
+    speed: Annotated[
+        str | None,
+        typer.Option(
+            "--speed",
+            metavar="DEVICE",
+            help="Also print the expected milliseconds of each layer and GEMM on a device, such as h100, h200_nvl or"
+            " b300, and the layers that gain nothing from low precision.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a config, and plan the precision of a model's matrix products, without running it.

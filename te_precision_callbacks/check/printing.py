@@ -145,16 +145,6 @@ def _shares(coverage: Coverage) -> dict[str, float]:
     return {name: coverage.share(name) for name in PRECISIONS if coverage.macs(name)}
 
 
-def _row_as_json(row: PlannedLayers) -> dict[str, object]:
-    return {
-        "layers": row.layers,
-        "family": next(iter(row.gemms.values())).family,
-        "macs": row.macs,
-        "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
-        "features": [feature._asdict() for feature in row.features],
-    }
-
-
 def _gemm_as_json(product: Product) -> dict[str, object]:
     return {
         "operands": product.operands,
@@ -175,7 +165,16 @@ def as_json(checked: CheckedModel, model: str, device: str) -> dict[str, Any]:
         "macs": coverage.macs(),
         "share": _shares(coverage),
         "spans": {steps: _shares(span_coverage) for steps, span_coverage in checked.spans.items()},
-        "plan": list(map(_row_as_json, rows(checked))),
+        "plan": [
+            {
+                "layers": row.layers,
+                "family": next(iter(row.gemms.values())).family,
+                "macs": row.macs,
+                "gemms": {name: _gemm_as_json(product) for name, product in row.gemms.items()},
+                "features": [feature._asdict() for feature in row.features],
+            }
+            for row in rows(checked)
+        ],
         "unknown": checked.unknown,
         "undecided": checked.undecided,
         "not_counted": checked.not_counted,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain, product, starmap
 from pathlib import Path
@@ -122,7 +122,13 @@ def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom,
     index: dict[Atom, dict[str, str]] = {}
     for name in names:
         expert, atoms = _atoms(name)
-        for atom in list(_given_atoms(name, aliases)) or atoms:
+        in_file: list[Atom] = [
+            (match.groups(), f"names: {other}")
+            for pattern, others in aliases.items()
+            if (match := _parts(pattern, name)) is not None
+            for other in others
+        ]
+        for atom in in_file or atoms:
             same = index.setdefault(atom, {})
             if expert in same:
                 raise MapError(
@@ -131,14 +137,6 @@ def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom,
                 )
             same[expert] = name
     return index
-
-
-def _given_atoms(name: str, aliases: Mapping[str, list[str]]) -> Iterator[Atom]:
-    for pattern, others in aliases.items():
-        match = _parts(pattern, name)
-        if match is not None:
-            for other in others:
-                yield match.groups(), f"names: {other}"
 
 
 def _atoms(name: str) -> tuple[str, list[Atom]]:

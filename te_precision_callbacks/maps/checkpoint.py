@@ -97,7 +97,8 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     for name, tensor in tensors.items():
         if len(tensor.shape) < 2 or name.endswith(_SCALES):
             continue
-        module = _module_of(name)
+        ends = (end.sub(replacement, name) for end, replacement in _PARTS if end.search(name))
+        module = next(ends, name)  # experts in one tensor have no such end
         formats[module] = _format(name, tensor, tensors)
         is_convolution = module != name and len(tensor.shape) > 2
         is_linear = tensor.shape[0] not in rows and not is_convolution
@@ -105,13 +106,6 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     if not modules:
         raise MapError(f"{path}: no weights in {', '.join(file.name for file in files)}.")
     return Checkpoint(modules, formats, config)
-
-
-def _module_of(tensor: str) -> str:
-    for end, replacement in _PARTS:
-        if end.search(tensor):
-            return end.sub(replacement, tensor)
-    return tensor  # experts in one tensor
 
 
 def _header(file: Path) -> dict[str, _Tensor]:

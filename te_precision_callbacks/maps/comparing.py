@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -68,7 +68,15 @@ class MapComparison:
     @property
     def broken(self) -> list[str]:
         """Messages about differences, and about quantized modules that were not compared."""
-        texts = list(_group_texts(self.differences))
+        texts = []
+        groups = group_by_key(((entry.tensors, entry.format_a, entry.format_b), entry) for entry in self.differences)
+        for (tensors, first, second), alike in groups.items():
+            names = join_names(dict.fromkeys(entry.a for entry in alike))
+            theirs = join_names(dict.fromkeys(entry.b for entry in alike))
+            if names != theirs:
+                names += f" ({theirs} in B)"
+            said = [fold_said(getattr(entry, side) for entry in alike) for side in ("said_a", "said_b")]
+            texts.append(f"{names}: {tensors} in {first} in A, in {second} in B. A: {said[0]}. B: {said[1]}.")
         if not self.compared:
             texts.append(f"No module of {self.a.source} has a partner in {self.b.source}. Give an alignment file.")
         if self.quantized_alone:
@@ -117,18 +125,6 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
     for side, names in ((a, only_a), (b, only_b)):
         alone += [name for name in names if is_quantized(side.modules[name].weight) and not given.allows(name)]
     return MapComparison(a, b, len(pairs), tuple(differences), tuple(allowed), only_a, only_b, tuple(alone), not_said)
-
-
-def _group_texts(differences: Iterable[Difference]) -> Iterator[str]:
-    groups = group_by_key(((entry.tensors, entry.format_a, entry.format_b), entry) for entry in differences)
-    for (tensors, first, second), alike in groups.items():
-        in_a, in_b, _, _, _, said_a, said_b = zip(*alike, strict=True)
-        ours = join_names(dict.fromkeys(in_a))
-        theirs = join_names(dict.fromkeys(in_b))
-        names = ours
-        if ours != theirs:
-            names += f" ({theirs} in B)"
-        yield f"{names}: {tensors} in {first} in A, in {second} in B. A: {fold_said(said_a)}. B: {fold_said(said_b)}."
 
 
 def fold_said(texts: Iterable[str]) -> str:

@@ -100,7 +100,10 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
     deciding: dict[str, Rule] = {}
     problems: list[tuple[tuple[FindingKind, str, str], tuple[Rule, list[str]]]] = []
     for rule in file.rules:
-        matched = _matched(file, rule, modules)
+        try:
+            matched = [module for module in modules if rule.matches(rule.pattern, module)]
+        except (re.error, MapError) as error:
+            raise MapError(f"{rule} cannot be matched by the rules of {file.tool}: {error}.") from None
         problem = _problem(file, rule, matched, deciding, names)
         if problem is not None:
             kind, reason, affected = problem
@@ -118,13 +121,6 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
             text += f": {join_names(affected)}."
         findings.append(MapFinding(kind, text, tuple(affected)))
     return PrecisionMap(path, formats, tuple(findings))
-
-
-def _matched(file: RuleFile, rule: Rule, modules: Sequence[Module]) -> list[Module]:
-    try:
-        return [module for module in modules if rule.matches(rule.pattern, module)]
-    except (re.error, MapError) as error:
-        raise MapError(f"{rule} cannot be matched by the rules of {file.tool}: {error}.") from None
 
 
 def _problem(

@@ -198,7 +198,7 @@ class EffectMeasurement:
             replaced.restore()
 
     def _note(self, recipe: Any) -> None:
-        """Note the recipe that the model uses; it must be one that a search can change, and the only one."""
+        """Note the recipe that the model uses; a search can change only one, and no CustomRecipe."""
         if self.low is None:
             if recipe.custom():
                 raise SearchError("The model runs in a CustomRecipe. Search with the recipe of its quantizers instead.")

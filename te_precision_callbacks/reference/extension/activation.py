@@ -92,7 +92,7 @@ def _backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quan
 
 
 def _bias_backward(act: Activation, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Return the bias gradient, a sum over rows, and what :func:`_backward` does."""
+    """Return the bias gradient, a sum over rows, and the result of :func:`_backward`."""
     value = act.gradient(_float(grad), _float(fwd_input))
     dact = quantize_result(value, grad.dtype, quantizer, measure_first=True)
     # Fused kernels sum the float32 result; the unfused path sums the tensor rounded to the input's type.
@@ -143,7 +143,7 @@ def _clamped(limit: float = 7.0, alpha: float = QUICK_GELU_ALPHA, glu_linear_off
 
 @export
 def clamped_swiglu(input: torch.Tensor, quantizer: Any, *options: float) -> Any:
-    """The options are those of :func:`_clamped`."""
+    """``options``: as for :func:`_clamped`."""
     return _forward(_clamped(*options), input, quantizer)
 
 

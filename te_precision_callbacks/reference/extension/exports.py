@@ -1,4 +1,4 @@
-"""What Transformer Engine finds in the extension: each module adds its functions, and enumerations."""
+"""The names of the extension: each module adds its functions and enumerations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXPORTED: dict[str, Any] = {}
 
 
 def export(function: FunctionT, name: str = "") -> FunctionT:
-    """Export a function, under its own name by default; autograd does not record what it does."""
+    """Export a function, under its own name by default, without recording gradients."""
     unrecorded = torch.no_grad()(function)
     EXPORTED[name or function.__name__] = unrecorded
     return unrecorded
