@@ -142,7 +142,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
         self._unlogged: list[str] = []
         self._read: dict[int, tuple[Any, FeatureSchema | None]] = {}
-        # All layers call methods of the same features.
+        # All layers call methods of the same features; the function is defined after this class is instantiated.
         self._accepted = functools.cache(lambda method, passed: _accepted_arguments(method, passed))
 
     def __getattr__(self, name: str) -> Any:
@@ -198,10 +198,8 @@ class TransformerEngineAPI(UpstreamAPI):
             for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
                 feature = self.namespace_features.get(name)
                 if isinstance(feature, ScheduledFeature):
-                    by_schedule = type(feature).due is ScheduledFeature.due
-                    for options in self._matching(name, written, tensor, None):
-                        decides = options.schedule if by_schedule else options
-                        found.append(Watcher(name, feature, options, decides))
+                    matching = self._matching(name, written, tensor, None)
+                    found += [Watcher(name, feature, options, options.schedule) for options in matching]
             watchers = tuple(found)
             self._api_cache[layer, tensor] = watchers
         return watchers

@@ -99,13 +99,9 @@ def _steps(options: Any) -> Schedule:
 class ScheduledFeature(Feature):
     """Base class of features that observe tensors on a schedule.
 
-    If a layer runs its fused path, a session calls :meth:`due` and :meth:`observe`. On the debug path, and without a
-    session, Transformer Engine's calls lead to the same methods.
+    If a layer runs its fused path, a session reads the schedule of the options, and calls :meth:`observe`. On the debug
+    path, and without a session, Transformer Engine's calls lead to the same method.
     """
-
-    def due(self, options: Any, iteration: int) -> tuple[bool, int | None]:
-        due: tuple[bool, int | None] = options.schedule.at(iteration)
-        return due
 
     def observe(self, options: Any, watched: Watched) -> None:
         """Queue the requested statistics of a tensor, which must not change before the engine measures it."""
@@ -115,7 +111,8 @@ class ScheduledFeature(Feature):
     def inspect_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        return self.due(config, iteration)
+        due: tuple[bool, int | None] = _steps(config).at(iteration)
+        return due
 
     @api_method
     def inspect_tensor(
@@ -150,12 +147,12 @@ def keep_operand(engine: StatisticsEngine, watched: Watched, without: str) -> No
 
 
 class Watcher(NamedTuple):
-    """A feature that observes a tensor; ``decides`` is the same object if :meth:`ScheduledFeature.due` is equal."""
+    """A feature that observes a tensor, and its steps."""
 
     name: str
     feature: ScheduledFeature
     options: Any
-    decides: object
+    schedule: Schedule
 
 
 class StatisticsFeature(ScheduledFeature):

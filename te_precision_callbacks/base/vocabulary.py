@@ -45,12 +45,9 @@ class RecipeRow(NamedTuple):
 
     Attributes:
         other_names: other accepted spellings.
-        shares: number of elements that share a scale; ``all`` for the whole tensor.
-        factor: the type of the scale.
         elements: the default element format.
         fixed: why a statistic's name cannot select the element format; empty if it can.
         recipe_class: the class in ``common/recipe``.
-        question: the method of recipe classes that returns True for this recipe only.
         check: the function in ``pytorch/quantization.py`` that tests hardware support.
         quantizer: the quantizer class in ``pytorch/tensor``.
         storage: the base class of the quantized tensors.
@@ -60,12 +57,9 @@ class RecipeRow(NamedTuple):
 
     name: str
     other_names: tuple[str, ...]
-    shares: str
-    factor: str
     elements: str
     fixed: str
     recipe_class: str
-    question: str
     check: str
     quantizer: str
     storage: str
@@ -77,12 +71,9 @@ _ROWS = (
     RecipeRow(
         "fp8_delayed_scaling",
         ("delayed_scaling",),
-        shares="all",
-        factor="float32, from the amaxes of earlier steps",
         elements="E4M3; gradients E5M2",
         fixed="fp8_delayed_scaling is read where a layer runs it, with the elements that it has there",
         recipe_class="DelayedScaling",
-        question="delayed",
         check="check_fp8_support",
         quantizer="Float8Quantizer",
         storage="Float8TensorStorage",
@@ -92,12 +83,9 @@ _ROWS = (
     RecipeRow(
         "fp8_current_scaling",
         ("current_scaling", "fp8_current"),
-        shares="all",
-        factor="float32",
         elements="E4M3; gradients E5M2",
         fixed="",
         recipe_class="Float8CurrentScaling",
-        question="float8_current_scaling",
         check="check_fp8_support",
         quantizer="Float8CurrentScalingQuantizer",
         storage="Float8TensorStorage",
@@ -107,12 +95,9 @@ _ROWS = (
     RecipeRow(
         "mxfp8",
         (),
-        shares="32",
-        factor="a power of two (E8M0)",
         elements="E4M3",
         fixed="",
         recipe_class="MXFP8BlockScaling",
-        question="mxfp8",
         check="check_mxfp8_support",
         quantizer="MXFP8Quantizer",
         storage="MXFP8TensorStorage",
@@ -122,12 +107,9 @@ _ROWS = (
     RecipeRow(
         "fp8_block_scaling",
         ("block_scaling", "fp8_block"),
-        shares="128; in a weight 128 x 128",
-        factor="a power of two (float32)",
         elements="E4M3",
         fixed="",
         recipe_class="Float8BlockScaling",
-        question="float8_block_scaling",
         check="check_fp8_block_scaling_support",
         quantizer="Float8BlockQuantizer",
         storage="Float8BlockwiseQTensorStorage",
@@ -137,12 +119,9 @@ _ROWS = (
     RecipeRow(
         "nvfp4",
         (),
-        shares="16; in a weight 16 x 16",
-        factor="E4M3 times one float32 of the tensor",
         elements="E2M1",
         fixed="nvfp4 has E2M1 elements only",
         recipe_class="NVFP4BlockScaling",
-        question="nvfp4",
         check="check_nvfp4_support",
         quantizer="NVFP4Quantizer",
         storage="NVFP4TensorStorage",
@@ -155,7 +134,7 @@ RECIPES: Mapping[str, RecipeRow] = {row.name: row for row in _ROWS}
 """The recipes by name. See ``engine/simulation.py`` for their arithmetic, ``te/gemm_shapes.py`` for the sizes that
 their GEMMs accept."""
 
-ONE_SCALE = tuple(row.name for row in _ROWS if row.shares == "all")
+ONE_SCALE = tuple(row.name for row in _ROWS if row.scaling == PER_TENSOR)
 """Recipes with one scale per tensor; the others have a scale per block."""
 
 WITH_ELEMENT_FORMAT = tuple(row.name for row in _ROWS if not row.fixed)
@@ -187,8 +166,7 @@ LayerNames = Literal["path", "upstream"]
 Observe = Literal["debug", "fused", "auto"]
 """Transformer Engine's path that layers take while features observe their tensors."""
 
-_RECIPE_OF_QUANTIZER = {row.quantizer: row.name for row in _ROWS}
-_FORMATS = {row.quantizer: row.format for row in _ROWS} | {row.storage: row.format for row in _ROWS}
+_ROW_OF_CLASS = {name: row for row in _ROWS for name in (row.recipe_class, row.quantizer, row.storage)}
 
 LEAST_PRESENT = 16
 LEAST_ABSENT = 8
@@ -220,33 +198,23 @@ def _names_of_class(kind: type) -> tuple[str, ...]:
     return tuple(base.__name__ for base in kind.__mro__)
 
 
-def recipe_of(quantizer: Any) -> str | None:
-    kind: type = type(quantizer)
-    return _recipe_of_class(kind)
-
-
 @functools.cache
-def _recipe_of_class(quantizer: type) -> str | None:
-    return next(filter(None, map(_RECIPE_OF_QUANTIZER.get, _names_of_class(quantizer))), None)
+def _row_of_class(kind: type) -> RecipeRow | None:
+    return next(filter(None, map(_ROW_OF_CLASS.get, _names_of_class(kind))), None)
+
+
+def recipe_of(recipe_or_quantizer: Any) -> str | None:
+    """Return the name in :data:`RECIPES` of one of Transformer Engine's recipes or quantizers; None for custom ones."""
+    kind: type = type(recipe_or_quantizer)
+    row = _row_of_class(kind)
+    return row and row.name
+
+
+def format_of_class(kind: type) -> str | None:
+    """Return the format of a class of quantized tensors, storages or quantizers; None for other classes."""
+    row = _row_of_class(kind)
+    return row and row.format
 
 
 def name_of_format(obj: Any) -> str | None:
-    kind: type = type(obj)
-    return format_of_class(kind)
-
-
-@functools.cache
-def format_of_class(kind: type) -> str | None:
-    """Return the format of a class of quantized tensors, storages or quantizers; None for other classes."""
-    return next(filter(None, map(_FORMATS.get, _names_of_class(kind))), None)
-
-
-_NAMES_OF_RECIPES: dict[type, str | None] = {}
-
-
-def name_of_recipe(recipe: Any) -> str | None:
-    """Return the name of a Transformer Engine recipe in :data:`RECIPES`; None for a custom recipe."""
-    kind: type = type(recipe)
-    if kind not in _NAMES_OF_RECIPES:
-        _NAMES_OF_RECIPES[kind] = next((row.name for row in _ROWS if getattr(recipe, row.question)()), None)
-    return _NAMES_OF_RECIPES[kind]
+    return format_of_class(type(obj))

@@ -105,13 +105,6 @@ class Acting(Protocol):
     def place(self, *keys: str | int) -> str: ...
 
 
-def _modified_by_both(effect: Effect, other: Effect) -> Pair | None:
-    for pair in effect.modifies:
-        if pair in other.modifies and _meets(effect.steps(*pair), other.steps(*pair)):
-            return pair
-    return None
-
-
 def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
     """Yield a message for each pair of features that conflict in the same layers.
 
@@ -125,7 +118,8 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
         for owner, other, others in acting[:number]:
             here = section.place(NAMESPACE, feature)
             there = owner.place(NAMESPACE, other)
-            both = _modified_by_both(effect, others)
+            shared = [pair for pair in effect.modifies if pair in others.modifies]
+            both = next((pair for pair in shared if _meets(effect.steps(*pair), others.steps(*pair))), None)
             if both is not None:
                 gemm, tensor = both
                 yield (

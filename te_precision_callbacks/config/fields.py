@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -69,11 +68,6 @@ def size_in_bytes(size: object) -> int:
 QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Words:
-    text: str
 
 
 def _as_list(value: Any) -> Any:
@@ -143,12 +137,12 @@ _QUANTIZED = f"STATISTIC being one of {', '.join(QUANTIZED_STATISTICS)}"
 TensorStatistic = Annotated[
     Request,
     PlainValidator(_tensor_statistic),
-    Words(f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}"),
+    f"statistics: {', '.join(TENSOR_STATISTICS)}, {{{BLOCKWISE}: {{block_size: 32, dims: 1}}}}",
 ]
 Fp8Statistic = Annotated[
     Request,
     PlainValidator(_quantized_statistic),
-    Words(
+    (
         f"[RECIPE_[FORMAT_]]STATISTIC[_columnwise], {_QUANTIZED}, RECIPE one of {', '.join(RECIPES)}, and FORMAT, after"
         f" {', '.join(WITH_ELEMENT_FORMAT)}, one of {', '.join(ELEMENT_FORMATS)}"
     ),
@@ -156,12 +150,12 @@ Fp8Statistic = Annotated[
 Nvfp4Statistic = Annotated[
     Request,
     PlainValidator(_nvfp4_statistic),
-    Words(f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}"),
+    f"[nvfp4_]STATISTIC[_columnwise], {_QUANTIZED}",
 ]
 Size = Annotated[
     int,
     PlainValidator(size_in_bytes),
-    Words("a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)"),
+    "a number of bytes, or a text such as `10MB` (10^7) or `2GiB` (2 * 2^30)",
 ]
 
 
@@ -193,7 +187,7 @@ Intervals = Annotated[
     BeforeValidator(_as_list),
     Field(min_length=1),
     AfterValidator(_intervals),
-    Words("a list of [start, end] pairs of steps"),
+    "a list of [start, end] pairs of steps",
 ]
 
 
@@ -202,61 +196,41 @@ def is_list(field: FieldInfo) -> bool:
 
 
 def names(field: FieldInfo) -> tuple[str, ...]:
-    kind = _type_of_entry(field.annotation)
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return ()
+    kind = _type_of_entry(field)
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    kind = _type_of_entry(field.annotation)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind
-    return None
+    kind = _type_of_entry(field)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def words(field: FieldInfo) -> str:
     kind, metadata = _plain(field.annotation)
-    metadata = [*field.metadata, *metadata]
-    description = _find_words(metadata)
-    if description is not None:
-        return description.text
-    if get_origin(kind) is list:
-        return f"a list of {_entries(field, get_args(kind)[0])}"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
+    metadata += field.metadata
+    if text := _find_words(metadata):
+        return text
+    if is_list(field):
+        entries = _find_words(_plain(get_args(kind)[0])[1]) or ", ".join(names(field))
+        if item := item_of(field):
+            required = next(key for key, of_item in item.model_fields.items() if of_item.is_required())
+            entries = f"mappings with {required!r}"
+        return f"a list of {entries}"
+    if choices := names(field):
+        return f"one of {', '.join(choices)}"
     if kind is bool:
         return "True or False"
-    low = None
-    high = None
-    for entry in metadata:
-        low = getattr(entry, "ge", low)
-        high = getattr(entry, "le", high)
-    if high is None:
-        return f"an integer >= {low}"
-    return f"an integer from {low} to {high}"
+    low = next(entry.ge for entry in metadata if hasattr(entry, "ge"))
+    high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
+    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
 
 
-def _entries(field: FieldInfo, entry: Any) -> str:
-    item = item_of(field)
-    if item is not None:
-        for key, of_item in item.model_fields.items():
-            if of_item.is_required():
-                return f"mappings with {key!r}"
-    description = _find_words(_plain(entry)[1])
-    if description is not None:
-        return description.text
-    return ", ".join(names(field))
-
-
-def _find_words(metadata: Sequence[Any]) -> Words | None:
-    for entry in metadata:
-        if isinstance(entry, Words):
-            return entry
-    return None
+def _find_words(metadata: Sequence[Any]) -> str:
+    return next((entry for entry in metadata if isinstance(entry, str)), "")
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:
+    """Return a type without None, and its metadata; a text among them describes the values."""
     if type(None) in get_args(annotation):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Annotated:
@@ -264,8 +238,6 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
     return annotation, []
 
 
-def _type_of_entry(annotation: Any) -> Any:
-    kind = _plain(annotation)[0]
-    if get_origin(kind) is list:
-        return get_args(kind)[0]
-    return kind
+def _type_of_entry(field: FieldInfo) -> Any:
+    kind = _plain(field.annotation)[0]
+    return get_args(kind)[0] if get_origin(kind) is list else kind

@@ -164,14 +164,10 @@ class Target(Generic[HeldT_co]):
 
 def options_for(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
     """Return the options for a call, one per target of its tensor; without a tensor, only the first."""
-    options = []
-    for target in targets:
-        is_for_tensor = tensor is None or target.tensor in (tensor, None)
-        if is_for_tensor and (gemm is None or target.gemm in (gemm, None)):
-            options.append(target.options)
-    if tensor is not None:
-        return options
-    return options[:1]
+    of_gemm = (target for target in targets if gemm is None or target.gemm in (gemm, None))
+    if tensor is None:
+        return [target.options for target in of_gemm][:1]
+    return [target.options for target in of_gemm if target.tensor in (tensor, None)]
 
 
 class FeatureSchema(Level):

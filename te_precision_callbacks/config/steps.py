@@ -7,17 +7,17 @@ steps as an uninterrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
-from te_precision_callbacks.config.levels import Level, ObservingFeatureSchema, Target
+from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
+from te_precision_callbacks.config.levels import Level, Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import Section
-from te_precision_callbacks.config.schemas import DumpTensors, LogGemmError
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 
 _MOST_NAMED = 3
@@ -35,25 +35,23 @@ def with_early_steps(config: Config) -> Config:
 
 
 def _with_early_steps(section: Section) -> Section:
-    def early(options: Any) -> Any:
-        schema = options.schema if isinstance(options, ReadOptions) else None
-        if not isinstance(schema, (ObservingFeatureSchema, LogGemmError)) or isinstance(schema, DumpTensors):
-            return options
-        # Both properties are cached; the copies get other values.
-        copy = schema.model_copy()
-        vars(copy)["targets"] = tuple(replace(target, options=item(target.options)) for target in schema.targets)
-        return ReadOptions(options, copy)
-
-    def item(options: Any) -> Any:
-        copy = options.model_copy()
-        vars(copy)["schedule"] = options.schedule.with_early(EARLY_STEPS)
-        return copy
-
-    features: Mapping[str, Any] = section.features.get(NAMESPACE, {})
+    features = dict(section.features.get(NAMESPACE, {}))
+    for name, options in features.items():
+        if isinstance(options, ReadOptions):
+            schema = options.schema.model_copy()
+            vars(schema)["targets"] = tuple(map(_early, schema.targets))  # a cached property
+            features[name] = ReadOptions(options, schema)
     if not features:
         return section
-    own = {name: early(options) for name, options in features.items()}
-    return replace(section, features={**section.features, NAMESPACE: own})
+    return replace(section, features={**section.features, NAMESPACE: features})
+
+
+def _early(target: Target[Any]) -> Target[Any]:
+    if not isinstance(target.options, (LoggedTensor, GemmSampling)):
+        return target
+    item = target.options.model_copy()
+    vars(item)["schedule"] = item.schedule.with_early(EARLY_STEPS)  # a cached property
+    return replace(target, options=item)
 
 
 def describe_never_due(config: Config, last: int) -> str:

@@ -22,7 +22,6 @@ from te_precision_callbacks.base.vocabulary import (
     GemmName,
     class_names,
     format_of_class,
-    name_of_recipe,
     recipe_of,
 )
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_GRADIENT, NO_INPUT_GRADIENT, Format
@@ -151,7 +150,7 @@ def recipe_of_operator(module: Any, arguments: Any) -> str:
 def recipe_text(recipe: Any) -> str:
     if recipe is None:
         return ""
-    return name_of_recipe(recipe) or type(recipe).__name__
+    return recipe_of(recipe) or type(recipe).__name__
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointError
 
-from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, name_of_recipe
+from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, recipe_of
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.gemm_shapes import Refusal, refusals
@@ -110,7 +110,7 @@ def _explanation(place: _FailedLayer | None) -> str | None:
         return None
     module: Any = place.named.module
     recipe = recipe_of_module(module)
-    name = name_of_recipe(recipe)
+    name = recipe_of(recipe)
     if name is None:
         return None
     from te_precision_callbacks.te.recipes import compute_capability

@@ -20,6 +20,7 @@ from te_precision_callbacks.instrumentation.current_call import Forward
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
+from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.tensors import FORM_READERS, form_of, is_quantized, quantizer_of, scaling_mode
 
@@ -60,20 +61,20 @@ class _Observers:
 
     Attributes:
         watchers: layer index, tensor, feature, and index of the decision whether it is due.
-        decisions: one feature for each decision.
+        decisions: the schedules.
         answer: of the last query: the features that are due, and the next iterations to query.
         combinations: decisions -> the features that are due.
     """
 
     layers: int
     watchers: Sequence[tuple[int, str, Watcher, int]]
-    decisions: Sequence[Watcher]
+    decisions: Sequence[Schedule]
     iteration: int = -1
     answer: tuple[Due, Sequence[int]] = (_NOTHING, ())
     combinations: dict[tuple[bool, ...], Due] = field(default_factory=dict)
 
     def query(self, iteration: int) -> None:
-        answers = [watcher.feature.due(watcher.options, iteration) for watcher in self.decisions]
+        answers = [schedule.at(iteration) for schedule in self.decisions]
         decided = tuple(is_due for is_due, _ in answers)
         if decided not in self.combinations:
             self.combinations[decided] = self._combine(decided)
@@ -134,8 +135,7 @@ class StatisticsConsumer:
         import nvdlfw_inspect.api as debug_api
 
         self._api = debug_api.transformer_engine
-        decisions: dict[int, int] = {}
-        deciding: list[Watcher] = []
+        decisions: dict[Schedule, int] = {}
         watchers: list[tuple[int, str, Watcher, int]] = []
         for index, layer in enumerate(layers):
             try:
@@ -145,12 +145,10 @@ class StatisticsConsumer:
                 continue
             for tensor, of_tensor in by_tensor:
                 for watcher in of_tensor:
-                    decision = decisions.setdefault(id(watcher.decides), len(deciding))
-                    if decision == len(deciding):
-                        deciding.append(watcher)
+                    decision = decisions.setdefault(watcher.schedule, len(decisions))
                     watchers.append((index, tensor, watcher, decision))
         options = [(index, tensor, watcher.name, id(watcher.options)) for index, tensor, watcher, _ in watchers]
-        return self._of_options.setdefault((len(layers), *options), _Observers(len(layers), watchers, deciding))
+        return self._of_options.setdefault((len(layers), *options), _Observers(len(layers), watchers, list(decisions)))
 
     def repeat(
         self, forward: Forward, position: int, operands: Sequence[Any], keywords: Mapping[str, Any], result: Any

@@ -20,7 +20,7 @@ from rich.progress import track
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.base.vocabulary import name_of_recipe
+from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.check.factory import format_failure
 from te_precision_callbacks.search.measuring import Closure, EffectMeasurement, TrainingState, mean_over_ranks
 from te_precision_callbacks.search.results import Confirmation, GradientEffect, SearchOptions, SearchResult
@@ -173,7 +173,7 @@ class _Search:
         noise = self.measurement.measure(None)
         all_low = self._effect(frozenset())
         self._require_quiet(noise, all_low)
-        recipe = name_of_recipe(low) or ""
+        recipe = recipe_of(low) or ""
         costs = Costs(products, recipe, self.options.gpu)
         atoms = self.units.atoms(self.options.together, whole_modules=low.delayed())
         measured, leaves = sweep(atoms, self._effects, by_gemm=not low.delayed())

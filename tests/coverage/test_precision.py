@@ -16,7 +16,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 
 from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError
-from te_precision_callbacks.base.vocabulary import GEMMS, name_of_recipe
+from te_precision_callbacks.base.vocabulary import GEMMS, recipe_of
 from te_precision_callbacks.session import GemmPrecision, InspectSession, running_session
 from tests.combinations import half, pairs
 from tests.conftest import feature, statistics
@@ -368,7 +368,7 @@ def test_it_is_what_the_gemms_of_each_iteration_were_handed(tmp_path: Path, conf
     session, handed_in = watched(tmp_path, config, recipes, evaluated=[3])
     for step, handed in enumerate(handed_in):
         assert wrong(session.precision(at=step), handed) == [], step
-        recipe = "none" if recipes[step] is None else name_of_recipe(recipes[step])
+        recipe = "none" if recipes[step] is None else recipe_of(recipes[step])
         assert {entry.recipe for entry in session.precision(at=step) if not entry.not_run} == {recipe}, step
 
 

@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.base.vocabulary import name_of_recipe
+from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
@@ -595,7 +595,7 @@ def test_micro_batches_of_different_precision(tmp_path: Path, second: Any, rows:
     assert coverage.macs() == before.macs() == (64 + rows) * 64 * 64 * 5  # the first layer's input needs no gradient
     assert {product.recipe for product in coverage if product.macs} == {
         "fp8_current_scaling",
-        "none" if second is None else name_of_recipe(second),
+        "none" if second is None else recipe_of(second),
     }
 
 

@@ -9,7 +9,6 @@ import yaml
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.manual.features import UnknownFeatureError, features
 from te_precision_callbacks.config import ConfigError, load_config
 from te_precision_callbacks.config.schemas import FEATURES
@@ -122,7 +121,7 @@ def test_docs_statistics_has_the_recipes_and_symbols() -> None:
     assert recipes_table.table() in page
     assert SYMBOLS in one_line(page)
     for name, recipe in SIMULATED.items():
-        shares = RECIPES[name].shares
+        shares = recipes_table.SHARES[name]
         assert shares.partition(";")[0] == ("all" if recipe.side is None else str(recipe.side))
         assert ("in a weight" in shares) == recipe.square_weights
 

@@ -47,28 +47,15 @@ def split_into_blocks(matrix: torch.Tensor, block: Block, filler: float = math.n
 
 def join_blocks(blocks: torch.Tensor, block: Block, shape: tuple[int, int]) -> torch.Tensor:
     """Join blocks into a matrix of a given shape, the inverse of :func:`split_into_blocks`."""
-    rows, columns = shape
-    height, width = block
-    tiles = blocks.view(*block_counts(shape, block), height, width).transpose(1, 2)
-    return tiles.reshape(tiles.shape[0] * height, tiles.shape[2] * width)[:rows, :columns]
-
-
-def repeat_per_block(block_values: torch.Tensor, block: Block, shape: tuple[int, ...]) -> torch.Tensor:
-    """Repeat each block's value, [rows of blocks, columns of blocks], for its elements, up to ``shape``."""
-    height, width = block
-    rows, columns = shape
-    if height > 1:
-        block_values = block_values.repeat_interleave(height, 0)[:rows]
-    if width > 1:
-        return block_values.repeat_interleave(width, 1)[:, :columns]
-    return block_values
+    tiles = blocks.view(*block_counts(shape, block), *block).transpose(1, 2)
+    return _join_tiles(tiles, shape)
 
 
 def multiply_by_blocks(matrix: torch.Tensor, block_values: torch.Tensor, block: Block) -> torch.Tensor:
     """Multiply each element by the value of its block, [rows of blocks, columns of blocks]."""
-    height, width = block
-    rows, columns = matrix.shape
-    if rows % height or columns % width:
-        return matrix * repeat_per_block(block_values, block, matrix.shape)
-    tiles = matrix.reshape(rows // height, height, columns // width, width)
-    return (tiles * block_values[:, None, :, None]).view(matrix.shape)
+    return _join_tiles(as_tiles(matrix, block) * block_values[:, None, :, None], matrix.shape)
+
+
+def _join_tiles(tiles: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    rows, columns = shape
+    return tiles.flatten(2).flatten(0, 1)[:rows, :columns]

@@ -89,14 +89,8 @@ class Group:
 
     # ------------------------------------------------------------------ operations, in place
 
-    def add(self, array: npt.NDArray[np.float64]) -> None:
-        """Start a sum over the ranks, in place, bit-identical on all ranks."""
-        self._reduce(array, dist.ReduceOp.SUM)
-
-    def maximum(self, array: npt.NDArray[np.int64]) -> None:
-        self._reduce(array, dist.ReduceOp.MAX)
-
-    def _reduce(self, array: npt.NDArray[Any], operation: Any) -> None:
+    def reduce(self, array: npt.NDArray[Any], operation: Any) -> None:
+        """Start a sum or maximum over the ranks, in place, bit-identical on all ranks."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = operation
         self._start(self._gloo.allreduce, [torch.from_numpy(array)], options)

@@ -348,7 +348,7 @@ class Messages:
         header = np.zeros(_HEADER + _HEADER_MAXIMA, np.int64)
         header[:_HEADER] = *equal, *(-number for number in equal), len(text)
         header[_HEADER : _HEADER + ranked.size] = ranked[:_HEADER_MAXIMA]
-        group.maximum(header)
+        group.reduce(header, dist.ReduceOp.MAX)
         finish()
         alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
         if not alike[:-1].all():
@@ -360,9 +360,9 @@ class Messages:
                 )
             )
         if sums:
-            group.add(numbers[:sums])
+            group.reduce(numbers[:sums], dist.ReduceOp.SUM)
         if ranked.size > _HEADER_MAXIMA:
-            group.maximum(ranked[_HEADER_MAXIMA:])
+            group.reduce(ranked[_HEADER_MAXIMA:], dist.ReduceOp.MAX)
         finish()
         ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
         numbers[sums:] = _from_ordered_integers(ranked)

@@ -187,7 +187,6 @@ def log_folder(folder: Path) -> LogFolder:
 Severity = Literal["stops a run", "changes a run"]
 
 COMPILED_BUILD = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'"
-_ORDER: tuple[Severity, ...] = ("stops a run", "changes a run")
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def findings(machine: Machine) -> tuple[DoctorFinding, ...]:
     advice = list(_engine_findings(engine, with_gpu=not isinstance(torch, str) and bool(torch.gpus)))
     advice += _torch_findings(torch)
     advice += _folder_findings(machine.log_folder)
-    return tuple(sorted(advice, key=lambda finding: _ORDER.index(finding.severity)))
+    return tuple(sorted(advice, key=lambda finding: finding.severity != "stops a run"))
 
 
 def _engine_findings(engine: TransformerEngine, *, with_gpu: bool) -> Iterator[DoctorFinding]:

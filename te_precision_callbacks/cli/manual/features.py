@@ -38,11 +38,7 @@ class Key:
 
     @property
     def places(self) -> str:
-        places: dict[str, None] = {}
-        for path in self.where:
-            place = f"items of `{path[-1]}`" if path else "feature"
-            places[place] = None
-        return ", ".join(places)
+        return ", ".join(dict.fromkeys(f"items of `{path[-1]}`" if path else "feature" for path in self.where))
 
 
 @dataclass(frozen=True)
