@@ -107,13 +107,15 @@ class ObservationFailures:
             if not known:
                 self._report_disconnected(where, error)
         elif self._count == 1 or not known:
+            # If the operating system refused to read or write, a traceback does not explain that.
+            is_of_disk = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
             logger.error(
                 "Precision debugging failed on rank %d: %s: %s. Training continues without this part. This failure"
                 " is reported once; strict=True raises it.",
                 self._rank,
                 where,
                 _format_error(error).removesuffix("."),
-                exc_info=error if self._count == 1 and not _is_of_disk(error) else None,
+                exc_info=error if self._count == 1 and not is_of_disk else None,
             )
 
     def lose_folder(self, folder: Path, error: OSError) -> None:
@@ -163,11 +165,6 @@ def _concerns_folder(folder: Path, error: BaseException | None) -> bool:
             return cause.is_relative_to(folder) or folder.is_relative_to(cause)
         error = error.__cause__
     return False
-
-
-def _is_of_disk(error: BaseException) -> bool:
-    """Return whether the operating system refused to read or write; a traceback does not explain that."""
-    return isinstance(error, OSError) or isinstance(error.__cause__, OSError)
 
 
 def _format_error(error: BaseException) -> str:

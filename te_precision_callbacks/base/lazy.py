@@ -15,7 +15,7 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 from te_precision_callbacks.base.former_names import check_import
@@ -26,7 +26,12 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
 
     @cache
     def origins() -> dict[str, tuple[str, str]]:
-        return dict(_imported_for_checkers(package))
+        imported = {}
+        for statement in ast.walk(ast.parse(inspect.getsource(sys.modules[package]))):
+            if isinstance(statement, ast.ImportFrom) and statement.module is not None:
+                for alias in statement.names:
+                    imported[alias.asname or alias.name] = statement.module, alias.name
+        return imported
 
     def getattr_(name: str) -> object:
         check_import(f"{package}.{name}")
@@ -39,10 +44,3 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
         return sorted({*vars(sys.modules[package]), *origins()})
 
     return getattr_, dir_
-
-
-def _imported_for_checkers(package: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    for statement in ast.walk(ast.parse(inspect.getsource(sys.modules[package]))):
-        if isinstance(statement, ast.ImportFrom) and statement.module is not None:
-            for alias in statement.names:
-                yield alias.asname or alias.name, (statement.module, alias.name)

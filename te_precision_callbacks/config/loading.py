@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from te_precision_callbacks.base.former_names import FORMER_NAMES
 from te_precision_callbacks.base.suggestions import meant_for, nearest, shown
@@ -178,20 +178,17 @@ def load_config(
     for key, body in data.items():
         with problems.collecting():
             if key == LAYER_NAMES and not isinstance(body, Mapping):
-                layer_names = _layer_names(body, places)
+                if body not in get_args(LayerNames):
+                    choices = " or ".join(map(repr, get_args(LayerNames)))
+                    raise ConfigError(
+                        f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be {choices}, not"
+                        f" {shown(body)}."
+                    )
+                layer_names = body
             else:
                 sections.append(_section(str(key), body, places, known, others=others))
     problems.raise_any()
     return Config(tuple(sections), path, layer_names, data)
-
-
-def _layer_names(body: Any, places: Places) -> LayerNames:
-    if body not in get_args(LayerNames):
-        choices = " or ".join(map(repr, get_args(LayerNames)))
-        raise ConfigError(
-            f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be {choices}, not {shown(body)}."
-        )
-    return cast(LayerNames, body)
 
 
 def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *, others: bool) -> Section:
@@ -203,7 +200,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
             f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
         )
     place = functools.partial(places, name, "layers")
-    selector = LayerSelector.selecting_nothing(place)
+    selector = LayerSelector((), None, None, None, place)  # selects nothing
     if body.get("enabled") is False:
         return Section(name, False, selector, {}, places)
     if "layers" not in body and any(name in features for features in known.values()):

@@ -79,7 +79,7 @@ class LayerIndex:
         else:
             self._names = [(layer.upstream[upstream],) for layer in layers]
             self._types = [() for _ in layers]
-            self._numbers = [_upstream_number_of(name) for (name,) in self._names]
+            self._numbers = [_as_number(_UPSTREAM_NUMBER.findall(name)) for (name,) in self._names]
         self.numbers = sorted(number for number in set(self._numbers) if number is not None)
 
     @functools.cached_property
@@ -146,10 +146,6 @@ class LayerSelector:
     numbers: tuple[tuple[int, int], ...] | None
     types: tuple[str, ...] | None
     place: Where
-
-    @classmethod
-    def selecting_nothing(cls, place: Where) -> LayerSelector:
-        return cls((), None, None, None, place)
 
     @classmethod
     def parse(cls, block: object, place: Where) -> LayerSelector:
@@ -242,10 +238,6 @@ def _number_of(name: str) -> int | None:
     """Return the first part of a name that is a number, else the first number that does not follow fc or gemm_."""
     numbers = list(filter(str.isdecimal, name.split("."))) or _NUMBER.findall(name)
     return _as_number(numbers[:1])
-
-
-def _upstream_number_of(name: str) -> int | None:
-    return _as_number(_UPSTREAM_NUMBER.findall(name))
 
 
 def _as_number(numbers: Sequence[str]) -> int | None:

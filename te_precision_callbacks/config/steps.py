@@ -7,7 +7,6 @@ steps as an uninterrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from te_precision_callbacks.base.counts import first_of
 from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
-from te_precision_callbacks.config.levels import Level, Target
+from te_precision_callbacks.config.levels import Target
 from te_precision_callbacks.config.loading import Config
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
@@ -57,11 +56,14 @@ def _early(target: Target[Any]) -> Target[Any]:
 def describe_never_due(config: Config, last: int) -> str:
     """Return a warning about features that begin after the ``last`` step of a run; empty without such features."""
     never_due = []
-    for section, feature, target in _all_targets(config):
-        schedule = getattr(target.options, "schedule", EVERY_STEP)
-        first = schedule.at(-1)[1]
-        if first is None or first > last:
-            never_due.append(f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}")
+    for section in config.enabled_sections:
+        for feature, options in section.features.get(NAMESPACE, {}).items():
+            if isinstance(options, ReadOptions) and options.schema.enabled:
+                for target in options.schema.every_target:
+                    schedule = getattr(target.options, "schedule", EVERY_STEP)
+                    first = schedule.at(-1)[1]
+                    if first is None or first > last:
+                        never_due.append(f"{section.place(NAMESPACE, feature)}: {feature}, {schedule}")
     if not never_due:
         return ""
     return (
@@ -69,11 +71,3 @@ def describe_never_due(config: Config, last: int) -> str:
         f" {'; '.join(first_of(dict.fromkeys(never_due), _MOST_NAMED))}. Choose steps up to {last}, or run longer;"
         " steps start at 0."
     )
-
-
-def _all_targets(config: Config) -> Iterator[tuple[Section, str, Target[Level]]]:
-    for section in config.enabled_sections:
-        for feature, options in section.features.get(NAMESPACE, {}).items():
-            if isinstance(options, ReadOptions) and options.schema.enabled:
-                for target in options.schema.every_target:
-                    yield section, feature, target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex, TypeVar
@@ -62,14 +61,9 @@ class Iterations:
         if iteration not in self:
             observed = "No iteration has run yet."
             if self._ran:
-                observed = f"Observed: {', '.join(itertools.starmap(_format_span, self._ran))}."
+                spans = (str(first) if first == last else f"{first} to {last}" for first, last in self._ran)
+                observed = f"Observed: {', '.join(spans)}."
             raise IterationError(f"{what}(at={iteration!r}): this session did not observe that iteration. {observed}")
-
-
-def _format_span(first: int, last: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first} to {last}"
 
 
 class AnyIteration(tuple[FactT, ...]):

@@ -342,7 +342,9 @@ class Messages:
     def _exchange(
         self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
     ) -> bytes:
-        ranked = _to_ordered_integers(numbers[sums:])
+        maxima = numbers[sums:]
+        # nan is the largest, since gloo's maximum may drop a nan.
+        ranked = _in_order(np.where(np.isnan(maxima), np.nan, maxima).view(np.int64))
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         equal = zlib.crc32(kind.encode()), sums, ranked.size, digest
         header = np.zeros(_HEADER + _HEADER_MAXIMA, np.int64)
@@ -365,7 +367,7 @@ class Messages:
             group.reduce(ranked[_HEADER_MAXIMA:], dist.ReduceOp.MAX)
         finish()
         ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
-        numbers[sums:] = _from_ordered_integers(ranked)
+        numbers[sums:] = _in_order(ranked).view(np.float64)
         if alike[-1]:
             return text
         return _union(group, finish, text, int(header[_HEADER - 1]), of)
@@ -515,15 +517,9 @@ def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, 
     return shared.tobytes()
 
 
-def _to_ordered_integers(numbers: Numbers) -> npt.NDArray[np.int64]:
-    """Map floats to integers in the same order, with nan as the largest, since gloo's maximum may drop a nan."""
-    bits = np.where(np.isnan(numbers), np.nan, numbers).view(np.int64)
+def _in_order(bits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Map the bits of floats to integers in the same order, and these integers back."""
     return bits ^ ((bits >> 63) & np.iinfo(np.int64).max)
-
-
-def _from_ordered_integers(ranked: npt.NDArray[np.int64]) -> Numbers:
-    bits = ranked ^ ((ranked >> 63) & np.iinfo(np.int64).max)
-    return bits.view(np.float64)
 
 
 def _meeting_timeout(group: dist.ProcessGroup | None) -> float:
