@@ -36,11 +36,8 @@ def first_of(texts: Iterable[str], most: int, others: str = "and {} more") -> li
 
 def some_of(names: Iterable[str], most: int = 3) -> str:
     """Return the first names and the number of others: ``a, b, c and 4 more``."""
-    listed = list(names)
-    text = ", ".join(listed[:most])
-    if len(listed) <= most:
-        return text
-    return f"{text} and {len(listed) - most} more"
+    listed = first_of(names, most)
+    return " ".join([", ".join(listed[:most]), *listed[most:]])
 
 
 def without_exponents(text: str) -> str:

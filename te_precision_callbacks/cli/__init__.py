@@ -11,7 +11,7 @@ import sys
 import traceback
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -159,8 +159,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     former = former_command(sys.argv[1:])
     if former is not None:
-        typer.echo(f"te-precision: {former}", err=True)
-        raise SystemExit(2)
+        _end(former)
     reads = bool(_READERS.intersection(sys.argv[1:2]))
     # In a pipe to head, the exit code 1 would mean that a problem was found in the run.
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if reads and hasattr(signal, "SIGPIPE") else None
@@ -168,29 +167,28 @@ def main() -> None:
         app()
     except OSError as error:
         if error.filename is not None:
-            typer.echo(f"te-precision: {terminal.visible(str(error))}", err=True)
-            raise SystemExit(2) from None
-        typer.echo(f"te-precision: the output cannot be written: {error}", err=True)
+            _end(terminal.visible(str(error)))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would flush again at exit
-        raise SystemExit(2) from None
+        _end(f"the output cannot be written: {error}")
     except PrecisionDebugError as error:
-        lines = map(terminal.visible, str(error).split("\n"))  # messages may contain names from files
-        typer.echo("te-precision: " + "\n".join(lines), err=True)
-        raise SystemExit(2) from None
+        _end("\n".join(map(terminal.visible, str(error).split("\n"))))  # messages may contain names from files
     except Exception as error:
         if not reads:
             raise
         # Exit code 1 would mean that a problem was found in the run.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what = terminal.visible(f"{type(error).__name__}: {error}".partition("\n")[0])
-        typer.echo(
-            f"te-precision: the files cannot be read: {what} (in {Path(frame.filename).name}:{frame.lineno}). Either a"
-            " file is damaged, or this is a bug in te-precision-callbacks: please report it.",
-            err=True,
+        _end(
+            f"the files cannot be read: {what} (in {Path(frame.filename).name}:{frame.lineno}). Either a"
+            " file is damaged, or this is a bug in te-precision-callbacks: please report it."
         )
-        raise SystemExit(2) from None
     finally:
         if before is not None:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             signal.signal(signal.SIGPIPE, before)
+
+
+def _end(message: str) -> NoReturn:
+    typer.echo(f"te-precision: {message}", err=True)
+    raise SystemExit(2) from None

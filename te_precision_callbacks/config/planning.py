@@ -8,7 +8,7 @@ nvidia-dlfw-inspect receives exact layer names.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from te_precision_callbacks.base.suggestions import meant_for, shown, suggestion
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.effects import BASE, Effect, conflicts
 from te_precision_callbacks.config.problems import ConfigError, Problems
-from te_precision_callbacks.config.schemas import is_upstream_test
+from te_precision_callbacks.config.schemas import is_upstream_test, registered_name
 from te_precision_callbacks.config.selection import (
     EXACT,
     LayerIndex,
@@ -207,7 +207,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
             by_path = {(key, name): options for name, options in body.items()}
         for path, options in by_path.items():
             name = path[-1]
-            feature = _registered_name(name, registered.get(namespace, ()))
+            feature = registered_name(name, registered.get(namespace, ()))
             if feature is None:
                 if not others:
                     problems.append(_unknown_feature(name, namespace, registered, section.place(*path)))
@@ -224,17 +224,10 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
     return resolved
 
 
-def _registered_name(name: str, known: Iterable[str]) -> str | None:
-    for candidate in known:
-        if candidate.casefold() == name.casefold():
-            return candidate
-    return None
-
-
 def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
     others = [space for space in registered if space != namespace]
     for other in others:
-        if _registered_name(name, registered[other]) is not None:
+        if registered_name(name, registered[other]) is not None:
             return f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'."
     what = f"there is no feature {shown(name)} in {namespace!r}"
     known = [feature for feature in registered.get(namespace, ()) if not is_upstream_test(feature)]

@@ -370,11 +370,12 @@ _SCHEMAS: tuple[type[FeatureSchema], ...] = (
 FEATURES = {schema.__name__: schema for schema in _SCHEMAS}
 
 
+def registered_name(name: str, known: Iterable[str]) -> str | None:
+    return next((candidate for candidate in known if candidate.casefold() == name.casefold()), None)
+
+
 def schema_of(feature: str) -> type[FeatureSchema] | None:
-    for name, model in FEATURES.items():
-        if name.casefold() == feature.casefold():
-            return model
-    return None
+    return FEATURES.get(registered_name(feature, FEATURES) or "")
 
 
 UPSTREAM_FEATURE = "LogTensorStats"

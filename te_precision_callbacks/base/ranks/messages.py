@@ -210,7 +210,7 @@ class Messages:
 
     def _disconnect(self, why: str) -> RanksLostError:
         self._leave(Departure(self.rank, why))
-        return RanksLostError(self.departure)
+        return self._lost()
 
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
         """Leave the group because of a failure, so that the other ranks leave too.
@@ -272,7 +272,7 @@ class Messages:
         """
         group = self._group
         if group is None:
-            raise RanksLostError(self.departure, self._describe(self.departure))
+            raise self._lost()
         self._count += 1
         try:
             finish = functools.partial(group.finish, functools.partial(next, self._wait(why)))
@@ -287,7 +287,7 @@ class Messages:
                 self._leave(self._departure_of_another(error))
             else:  # this rank failed
                 self.leave(error)
-            raise RanksLostError(self.departure, self._describe(self.departure)) from error
+            raise self._lost() from error
         except BaseException as error:
             self.leave(error)
             raise
@@ -382,11 +382,12 @@ class Messages:
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
         return Departure(self.rank, f"A rank is no longer reachable: {why}")
 
-    def _describe(self, departure: Departure) -> str:
-        who = self.name(departure.rank).capitalize()
+    def _lost(self) -> RanksLostError:
+        departure = self.departure
+        text = departure.text
         if departure.kind:
-            return f"{who} has failed: {departure.text}"
-        return departure.text
+            text = f"{self.name(departure.rank).capitalize()} has failed: {text}"
+        return RanksLostError(departure, text)
 
     # ------------------------------------------------------------------ reconnecting
 
