@@ -9,8 +9,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D, MXFP8, NVFP4, PER_TENSOR
-
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["activation", "weight", "gradient"]
 TensorName = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
@@ -37,6 +35,13 @@ COLUMNWISE: Mapping[str, GemmName] = {"activation": "wgrad", "weight": "dgrad", 
 
 TENSORS: tuple[TensorName, ...] = get_args(TensorName)
 
+PER_TENSOR = "per_tensor"
+MXFP8 = "mxfp8"
+BLOCK_1D = "fp8_block_1d"
+BLOCK_2D = "fp8_block_2d"
+NVFP4 = "nvfp4"
+"""The scaling modes of quantized tensors."""
+
 ELEMENT_FORMATS = ("e4m3", "e5m2")
 
 
@@ -52,7 +57,7 @@ class RecipeRow(NamedTuple):
         quantizer: the quantizer class in ``pytorch/tensor``.
         storage: the base class of the quantized tensors.
         format: the name of the tensor format; for FP8, the element format follows.
-        scaling: the scaling mode of its activations and gradients, as in ``numerics/scaling_modes.py``.
+        scaling: the scaling mode of its activations and gradients, one of the constants above.
     """
 
     name: str

@@ -22,8 +22,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
-from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, GemmName
+from te_precision_callbacks.base.vocabulary import (
+    BLOCK_1D,
+    BLOCK_2D,
+    GEMMS,
+    MXFP8,
+    NVFP4,
+    PER_TENSOR,
+    RECIPES,
+    GemmName,
+)
 
 Dimension = Literal["tokens", "in_features", "out_features"]
 Size = Literal["m", "n", "k", "lda", "ldb"]
@@ -100,7 +108,7 @@ def rules(
     """Return the rules for the sizes of a GEMM.
 
     Args:
-        scaling: a mode of :mod:`te_precision_callbacks.base.numerics.scaling_modes`; None for high precision, which
+        scaling: a scaling mode of :mod:`te_precision_callbacks.base.vocabulary`; None for high precision, which
             accepts any size.
         result_bytes: bytes per element of the result.
         b_in_rows: for FP8 blocks, whether operand B has 1D blocks, as activations and gradients do.

@@ -25,8 +25,7 @@ from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.blocks import Block
 from te_precision_callbacks.base.numerics.formats import E2M1, E4M3, E5M2, E8M0, FloatFormat
 from te_precision_callbacks.base.numerics.layouts import PLAIN, LayoutError, ScaleMemory, Stored, tiles
-from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR
-from te_precision_callbacks.base.vocabulary import direction_name
+from te_precision_callbacks.base.vocabulary import BLOCK_1D, BLOCK_2D, MXFP8, NVFP4, PER_TENSOR, direction_name
 
 FP8_FORM = operator.attrgetter("__class__", "_fp8_dtype.real")
 """FP8 tensor -> its class and the number of its dtype, without a Python function."""

@@ -33,11 +33,11 @@ from te_precision_callbacks.base.numerics import blocks
 from te_precision_callbacks.base.numerics.blocks import Block
 from te_precision_callbacks.base.numerics.formats import FloatFormat
 from te_precision_callbacks.base.numerics.scaling import nvfp4_factors
-from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_1D as BLOCK_1D
-from te_precision_callbacks.base.numerics.scaling_modes import BLOCK_2D as BLOCK_2D
-from te_precision_callbacks.base.numerics.scaling_modes import MXFP8 as MXFP8
-from te_precision_callbacks.base.numerics.scaling_modes import NVFP4 as NVFP4
-from te_precision_callbacks.base.numerics.scaling_modes import PER_TENSOR as PER_TENSOR
+from te_precision_callbacks.base.vocabulary import BLOCK_1D as BLOCK_1D
+from te_precision_callbacks.base.vocabulary import BLOCK_2D as BLOCK_2D
+from te_precision_callbacks.base.vocabulary import MXFP8 as MXFP8
+from te_precision_callbacks.base.vocabulary import NVFP4 as NVFP4
+from te_precision_callbacks.base.vocabulary import PER_TENSOR as PER_TENSOR
 
 SWIZZLE_ROWS = 128
 SWIZZLE_COLUMNS = 4
