@@ -20,7 +20,6 @@ import torch
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
-from te_precision_callbacks.base import environment
 from te_precision_callbacks.base.vocabulary import RECIPES
 from te_precision_callbacks.cli.doctor.machine import (
     COMPILED_BUILD,
@@ -33,6 +32,7 @@ from te_precision_callbacks.cli.doctor.machine import (
     log_folder,
 )
 from te_precision_callbacks.reference import target
+from te_precision_callbacks.te import environment
 from te_precision_callbacks.te.environment import VARIABLES, Gpu, Torch, read_environment
 from tests.forked import executable
 from tests.manual.test_command import one_line

@@ -225,10 +225,10 @@ def with_layers(facts: Fingerprint, modules: Iterable[NamedModule]) -> Fingerpri
         forward = _states(named.module, FORWARD, count)
         backward = _states(named.module, BACKWARD, count)
         unsaved = not is_in_checkpoints(named.module)
-        for number, (layer, *states) in enumerate(zip(named.layers, forward, backward, strict=True)):
+        for number, (layer, state, of_backward) in enumerate(zip(named.layers, forward, backward, strict=True)):
             weights = _weights(named.module, number)
-            lacking = unsaved and states[0] is not None
-            layers.append(LayerFingerprint(layer.scope, layer.name, weights, *states, unsaved=lacking))
+            lacking = unsaved and state is not None
+            layers.append(LayerFingerprint(layer.scope, layer.name, weights, state, of_backward, lacking))
     return replace(facts, layers=tuple(layers))
 
 
