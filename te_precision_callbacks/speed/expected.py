@@ -91,11 +91,15 @@ class Times:
 
     @classmethod
     def of(cls, times: Sequence[ProductTime]) -> Times:
-        high_ms = sum(time.high_ms for time in times)
-        cast_ms = sum(time.cast_ms for time in times)
-        gemm_ms = sum(time.gemm_ms for time in times)
+        high_ms = gemm_ms = cast_ms = 0.0
+        is_low = False
+        for time in times:
+            high_ms += time.high_ms
+            gemm_ms += time.gemm_ms
+            cast_ms += time.cast_ms
+            is_low |= bool(time.recipe)
         low_ms = gemm_ms + cast_ms
-        if not any(time.recipe for time in times):
+        if not is_low:
             return cls(high_ms, low_ms, cast_ms, math.nan, "")
         why = ""
         if gemm_ms >= high_ms:
@@ -136,9 +140,8 @@ def time_products(products: Iterable[tuple[Product, str]], device: Device) -> li
                         rowwise=reader in low or operand == "gradient" or recipe in ONE_SCALE,
                         columnwise=COLUMNWISE[operand] in low,
                     ) * (1 if operand == "weight" else calls)
-            high_ms, actual_ms = (
-                calls * gemm_ms(product.n, product.k, product.m, used, device, product.batch) for used in ("", recipe)
-            )
+            high_ms = calls * gemm_ms(product.n, product.k, product.m, "", device, product.batch)
+            actual_ms = calls * gemm_ms(product.n, product.k, product.m, recipe, device, product.batch)
             times.append(ProductTime(product, recipe, high_ms, actual_ms, cast_ms))
     return times
 

@@ -44,17 +44,23 @@ class StepTimes:
     @property
     def without_gain(self) -> Mapping[str, str]:
         """Layer -> why low precision does not make it faster."""
-        reasons = {layer: Times.of(times).why_no_gain for layer, times in self.by_layer.items()}
-        return {layer: why for layer, why in reasons.items() if why}
+        reasons = {}
+        for layer, times in self.by_layer.items():
+            why = Times.of(times).why_no_gain
+            if why:
+                reasons[layer] = why
+        return reasons
 
     def notes(self) -> Iterator[str]:
         fitted = self.device.constants.measured_on
         if fitted != self.device.title:
             yield f"The model was fitted to times of {fitted}, not of {self.device.title}."
-        unknown = sum(math.isnan(time.gemm_ms) for time in self.times)
+        unknown = wide = 0
+        for time in self.times:
+            unknown += math.isnan(time.gemm_ms)
+            wide += not time.product.is_low and time.product.precision not in ("bf16", "fp16")
         if unknown:
             yield f"Not in the total: {many(unknown, 'GEMM')} with an unknown recipe."
-        wide = sum(not time.product.is_low and time.product.precision not in ("bf16", "fp16") for time in self.times)
         if wide:
             yield f"{many(wide, 'GEMM')} in FP32 or FP64: timed as BF16, but slower."
 
@@ -108,25 +114,28 @@ def show(step: StepTimes) -> None:
         reasons = dict.fromkeys([of_layer.why_no_gain, *(time.product.why for time in times)])
         first = times[0].product
         by_gemm = group_by_key((time.product.gemm, time) for time in times)
+        cells = [_format_times(Times.of(by_gemm.get(gemm, [])), len(layers)) for gemm in GEMMS]
         table.add_row(
             terminal.cell_lines(fold_names(layers, most=_MOST_NAMES)),
             "x".join(map(str, layer_sizes(first.gemm, first.n, first.m, first.k))),
-            *(_format_times(Times.of(by_gemm[gemm]), len(layers)) if gemm in by_gemm else "" for gemm in GEMMS),
+            *cells,
             _format_times(of_layer, len(layers)),
-            "" if math.isnan(of_layer.speedup) else f"{of_layer.speedup:.2f}",
+            _format_speedup(of_layer, ""),
             terminal.cell_lines(filter(None, reasons)),
         )
     terminal.show(table, optional=(*GEMMS, "tokens x in x out"))
     if rows[_MOST_ROWS:]:
         terminal.show_text(f"and {many(len(rows) - _MOST_ROWS, 'more row')}; --json lists all layers.")
-    faster = "" if math.isnan(step.total.speedup) else f", {step.total.speedup:.2f} times as fast as BF16"
-    terminal.show_text(f"All GEMMs: {_format_times(step.total)} ms{faster}.")
+    faster = _format_speedup(step.total, " times as fast as BF16")
+    terminal.show_text(f"{', '.join(filter(None, [f'All GEMMs: {_format_times(step.total)} ms', faster]))}.")
     for why, layers in group_by_key((why, layer) for layer, why in step.without_gain.items()).items():
         terminal.show_text(f"No gain: {', '.join(fold_names(layers, most=_MOST_NAMES))} ({why}).", hanging=2)
     terminal.show_notes(step.notes())
 
 
 def _format_times(times: Times, layers: int = 1) -> str:
+    if not times.high_ms:
+        return ""
     return f"{_format_ms(layers * times.high_ms)} / {_format_ms(layers * times.low_ms)}"
 
 
@@ -134,3 +143,9 @@ def _format_ms(value: float) -> str:
     if math.isnan(value):
         return "unknown"
     return f"{value:.3f}" if value < 100 else f"{value:,.0f}"
+
+
+def _format_speedup(times: Times, unit: str) -> str:
+    if math.isnan(times.speedup):
+        return ""
+    return f"{times.speedup:.2f}{unit}"

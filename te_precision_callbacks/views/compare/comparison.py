@@ -238,7 +238,9 @@ def compare(
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
     several = len({other.run_id for other in runs if other.path == run.path}) > 1
-    return f"{run.path} ({run.run_id})" if several else str(run.path)
+    if several:
+        return f"{run.path} ({run.run_id})"
+    return str(run.path)
 
 
 def _explain_unpaired(first: Side, other: Side) -> str:

@@ -47,7 +47,8 @@ class ComparedValues(NamedTuple):
 
     def nearest(self, rows: Ints, sign: int) -> Floats:
         """The nearest values to a below it or above it that count as different; a itself if it is not finite."""
-        series, a = self.joined.series[rows], self.joined.a[rows]
+        series = self.joined.series[rows]
+        a = self.joined.a[rows]
         limits = self.families.values(series, self.families.places(series, a) + sign * self.limit[rows])
         return np.where(np.isfinite(a), limits, a)
 

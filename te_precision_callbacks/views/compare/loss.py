@@ -88,8 +88,10 @@ def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
     )
     if not len(iterations):
         return None
-    values_a, values_b = curve_a.values[rows_a], curve_b.values[rows_b]
-    lost_a, lost_b = _lost(curve_a), _lost(curve_b)
+    values_a = curve_a.values[rows_a]
+    values_b = curve_b.values[rows_b]
+    lost_a = _lost(curve_a)
+    lost_b = _lost(curve_b)
     steps = len(iterations)
     for loss in filter(None, (lost_a, lost_b)):
         steps = min(steps, int(np.searchsorted(iterations, loss.since)))
@@ -137,8 +139,10 @@ def compare_losses(
     kinds = (_kind(shares[0]), _kind(shares[1]))
     yardsticks = []
     for (name, bound, source), runs in _YARDSTICKS.items():
-        is_comparable = kinds == runs and not math.isnan(curves.difference)
-        yardsticks.append(Yardstick(name, bound, source, abs(curves.difference) < bound if is_comparable else None))
+        holds = None
+        if kinds == runs and not math.isnan(curves.difference):
+            holds = abs(curves.difference) < bound
+        yardsticks.append(Yardstick(name, bound, source, holds))
     return LossComparison(
         name=curves.name,
         steps=curves.steps,
@@ -160,7 +164,9 @@ def compare_losses(
 
 def _mean(values: Floats) -> float:
     known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else math.nan
+    if known.size:
+        return float(known.mean())
+    return math.nan
 
 
 def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
@@ -213,4 +219,6 @@ def _kind(shares: Shares) -> str:
 
 def _precision(shares: Shares) -> str:
     kind = _kind(shares)
-    return max(shares, key=shares.__getitem__) if kind == "high" else kind
+    if kind == "high":
+        return max(shares, key=shares.__getitem__)
+    return kind

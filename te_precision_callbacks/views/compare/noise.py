@@ -76,7 +76,9 @@ def scale_of(tensor: str, statistic: str) -> Scale:
     """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a custom feature."""
     request = logged_request(statistic) if tensor else None
     if request is None:
-        return SHARE if statistic.endswith("%") else LEVEL
+        if statistic.endswith("%"):
+            return SHARE
+        return LEVEL
     if request.statistic.signed:
         return LEVEL
     return _BY_UNIT.get(request.statistic.unit, LEVEL)

@@ -67,7 +67,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float =
     if not a or len(a) != len(b):
         raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
     count = len(a)
-    mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
+    mean_a = float(np.mean(a))
+    mean_b = float(np.mean(b))
     with np.errstate(invalid="ignore"):
         differences = np.subtract(b, a) / (abs(mean_a) or 1.0)
         mean = float(differences.mean())
@@ -81,7 +82,9 @@ def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float =
         low, high = interval(0.9, pairs)
         if -tolerance < low and high < tolerance:
             return "within"
-        return "beyond" if low > tolerance or high < -tolerance else "undecided"
+        if low > tolerance or high < -tolerance:
+            return "beyond"
+        return "undecided"
 
     decision = decide(count)
     if math.isfinite(mean_a) and not math.isfinite(mean_b):

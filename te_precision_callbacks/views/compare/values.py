@@ -69,7 +69,9 @@ class Side:
 
     def place_in_records(self, subject: Subject) -> float:
         number = self.subjects[subject]
-        return math.inf if number is None else number
+        if number is None:
+            return math.inf
+        return number
 
     def count(self, subject: Subject) -> int:
         number = self.subjects[subject]

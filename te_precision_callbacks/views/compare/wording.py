@@ -163,7 +163,9 @@ def difference(departure: StatisticDeparture, *, in_sentence: bool = False) -> s
         if departure.a * departure.b < 0:
             return "another sign"
         if 0 in (departure.a, departure.b):
-            return "from 0" if departure.a == 0 else "to 0"
+            if departure.a == 0:
+                return "from 0"
+            return "to 0"
         factor = f"{2.0 ** abs(value):.3g} times {'smaller' if value < 0 else 'larger'}"
         if in_sentence:
             return without_exponents(factor)

@@ -175,21 +175,25 @@ def _put_curves(
         for severity, item in enumerate(overview.worst_layers(WORST)):
             severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
     counts = run.series["count"].to_pylist()
-    order: list[tuple[bool, int, int, int, int, int]] = []
+    order: list[tuple[tuple[int, ...], int]] = []
+    family_of: dict[int, int] = {}
     for number, overview in enumerate(heat_maps):
         for series, (rank, row) in overview.places.items():
             subject = run.subjects[series]
             is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
             if counts[series]:
                 severity = severity_of.get(int(overview.layers[row]), WORST)
-                order.append((is_other, severity, number, rank, row, series))
-    order.sort()
+                order.append(((is_other, severity, number, rank, row), series))
+                family_of[series] = number
+    numbers = [series for _, series in sorted(order)]
     exact = 0
     misses = 0
-    for (*_, number, rank, row, _), curve in zip(order, curves_of(run, [item[-1] for item in order]), strict=True):
+    for series, curve in zip(numbers, curves_of(run, numbers), strict=True):
         references = packed.try_put_curve(*curve)
         if references is not None:
-            contents[number]["curves"][f"{row}:{heat_maps[number].ranks[rank]}"] = references
+            overview = heat_maps[family_of[series]]
+            rank, row = overview.places[series]
+            contents[family_of[series]]["curves"][f"{row}:{overview.ranks[rank]}"] = references
             exact += 1
             misses = 0
         else:
@@ -204,7 +208,7 @@ def _histograms(
 ) -> list[dict[str, Any]]:
     """The histograms that fit in a third of the remaining room, first of some layers."""
     content: list[dict[str, Any]] = []
-    order: list[tuple[bool, int, int, int]] = []
+    order: list[tuple[tuple[int, ...], int]] = []
     keys: dict[int, tuple[int, str]] = {}
     for family in subjects.histograms:
         if (family.layer < 0).any():
@@ -212,7 +216,7 @@ def _histograms(
         for series, layer, rank in zip(
             family.series.tolist(), family.layer.tolist(), family.rank.tolist(), strict=True
         ):
-            order.append((layer not in layers, len(content), layer, series))
+            order.append(((layer not in layers, len(content), layer), series))
             keys[series] = len(content), f"{layer}:{rank}"
         names = {"tensor": family.family.tensor, "statistic": family.family.statistic, "ranks": family.ranks}
         content.append({**names, "layers": family.rows.tolist(), "counts": {}})
@@ -220,7 +224,7 @@ def _histograms(
         return []
     most = packed.size + (packed.most - packed.size) // 3
     columns = Columns.of(run, _HISTOGRAM_COLUMNS)
-    for histogram in histograms(run, [series for *_, series in sorted(order)], columns):
+    for histogram in histograms(run, [series for _, series in sorted(order)], columns):
         arrays = packed.try_put(histogram.counts, histogram.columns.first, histogram.columns.last)
         if arrays is None or packed.size > most:
             break

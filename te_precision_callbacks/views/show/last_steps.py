@@ -78,7 +78,9 @@ class LastStepsView:
 
 
 def _number(number: float | str | None) -> str:
-    return f"{number:.4g}" if isinstance(number, float) else number or ""
+    if isinstance(number, float):
+        return f"{number:.4g}"
+    return number or ""
 
 
 def _bars(numbers: Sequence[float | str | None]) -> str:
