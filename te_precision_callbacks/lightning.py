@@ -187,7 +187,7 @@ class PrecisionDebugCallback(Callback):
             self.session.step(self._step_of_batch)
             # For Lightning's callbacks, such as EarlyStopping; the loggers already have it.
             name = overall_name(self._options.prefix, "findings")
-            self._numbers.leave_out(name)
+            self._numbers.own.add(name)
             pl_module.log(name, float(self.session.problem_count), logger=False)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -246,12 +246,16 @@ class PrecisionDebugCallback(Callback):
 
 
 class StepScalars:
-    """Collects a step's loss, learning rate and loss scale, and the module's metrics."""
+    """Collects a step's loss, learning rate and loss scale, and the module's metrics.
+
+    Attributes:
+        own: names that are not the module's metrics.
+    """
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
         self._of_step: dict[str, Any] = {}
-        self._own: set[str] = set()
+        self.own: set[str] = set()
         self._seen: dict[str, torch.Tensor] = {}
 
     def note(self, trainer: Trainer, outputs: Any) -> None:
@@ -259,9 +263,6 @@ class StepScalars:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float().reshape(()) * trainer.accumulate_grad_batches)
-
-    def leave_out(self, name: str) -> None:
-        self._own.add(name)
 
     def note_step(self, trainer: Trainer) -> None:
         """Record the settings of the first optimizer step in a batch; others are ignored."""
@@ -273,12 +274,12 @@ class StepScalars:
         own = {**loss, **(self._of_step or _step_settings(trainer))}
         self._losses = []
         self._of_step = {}
-        self._own |= own.keys()
+        self.own |= own.keys()
         return {**own, **self.new_metrics(trainer)}
 
     def new_metrics(self, trainer: Trainer) -> dict[str, Any]:
         """Return metrics logged since the last call; Lightning keeps older values in the same memory."""
-        metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self._own}
+        metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self.own}
         seen = {name: value.data_ptr() for name, value in self._seen.items()}
         new = {name: value for name, value in metrics.items() if value.data_ptr() != seen.get(name)}
         self._seen = metrics

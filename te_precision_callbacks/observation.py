@@ -37,7 +37,7 @@ class Observation:
     ) -> Iterator[tuple[Measured, int]]:
         """Yield the statistics since the last call, if any, and their iteration.
 
-        The engine keeps them until the caller asks for the next ones, since Ctrl-C may interrupt any line.
+        The engine keeps them until the caller has taken them, since Ctrl-C may interrupt any line.
 
         Args:
             iteration: the ending debug iteration.

@@ -176,7 +176,7 @@ class RuleChecks:
 
 
 def _stops_for_nonfinite(on_finding: OnFinding) -> bool:
-    """Return whether ``on_finding=`` stops for the rule ``nonfinite``, without a function that decides it later."""
+    """Return whether ``on_finding=`` stops for the rule ``nonfinite``, apart from a function of the finding."""
     if isinstance(on_finding, Mapping):
         return on_finding.get("nonfinite") == "stop"
     if callable(on_finding):

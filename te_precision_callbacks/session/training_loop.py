@@ -216,16 +216,17 @@ class BackwardLoss:
         self._count = 0
         self._last: list[tuple[int, int, dict[str, torch.Tensor]]] = []
         self._script_logs = False
+        self._hook: BeforeCalls | None = None
 
     def follow(self, owner: Any, name: str, *, total: bool) -> None:
         """Begin, unless another object is followed; see :meth:`InspectSession.follow`."""
-        if not self._name:
+        if self._hook is None:
             self._name = name
             self._is_total = total
             self._hook = BeforeCalls(owner, "backward", self._note)
 
     def remove(self) -> None:
-        if self._name:
+        if self._hook is not None:
             self._hook.remove()
 
     def note_logged(self, scalars: Mapping[str, Any]) -> None:
