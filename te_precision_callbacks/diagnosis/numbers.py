@@ -47,11 +47,13 @@ class Column:
         tensors: the tensors of the rows.
     """
 
-    def __init__(self, entries: Sequence[ValueEntry]) -> None:
-        self.entries = {entry.row: entry for entry in reversed(entries)}
-        self.rows = np.array([entry.row for entry in entries if self.entries[entry.row] is entry], np.int64)
-        self.indices = np.array([self.entries[row].number for row in self.rows.tolist()], np.int64)
-        self.tensors = {entry.family.tensor for entry in entries}
+    def __init__(self, entries: Iterable[ValueEntry]) -> None:
+        self.entries: dict[int, ValueEntry] = {}
+        for entry in entries:
+            self.entries.setdefault(entry.row, entry)
+        self.rows = np.array([*self.entries], np.int64)
+        self.indices = np.array([entry.number for entry in self.entries.values()], np.int64)
+        self.tensors = {entry.family.tensor for entry in self.entries.values()}
 
     def label(self, row: int) -> str:
         """The statistic's name in records."""
@@ -147,7 +149,7 @@ class StepNumbers:
 
     def _recorded(self, statistic: str) -> Column:
         entries = self._entries.get(statistic, ())
-        return self.derive(statistic, lambda: Column([entry for entry in entries if self._is_own(entry)]))
+        return self.derive(statistic, lambda: Column(filter(self._is_own, entries)))
 
     def _is_own(self, entry: ValueEntry) -> bool:
         """Return False for hypothetical values: of a recipe that the layer does not run, and of quantization of a
