@@ -12,11 +12,10 @@ from torch.nn.attention import varlen  # noqa: F401  # registers operators
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from te_precision_callbacks.coverage import matrix_products
 from te_precision_callbacks.coverage.matrix_products import (
     NOT_COUNTED,
+    OPERATORS,
     MatrixProduct,
-    is_product,
     products_of,
     why_not_counted,
 )
@@ -34,7 +33,7 @@ class Products(TorchDispatchMode):
 
 
 def macs_of(product: MatrixProduct) -> int:
-    sizes = [product[2:6]] if product.sequences is None else product.sequences
+    sizes = [product.sizes] if product.sequences is None else product.sequences
     return sum(map(math.prod, sizes))
 
 
@@ -72,7 +71,7 @@ def test_the_multiply_adds_are_those_of_torchs_own_counter() -> None:
 
 def test_the_sizes_of_a_linear_layer_and_of_its_gradients() -> None:
     products, _ = run(COMPUTED["linear"])
-    assert [product[2:6] for product in products] == [(8, 3, 7, 1), (8, 7, 3, 1), (3, 7, 8, 1)]
+    assert [product.sizes for product in products] == [(8, 3, 7, 1), (8, 7, 3, 1), (3, 7, 8, 1)]
 
 
 def test_a_convolution_in_groups() -> None:
@@ -112,7 +111,7 @@ def test_an_outer_product(in_place: bool) -> None:
         return to.addr_(ones(5), ones(3)) if in_place else torch.addr(to, ones(5), ones(3))
 
     products, _ = run(compute)
-    assert [product[2:6] for product in products] == [(5, 3, 1, 1), (5, 1, 3, 1), (3, 1, 5, 1)]
+    assert [product.sizes for product in products] == [(5, 3, 1, 1), (5, 1, 3, 1), (3, 1, 5, 1)]
 
 
 def test_the_convolution_of_a_traced_model() -> None:
@@ -136,8 +135,8 @@ def test_fused_attention(causal: bool) -> None:
     assert [(product.role, macs_of(product)) for product in products] == [
         ("qk", first), ("pv", first), ("pv", first), ("pv", first), ("qk", first), ("qk", first)
     ]  # fmt: skip
-    assert products[0][2:6] == (rows, columns, size, batch * heads)
-    assert products[1][2:6] == (rows, size, columns, batch * heads)
+    assert products[0].sizes == (rows, columns, size, batch * heads)
+    assert products[1].sizes == (rows, size, columns, batch * heads)
 
 
 def test_attention_over_sequences_of_different_lengths() -> None:
@@ -154,10 +153,10 @@ def test_attention_over_sequences_of_different_lengths() -> None:
 
 
 def test_operators_without_products() -> None:
-    assert not is_product("aten::mul")
+    assert "aten::mul" not in OPERATORS
     assert products_of("aten::mul", (ones(2, 2), ones(2, 2)), ones(2, 2)) == []
     [lookup] = products_of("aten::embedding", (torch.zeros(9, 4), torch.zeros(2, 3, dtype=torch.int64)), None)
-    assert (lookup.role, macs_of(lookup), lookup.n, lookup.m) == ("lookup", 0, 6, 4)
+    assert (lookup.role, macs_of(lookup), *lookup.sizes[:2]) == ("lookup", 0, 6, 4)
 
 
 SQUARE = torch.ones(4, 4)
@@ -169,7 +168,7 @@ def test_the_operators_that_are_counted_have_these_names() -> None:
     """Those of torch; flash-attn's are not installed."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas()}
     higher = {f"higher_order::{name}" for name in dir(torch.ops.higher_order)}
-    counted = {name for name in matrix_products._OPERATORS if not name.startswith("flash_attn")}
+    counted = {name for name in OPERATORS if not name.startswith("flash_attn")}
     assert counted - names - higher - ABSENT == {
         name for name in counted if name.startswith("higher_order") and name not in higher
     }
@@ -228,10 +227,10 @@ def test_every_operator_that_may_multiply_is_counted_or_has_a_reason() -> None:
         name if "::" in name else f"higher_order::{name}" for name in counted_by_torch
     }
     assert len(candidates) > 150
-    unknown = {name for name in candidates if not is_product(name) and not why_not_counted(name, (SQUARE, SQUARE))}
+    unknown = {name for name in candidates if name not in OPERATORS and not why_not_counted(name, (SQUARE, SQUARE))}
     excepted = {f"aten::{name}" for names in MULTIPLY_NOTHING.values() for name in names}
     assert {name.removesuffix("_") for name in unknown} <= excepted
-    assert not {name for name in excepted if is_product(name) or why_not_counted(name, (SQUARE, SQUARE))}
+    assert not {name for name in excepted if name in OPERATORS or why_not_counted(name, (SQUARE, SQUARE))}
 
 
 WHY_NOT = [

@@ -26,7 +26,6 @@ from te_precision_callbacks.coverage.coverage import (
     REMEDIES,
     Coverage,
     Product,
-    Reason,
     StateRow,
     list_uncounted,
     percent,
@@ -337,16 +336,9 @@ EntryT = TypeVar("EntryT", bound=Hashable)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A product as exchanged between ranks. Sizes do not count in comparisons of entries."""
+    """A product as exchanged between ranks; ``alike`` lacks sizes, recipe and details of the reason."""
 
-    layer: str
-    gemm: str
-    family: str
-    backward: bool
-    operands: tuple[tuple[str, str], ...]
-    runs: str
-    not_run: str
-    reason: Reason | None
+    alike: Product
     product: Product = field(compare=False)
 
 
@@ -359,17 +351,8 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bo
     """
     macs: dict[_Entry, tuple[int, int]] = {}
     for product in own:
-        entry = _Entry(
-            product.layer,
-            product.gemm,
-            product.family,
-            product.backward,
-            tuple(product.operands.items()),
-            product.runs,
-            product.not_run,
-            product.reason,
-            product,
-        )
+        alike = replace(product, n=0, m=0, k=0, batch=0, calls=0, macs=0, reason_ref="", recipe="")
+        entry = _Entry(alike, product)
         before, _ = macs.get(entry, (0, 1))
         macs[entry] = before + product.macs, 1
     added = _sum_over_ranks(macs, ranks, kind, _Entry)

@@ -218,13 +218,14 @@ class Coverage(tuple[Product, ...]):
         Raises:
             KeyError: there is no such precision.
         """
-        counts: Counter[str] = Counter()
-        for (its_precision, its_gemm, its_backward), count in self._sums.items():
-            if gemm in (None, its_gemm) and backward in (None, its_backward):
-                counts[its_precision] += count
-        if precision is None:
-            return counts.total()
-        return sum(counts[name] for name in PRECISIONS[precision])
+        names = None if precision is None else PRECISIONS[precision]
+        return sum(
+            count
+            for (its_precision, its_gemm, its_backward), count in self._sums.items()
+            if (names is None or its_precision in names)
+            and gemm in (None, its_gemm)
+            and backward in (None, its_backward)
+        )
 
     @functools.cached_property
     def _sums(self) -> Mapping[tuple[str, str, bool], int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +17,12 @@ from te_precision_callbacks.base.vocabulary import (
     GEMMS,
     HYBRID_QUANTIZER,
     IDENTITY_QUANTIZER,
-    OPERANDS,
-    ROWWISE,
     GemmName,
     class_names,
     format_of_class,
     recipe_of,
 )
-from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_GRADIENT, NO_INPUT_GRADIENT, Format
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_GRADIENT, NO_INPUT_GRADIENT
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import recipe_of_module
 from te_precision_callbacks.te.tensors import fp8_dtype, fp8_format_of, gemm_operand
@@ -39,12 +37,6 @@ _DTYPES = {
     torch.float8_e4m3fn: "FP8 E4M3",
     torch.float8_e5m2: "FP8 E5M2",
 }
-
-
-class LayerOperand(NamedTuple):
-    layer: str
-    gemm: GemmName
-    tensor: str
 
 
 class LayerGemm(NamedTuple):
@@ -66,10 +58,7 @@ def format_of_operand(given: Any, *, columnwise: bool) -> str:
 
 def format_of(tensor: Any, *, columnwise: bool) -> str:
     """The format of the data, row- or columnwise, that a GEMM reads from a tensor or storage of any class."""
-    return format_of_data(gemm_operand(tensor, columnwise=columnwise))
-
-
-def format_of_data(data: Any) -> str:
+    data = gemm_operand(tensor, columnwise=columnwise)
     if type(data) is torch.Tensor:  # the most frequent type, for which attribute look-ups are slow
         return dtype_name(data.dtype)
     return _known_format(data) or _unknown_format(data)
@@ -95,28 +84,6 @@ def format_made_by(quantizer: Any, otherwise: str) -> str:
     return quantizer_format(quantizer, torch.float32, columnwise=False)
 
 
-def formats_of_layer(
-    layer: str,
-    quantizers: Mapping[str, Any],
-    high_precision: torch.dtype,
-    *,
-    recipe: str,
-    backward_override: str | None,
-) -> dict[LayerOperand, Format]:
-    """The formats of a layer's GEMMs without features.
-
-    ``quantizers`` has no entry for a tensor in high precision; its dtype is ``high_precision``.
-    """
-    formats: dict[LayerOperand, Format] = {}
-    for gemm, tensors in OPERANDS.items():
-        if backward_override is not None and gemm != "fprop":
-            quantizers = {}
-        for tensor in tensors:
-            text = quantizer_format(quantizers.get(tensor), high_precision, columnwise=ROWWISE[tensor] != gemm)
-            formats[LayerOperand(layer, gemm, tensor)] = Format(text, recipe)
-    return formats
-
-
 def gemms_left_out(
     module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool
 ) -> dict[LayerGemm, str]:
@@ -130,19 +97,16 @@ def gemms_left_out(
     return left_out
 
 
-def recipe_in_force(module: Any, *, fp8: bool) -> str:
-    if fp8:
-        return recipe_text(recipe_of_module(module))
-    return ""
-
-
 def recipe_of_operator(module: Any, arguments: Any) -> str:
     """The recipe of a compiled ``te.Linear``, given its operator's arguments.
 
     In the first run of a graph the module does not have its recipe yet: Dynamo sets attributes after the graph.
     """
-    if not arguments.fp8 or (module.fp8 and recipe_of_module(module)):
-        return recipe_in_force(module, fp8=arguments.fp8)
+    if not arguments.fp8:
+        return ""
+    recipe = recipe_of_module(module)
+    if module.fp8 and recipe:
+        return recipe_text(recipe)
     quantizer = arguments.weight_quantizer or arguments.input_quantizer
     return recipe_of(quantizer) or type(quantizer).__name__
 

@@ -1,15 +1,15 @@
 """The observed precision of each GEMM of a run, by iteration.
 
-A run may change precision in every step; to save memory, changes share equal facts across layers.
+A run may change precision in every step; to save memory, changes share equal facts.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
@@ -84,9 +84,6 @@ class Precision(AnyIteration[GemmPrecision]):
     """
 
 
-MOST_SPANS = 64
-
-
 class Format(NamedTuple):
     text: str
     recipe: str = ""
@@ -98,32 +95,13 @@ class GemmFact(NamedTuple):
     operands: tuple[tuple[str, tuple[Format, ...]], ...] = ()
     not_run: str = ""
 
-    @property
-    def is_left_out(self) -> bool:
-        return self.not_run not in ("", NO_BACKWARD)
-
-
-LayerFacts = tuple[GemmFact | None, ...]
-
-_UNKNOWN: LayerFacts = (None,) * len(GEMMS)
-
 
 class _Change(NamedTuple):
-    """The facts of a layer from an iteration on; ``excluded``: a forward was inside ``te.autocast(enabled=False)``."""
+    """A fact about a GEMM from an iteration on; ``excluded``: a forward was inside ``te.autocast(enabled=False)``."""
 
     since: int
-    facts: LayerFacts
-    excluded: bool
-
-
-class _Span(NamedTuple):
-    """A fact about a GEMM, with the first and the last iteration (None while it holds)."""
-
-    gemm: GemmName
     fact: GemmFact
     excluded: bool
-    since: int
-    until: int | None
 
 
 class PrecisionHistory:
@@ -136,125 +114,83 @@ class PrecisionHistory:
 
     def __init__(self, iterations: Iterations) -> None:
         self.iterations = iterations
-        self._layers: dict[str, list[_Change]] = {}
-        self._facts: dict[LayerFacts, LayerFacts] = {}  # each once, for all layers and iterations
         self.changes = 0
+        self._layers: dict[str, dict[GemmName, list[_Change]]] = {}
+        self._facts: dict[GemmFact, GemmFact] = {}  # each once, for all layers and iterations
 
     @property
     def has_changed(self) -> bool:
-        return any(len(changes) > 1 for changes in self._layers.values())
+        return any(len(changes) > 1 for _, _, changes in self._gemms())
 
     def ran(self, iteration: int) -> None:
         if self.iterations.ran(iteration):
-            for layer, changes in self._layers.items():
-                self._layers[layer] = [change for change in changes if change.since < iteration]
+            for _, _, changes in self._gemms():
+                changes[:] = [change for change in changes if change.since < iteration]
 
-    def put(self, layer: str, iteration: int, facts: Mapping[GemmName, GemmFact], *, excluded: bool) -> None:
-        """Record facts about some GEMMs of a layer from the last iteration on; facts about its other GEMMs continue.
+    def put(self, layer: str, gemm: GemmName, iteration: int, fact: GemmFact, *, excluded: bool) -> None:
+        """Record a fact about a GEMM from the last iteration on.
 
         ``excluded``: a forward ran inside ``te.autocast(enabled=False)``.
         """
-        before = self.last_facts(layer)
-        after = tuple(map(facts.get, GEMMS, before))
-        after = self._facts.setdefault(after, after)
-        self.changes += after != before
-        changes = self._layers.setdefault(layer, [])
-        if changes and changes[-1].facts == after:
+        changes = self._layers.setdefault(layer, {name: [] for name in GEMMS})[gemm]
+        self.changes += not changes or changes[-1].fact != fact
+        if changes and changes[-1].since == iteration:
+            changes.pop()
+        if changes and changes[-1].fact == fact:
             iteration, _, excluded_before = changes.pop()
             excluded |= excluded_before
-        elif changes and changes[-1].since == iteration:
-            changes.pop()
-        changes.append(_Change(iteration, after, excluded))
+        changes.append(_Change(iteration, self._facts.setdefault(fact, fact), excluded))
 
-    def last_facts(self, layer: str) -> LayerFacts:
-        changes = self._layers.get(layer)
-        if changes:
-            return changes[-1].facts
-        return _UNKNOWN
+    def last_fact(self, layer: str, gemm: GemmName) -> GemmFact:
+        for change in reversed(self._layers.get(layer, {}).get(gemm, ())):
+            return change.fact
+        return GemmFact()
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
         self.iterations.require("precision", iteration)
-
-        def here(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
-            for span in _spans(changes):
-                if span.since <= iteration and (span.until is None or iteration <= span.until):
-                    yield (span,)
-
-        return self._by_layer(here)
-
-    def spans(self) -> Iterator[GemmPrecision]:
-        """The precision of all GEMMs, one entry for each span of iterations; only the last :data:`MOST_SPANS` changes
-        of a layer.
-        """
-        return self._by_layer(lambda changes: ((span,) for span in _spans(changes[-MOST_SPANS:])))
+        for layer, gemm, changes in self._gemms():
+            number = bisect_right(changes, iteration, key=lambda change: change.since)
+            if number:
+                until = None
+                if number < len(changes):
+                    until = changes[number].since - 1
+                yield replace(_merge((changes[number - 1],)), layer=layer, gemm=gemm, until=until)
 
     def whole_run(self) -> Iterator[GemmPrecision]:
+        for layer, gemm, changes in self._gemms():
+            if changes:
+                yield replace(_merge(tuple(changes)), layer=layer, gemm=gemm)
 
-        def by_gemm(changes: Sequence[_Change]) -> Iterator[Sequence[_Span]]:
-            for _, spans in itertools.groupby(_spans(changes), key=lambda span: span.gemm):
-                yield tuple(spans)
-
-        return self._by_layer(by_gemm)
-
-    def _by_layer(self, grouped: Callable[[Sequence[_Change]], Iterable[Sequence[_Span]]]) -> Iterator[GemmPrecision]:
-        """Yield an entry for each group of spans. Layers with the same changes, often thousands, are grouped once."""
-        known: dict[object, list[_Fields]] = {}
-        for layer, changes in self._layers.items():
-            key = tuple((since, id(facts), excluded) for since, facts, excluded in changes)
-            if key not in known:
-                known[key] = list(map(_merge_spans, grouped(changes)))
-            for fields in known[key]:
-                yield GemmPrecision(layer, *fields)
+    def _gemms(self) -> Iterator[tuple[str, GemmName, list[_Change]]]:
+        for layer, gemms in self._layers.items():
+            for gemm, changes in gemms.items():
+                yield layer, gemm, changes
 
 
-def _spans(changes: Sequence[_Change]) -> Iterator[_Span]:
-    for column, gemm in enumerate(GEMMS):
-        begin = 0
-        for fact, alike in itertools.groupby(change.facts[column] for change in changes):
-            end = begin + len(list(alike))
-            excluded = any(change.excluded for change in changes[begin:end])
-            until = None
-            if end < len(changes):
-                until = changes[end].since - 1
-            if fact is not None:
-                yield _Span(gemm, fact, excluded, changes[begin].since, until)
-            begin = end
-
-
-_Fields = tuple[GemmName, Mapping[str, str], bool, str, int, int | None, str, bool]
-
-
-def _merge_spans(spans: Sequence[_Span]) -> _Fields:
-    """Merge the facts about one GEMM: all of its formats, or else its last reason for not running."""
-    ran: dict[GemmFact, None] = {}
-    not_run = NO_BACKWARD
-    excluded = False
-    for span in spans:
-        excluded |= span.excluded
-        if span.fact.operands:
-            ran[span.fact] = None
-        elif span.fact.is_left_out:
-            not_run = span.fact.not_run
-    if ran:
-        not_run = ""
-    operands, recipe = _join_facts(ran)
-    in_one_span = len(spans) == 1 and HIGH_PRECISION in recipe.split(" -> ")  # of some of its micro-batches
-    excluded &= recipe == HIGH_PRECISION or in_one_span
-    return spans[0].gemm, operands, bool(ran), not_run, spans[0].since, spans[-1].until, recipe, excluded
-
-
-def _join_facts(facts: Iterable[GemmFact]) -> tuple[dict[str, str], str]:
-    """The formats of each operand, and the recipes, joined by arrows in the order of their first iteration."""
+@functools.lru_cache(256)
+def _merge(changes: tuple[_Change, ...]) -> GemmPrecision:
+    """Merge the facts about one GEMM: all of its formats, or else its last reason for not running; without its name."""
+    ran = dict.fromkeys(change.fact for change in changes if change.fact.operands)
+    reasons = [change.fact.not_run for change in changes if change.fact.not_run not in ("", NO_BACKWARD)]
     texts: dict[str, list[str]] = defaultdict(list)
-    recipes: dict[str, list[str]] = defaultdict(list)
-    for fact in facts:
+    recipes = []
+    for fact in ran:
         for tensor, formats in fact.operands:
-            for text, recipe in formats:
-                texts[tensor].append(text)
-                recipes[tensor].append(recipe or HIGH_PRECISION)
-    joined = {tensor: join_with_arrows(alike) for tensor, alike in texts.items()}
-    return joined, join_with_arrows(itertools.chain.from_iterable(recipes.values()))
+            texts[tensor] += [text for text, _ in formats]
+            recipes += [recipe or HIGH_PRECISION for _, recipe in formats]
+    recipe = join_with_arrows(recipes)
+    in_one_span = len(changes) == 1 and HIGH_PRECISION in recipes  # of some of its micro-batches
+    return GemmPrecision(
+        "",
+        "fprop",
+        {tensor: join_with_arrows(alike) for tensor, alike in texts.items()},
+        bool(ran),
+        "" if ran else [NO_BACKWARD, *reasons][-1],
+        changes[0].since,
+        recipe=recipe,
+        excluded=any(change.excluded for change in changes) and (recipe == HIGH_PRECISION or in_one_span),
+    )
 
 
 def join_with_arrows(texts: Iterable[str]) -> str:

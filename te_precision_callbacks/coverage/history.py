@@ -71,9 +71,9 @@ class CountedStep(NamedTuple):
     @property
     def has_backward(self) -> bool:
         if self.gemms is None:
-            return any(backwards for _, backwards in self.parts.values())
+            return any(backward for _, backward in self.parts)
         return self.gemms.has_backward or any(
-            backwards and self.kinds.has_backward(kind) is not False for kind, (_, backwards) in self.parts.items()
+            backward and self.kinds.has_backward(kind) is not False for kind, backward in self.parts
         )
 
 
@@ -134,11 +134,7 @@ class StepProducts:
 
     def add(self, step: CountedStep, gemms: StepGemms) -> None:
         self.gemms = self.gemms.plus(gemms)
-        parts = dict(self.parts)
-        for kind, (calls, backwards) in step.parts.items():
-            calls_before, backwards_before = parts.get(kind, (0, 0))
-            parts[kind] = calls_before + calls, backwards_before + backwards
-        self.parts = parts
+        self.parts = self.parts + step.parts
         self.steps += 1
 
 
@@ -205,11 +201,11 @@ class CoverageHistory:
                 return
         of_step = self._find(iteration, step, gemms, facts)
         before = self._spans[-1] if self._spans else None
-        if before is None:
-            self._spans.append(_Span(iteration, of_step, iteration))
-        elif before.of_step is not of_step:
-            is_same = before.of_step.counts == of_step.counts
-            self._spans.append(_Span(iteration, of_step, before.counts_since if is_same else iteration))
+        if before is None or before.of_step is not of_step:
+            since = iteration
+            if before is not None and before.of_step.counts == of_step.counts:
+                since = before.counts_since
+            self._spans.append(_Span(iteration, of_step, since))
 
     def _find(
         self,
@@ -242,9 +238,7 @@ class CoverageHistory:
         return mean
 
     def put_other_ranks(self, products: Iterable[Product]) -> None:
-        own: set[str] = set()
-        for span in self._spans:
-            own.update(product.layer for product in span.of_step.products)
+        own = {product.layer for span in self._spans for product in span.of_step.products}
         self.other_ranks_products = tuple(product for product in products if product.layer not in own)
 
     def put_unobserved(self, layers: Mapping[str, str]) -> None:

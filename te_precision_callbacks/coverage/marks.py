@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -86,22 +86,21 @@ class NodesOfProducts:
         here.results = []
 
 
-def products_of_node(node: Any) -> list[Any]:
-    if node is None:
-        return []
-    products: list[Any] = node.metadata.get(_PRODUCTS, [])
+def products_of_current_node() -> list[Any]:
+    """The products of the autograd node whose backward runs in this thread."""
+    node: Any = torch._C._current_autograd_node()
+    products: list[Any] = []
+    if node is not None:
+        products = node.metadata.get(_PRODUCTS, products)
     return products
 
 
 def mark_call(results: Iterable[Any], mark: object) -> bool:
     """Mark the autograd nodes of a forward's results; returns False if there are none."""
-    is_marked = False
-    for tensor in tensors_in(results):
-        node: Any = tensor.grad_fn
-        if node is not None:
-            node.metadata.setdefault(_CALL, mark)
-            is_marked = True
-    return is_marked
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn is not None]
+    for node in nodes:
+        node.metadata.setdefault(_CALL, mark)
+    return bool(nodes)
 
 
 def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
@@ -154,12 +153,31 @@ class Marks(Generic[MarkT]):
         return self._marks[storage._cdata][1]
 
 
+UNFUSED = "UnfusedDotProductAttention"
+"""Transformer Engine's attention in torch: it multiplies by ``baddbmm`` first, then by ``bmm`` (2.20.2,
+``pytorch/attention/dot_product_attention/backends.py``)."""
+
+UNFUSED_KERNEL = "Transformer Engine's unfused attention"
+
+
+def kind_of(module: torch.nn.Module) -> str:
+    """The kernel or class of a module, as reasons name it."""
+    kind = type(module)
+    if kind.__name__ == UNFUSED:
+        return UNFUSED_KERNEL
+    if kind.__module__.startswith("torch.nn."):
+        return f"torch.nn.{kind.__name__}"
+    return kind.__name__
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
+    """A parameter of a module: the path and the kind of the module, the name, and whether it trains."""
+
     module: str
     name: str
     trains: bool
-    owner: torch.nn.Module | None = field(default=None, compare=False, repr=False)
+    kind: str
 
 
 class WeightMarks:
@@ -173,13 +191,14 @@ class WeightMarks:
     def read(self, modules: Iterable[NamedTorchModule]) -> None:
         by_place: dict[tuple[int, int], list[Weight]] = {}
         by_storage: dict[int, list[Weight]] = {}
-        for path, module in modules:
+        embeddings_last = sorted(modules, key=lambda named: isinstance(named[1], torch.nn.Embedding))
+        for path, module in embeddings_last:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 place = _place(parameter)
                 if place is not None:
-                    by_place.setdefault(place, []).append(Weight(path, name, parameter.requires_grad, module))
+                    weight = Weight(path, name, parameter.requires_grad, kind_of(module))
+                    by_place.setdefault(place, []).append(weight)
         for place, weights in by_place.items():
-            weights.sort(key=lambda weight: isinstance(weight.owner, torch.nn.Embedding))
             by_storage.setdefault(place[0], []).append(weights[0])
         self._by_place, self._by_storage = by_place, by_storage  # in one assignment: another thread may be searching
 
@@ -197,7 +216,7 @@ class WeightMarks:
             path, module = inside
             for name, parameter in module._parameters.items():
                 if parameter is not None and _place(parameter) == place:
-                    return Weight(path, name, parameter.requires_grad, module)
+                    return Weight(path, name, parameter.requires_grad, kind_of(module))
         owners = self._by_place.get(place) or self._by_storage.get(place[0], [])
         if place in self._by_place or len(owners) == 1:
             return owners[-embedding]

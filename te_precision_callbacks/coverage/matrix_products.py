@@ -34,21 +34,15 @@ class MatrixProduct(NamedTuple):
 
     Attributes:
         a, b: the operands.
-        sequences: the sizes of packed sequences; ``n``, ``m`` and ``k`` are then the sizes of the packed tensors.
+        sizes: n, m, k, and the number of products.
+        sequences: the sizes of packed sequences; ``sizes`` are then those of the packed tensors.
     """
 
     a: torch.Tensor
     b: torch.Tensor
-    n: int
-    m: int
-    k: int
-    batch: int = 1
+    sizes: Sizes
     role: Role = ""
     sequences: tuple[Sizes, ...] | None = None
-
-
-def is_product(operator: str) -> bool:
-    return operator in _OPERATORS
 
 
 def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[MatrixProduct]:
@@ -59,7 +53,7 @@ def products_of(operator: str, arguments: Sequence[Any], result: Any) -> list[Ma
         arguments: its positional arguments.
         result: its result.
     """
-    find = _OPERATORS.get(operator)
+    find = OPERATORS.get(operator)
     if find is None:
         return []
     return list(find(arguments, result))
@@ -74,7 +68,7 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
         operator: as in :func:`products_of`.
         arguments: its arguments, including keyword arguments.
     """
-    if operator in _OPERATORS:
+    if operator in OPERATORS:
         return ""
     namespace, _, name = operator.partition("::")
     if namespace == "aten":
@@ -109,10 +103,6 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
 
 
-_N, _M, _K = range(3)
-
-_Lengths = Sequence[tuple[int, int]] | None
-
 _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
 
 
@@ -124,7 +114,7 @@ def _matrices(a: int, b: int) -> _Find:
         right = arguments[b]
         n = 1 if left.dim() == 1 else left.shape[-2]
         m = 1 if right.dim() == 1 else right.shape[-1]
-        yield MatrixProduct(left, right, n, m, left.shape[-1], math.prod(left.shape[:-2]))
+        yield MatrixProduct(left, right, (n, m, left.shape[-1], math.prod(left.shape[:-2])))
 
     return find
 
@@ -135,7 +125,7 @@ def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     groups = 1
     if left.dim() == right.dim() == 3:
         groups = left.shape[0]
-    yield MatrixProduct(left, right, left.shape[-2], right.shape[-1], left.shape[-1], groups)
+    yield MatrixProduct(left, right, (left.shape[-2], right.shape[-1], left.shape[-1], groups))
 
 
 def _sum_of_two(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -145,14 +135,14 @@ def _sum_of_two(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct
 
 def _outer(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     _, column, row = arguments[:3]
-    yield MatrixProduct(column, row, column.numel(), row.numel(), 1)
+    yield MatrixProduct(column, row, (column.numel(), row.numel(), 1, 1))
 
 
 def _conv_tbc(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     """Weight: [positions, inputs, outputs]; result: [time, batch, outputs]. Its backward runs other operators."""
     activation, weight = arguments[:2]
     positions, inputs, outputs = weight.shape
-    yield MatrixProduct(activation, weight, result.numel() // outputs, outputs, positions * inputs, role="fprop")
+    yield MatrixProduct(activation, weight, (result.numel() // outputs, outputs, positions * inputs, 1), "fprop")
 
 
 def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -180,7 +170,7 @@ def _convolution_product(
     Each gradient has as many multiply-adds as the forward.
     """
     places = moved.numel() // moved.shape[1]
-    return MatrixProduct(a, b, places, weight.shape[0] // groups, weight[0].numel(), groups, "fprop")
+    return MatrixProduct(a, b, (places, weight.shape[0] // groups, weight[0].numel(), groups), "fprop")
 
 
 def _recurrent(*, backward: bool) -> _Find:
@@ -199,71 +189,64 @@ def _recurrent(*, backward: bool) -> _Find:
                 continue  # a bias
             outputs, inputs = weight.shape
             if not backward:
-                yield MatrixProduct(activation, weight, rows, outputs, inputs, role="fprop")
+                yield MatrixProduct(activation, weight, (rows, outputs, inputs, 1), "fprop")
                 continue
-            yield MatrixProduct(activation, weight, rows, inputs, outputs, role="dgrad")
+            yield MatrixProduct(activation, weight, (rows, inputs, outputs, 1), "dgrad")
             if needs_wgrad:
-                yield MatrixProduct(activation, weight, outputs, inputs, rows, role="wgrad")
+                yield MatrixProduct(activation, weight, (outputs, inputs, rows, 1), "wgrad")
 
     return find
 
 
 def _lookup(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     weight, indices = arguments[:2]
-    yield MatrixProduct(indices, weight, indices.numel(), weight.shape[-1], 0, role="lookup")
+    yield MatrixProduct(indices, weight, (indices.numel(), weight.shape[-1], 0, 1), "lookup")
 
 
-def _attention(*, backward: bool, heads_first: bool, bounds: int | None = None) -> _Find:
-    """Fused attention. The first argument of a backward is the gradient, followed by query, key and value.
+def _attention(*, heads_first: bool, gradient: int | None = None, bounds: int | None = None) -> _Find:
+    """Fused attention, or its backward. The first arguments are query, key and value.
 
     Args:
         heads_first: operands are [batch, heads, length, size]; else [..., length, heads, size].
+        gradient: argument number of the gradient in a backward; the operands follow a first one.
         bounds: argument number of the bounds of packed query sequences; the bounds of the keys follow.
     """
     heads, length = (-3, -2) if heads_first else (-2, -3)
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        query, key, value = arguments[backward : backward + 3]
-        size = query.shape[-1]
-        size_v = value.shape[-1]
-        rows = query.shape[length]
-        columns = key.shape[length]
+        first = int(gradient == 0)
+        query, key, value = arguments[first : first + 3]
+        size, size_v = query.shape[-1], value.shape[-1]
         batch = query.numel() // (query.shape[length] * size)
-        q_bounds, k_bounds = _two(arguments, bounds)
-        if k_bounds is None:
-            k_bounds = q_bounds
-        lengths: _Lengths = None
-        if q_bounds is not None:
+        lengths = None
+        if bounds is not None and len(arguments) > bounds + 1 and arguments[bounds] is not None:
             batch = query.shape[heads]
-            lengths = _lengths(q_bounds, k_bounds)
-        if backward:
-            tensors = arguments[0], query, key, value
-            yield from _gradients_of_attention(tensors, rows, columns, size, size_v, batch, lengths)
-        else:
-            yield _with_sequences(MatrixProduct(query, key, rows, columns, size, batch, "qk"), lengths, _N, _M)
-            yield _with_sequences(MatrixProduct(query, value, rows, size_v, columns, batch, "pv"), lengths, _N, _K)
+            lengths = _lengths(*arguments[bounds : bounds + 2])
+
+        def product(a: torch.Tensor, b: torch.Tensor, role: Role, sizes: Callable[[int, int], Sizes]) -> MatrixProduct:
+            sequences = None if lengths is None else tuple(itertools.starmap(sizes, lengths))
+            return MatrixProduct(a, b, sizes(query.shape[length], key.shape[length]), role, sequences)
+
+        if gradient is None:
+            yield product(query, key, "qk", lambda rows, columns: (rows, columns, size, batch))
+            yield product(query, value, "pv", lambda rows, columns: (rows, size_v, columns, batch))
+            return
+        yield product(arguments[gradient], value, "pv", lambda rows, columns: (rows, columns, size_v, batch))
+        yield product(arguments[gradient], value, "pv", lambda rows, columns: (columns, size_v, rows, batch))
+        yield product(arguments[gradient], key, "qk", lambda rows, columns: (rows, size, columns, batch))
+        yield product(arguments[gradient], query, "qk", lambda rows, columns: (columns, size, rows, batch))
 
     return find
 
 
-def _two(arguments: Sequence[Any], number: int | None) -> tuple[Any, Any]:
-    """Two optional arguments, the first by its number."""
-    if number is None or len(arguments) <= number + 1:
-        return None, None
-    return arguments[number], arguments[number + 1]
-
-
-def _lengths(queries: torch.Tensor, keys: torch.Tensor) -> _Lengths:
+def _lengths(queries: torch.Tensor, keys: torch.Tensor | None) -> list[tuple[int, int]] | None:
     """Read the bounds of packed sequences; None in a CUDA graph. Waits for the device, in counted calls only."""
     if is_capturing():
         _warn_of_capture()
         return None
-    rows = itertools.pairwise(queries.tolist())
-    columns = itertools.pairwise(keys.tolist())
-    lengths = []
-    for (row, row_end), (column, column_end) in zip(rows, columns, strict=True):
-        lengths.append((row_end - row, column_end - column))
-    return lengths
+    if keys is None:
+        keys = queries
+    return list(zip(queries.diff().tolist(), keys.diff().tolist(), strict=True))
 
 
 @functools.cache
@@ -272,45 +255,6 @@ def _warn_of_capture() -> None:
         "The first step captures a CUDA graph, so the lengths of packed sequences are unknown and coverage"
         " overestimates the multiply-adds of attention. Capture after the first step."
     )
-
-
-def _with_sequences(product: MatrixProduct, lengths: _Lengths, rows: int, columns: int) -> MatrixProduct:
-    if lengths is None:
-        return product
-    sequences = []
-    for queries, keys in lengths:
-        sizes = [product.n, product.m, product.k]
-        sizes[rows] = queries
-        sizes[columns] = keys
-        n, m, k = sizes
-        sequences.append((n, m, k, product.batch))
-    return product._replace(sequences=tuple(sequences))
-
-
-def _gradients_of_attention(
-    tensors: Sequence[torch.Tensor],
-    rows: int,
-    columns: int,
-    size: int,
-    size_v: int,
-    batch: int,
-    lengths: _Lengths = None,
-) -> Iterator[MatrixProduct]:
-    gradient, query, key, value = tensors
-    yield _with_sequences(MatrixProduct(gradient, value, rows, columns, size_v, batch, "pv"), lengths, _N, _M)
-    yield _with_sequences(MatrixProduct(gradient, value, columns, size_v, rows, batch, "pv"), lengths, _K, _N)
-    yield _with_sequences(MatrixProduct(gradient, key, rows, size, columns, batch, "qk"), lengths, _N, _K)
-    yield _with_sequences(MatrixProduct(gradient, query, columns, size, rows, batch, "qk"), lengths, _K, _N)
-
-
-def _flex_backward(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    """Query, key, value, result, its logarithms, and the gradient: [batch, heads, length, size]."""
-    query, key, value, _, _, gradient = arguments[:6]
-    rows = query.shape[-2]
-    columns = key.shape[-2]
-    batch = math.prod(query.shape[:-2])
-    tensors = gradient, query, key, value
-    yield from _gradients_of_attention(tensors, rows, columns, query.shape[-1], value.shape[-1], batch)
 
 
 _FUSED = (
@@ -337,29 +281,29 @@ _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), _recurrent(backward=False)),
     **dict.fromkeys(("_cudnn_rnn_backward", "mkldnn_rnn_layer_backward"), _recurrent(backward=True)),
     **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _lookup),
-    **{name: _attention(backward=False, heads_first=True) for name in _FUSED},
-    **{f"{name}_backward": _attention(backward=True, heads_first=True) for name in _FUSED},
-    "_flash_attention_forward": _attention(backward=False, heads_first=False, bounds=3),
-    "_flash_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
-    "_efficient_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
-    "_efficient_attention_backward": _attention(backward=True, heads_first=False, bounds=6),
-    "_cudnn_attention_forward": _attention(backward=False, heads_first=False, bounds=4),
-    "_cudnn_attention_backward": _attention(backward=True, heads_first=False, bounds=9),
+    **{name: _attention(heads_first=True) for name in _FUSED},
+    **{f"{name}_backward": _attention(heads_first=True, gradient=0) for name in _FUSED},
+    "_flash_attention_forward": _attention(heads_first=False, bounds=3),
+    "_flash_attention_backward": _attention(heads_first=False, gradient=0, bounds=6),
+    "_efficient_attention_forward": _attention(heads_first=False, bounds=4),
+    "_efficient_attention_backward": _attention(heads_first=False, gradient=0, bounds=6),
+    "_cudnn_attention_forward": _attention(heads_first=False, bounds=4),
+    "_cudnn_attention_backward": _attention(heads_first=False, gradient=0, bounds=9),
 }  # fmt: skip
 
-_OPERATORS: Mapping[str, _Find] = {
+OPERATORS: Mapping[str, _Find] = {
     **{f"aten::{name}": find for name, find in _OF_ATEN.items()},
     "inductor::_mm_plus_mm": _sum_of_two,
-    "torch_attn::_varlen_attn": _attention(backward=False, heads_first=False, bounds=3),
-    "torch_attn::_varlen_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
-    "higher_order::flex_attention": _attention(backward=False, heads_first=True),
-    "higher_order::flex_attention_backward": _flex_backward,
-    "flash_attn::_flash_attn_forward": _attention(backward=False, heads_first=False),
-    "flash_attn::_flash_attn_backward": _attention(backward=True, heads_first=False),
-    "flash_attn::_flash_attn_varlen_forward": _attention(backward=False, heads_first=False, bounds=3),
-    "flash_attn::_flash_attn_varlen_backward": _attention(backward=True, heads_first=False, bounds=9),
-    "flash_attn_3::_flash_attn_forward": _attention(backward=False, heads_first=False, bounds=7),
-    "flash_attn_3::_flash_attn_backward": _attention(backward=True, heads_first=False, bounds=6),
+    "torch_attn::_varlen_attn": _attention(heads_first=False, bounds=3),
+    "torch_attn::_varlen_attn_backward": _attention(heads_first=False, gradient=0, bounds=6),
+    "higher_order::flex_attention": _attention(heads_first=True),
+    "higher_order::flex_attention_backward": _attention(heads_first=True, gradient=5),
+    "flash_attn::_flash_attn_forward": _attention(heads_first=False),
+    "flash_attn::_flash_attn_backward": _attention(heads_first=False, gradient=0),
+    "flash_attn::_flash_attn_varlen_forward": _attention(heads_first=False, bounds=3),
+    "flash_attn::_flash_attn_varlen_backward": _attention(heads_first=False, gradient=0, bounds=9),
+    "flash_attn_3::_flash_attn_forward": _attention(heads_first=False, bounds=7),
+    "flash_attn_3::_flash_attn_backward": _attention(heads_first=False, gradient=0, bounds=6),
 }
 
 NOT_COUNTED: Mapping[str, str] = {

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -48,9 +49,9 @@ class Kind(NamedTuple):
     nodes: int = 0
 
 
+@dataclasses.dataclass(eq=False)
 class _Mark:
-    def __init__(self, call: ModelCall) -> None:
-        self.call = call
+    call: ModelCall
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -96,6 +97,7 @@ class _RunningCall(threading.local):
     call: ModelCall | None = None
 
 
+@dataclasses.dataclass
 class _CallSearch:
     """The search for calls to count, among the calls with one form.
 
@@ -105,12 +107,11 @@ class _CallSearch:
         misses: the number of counted calls, since a kind was last added, that were not of a sought kind.
     """
 
-    def __init__(self) -> None:
-        self.is_new = True
-        self.sought: set[Kind] = set()
-        self.misses = 0
-        self.last: ModelCall | None = None
-        self.is_data_dependent = False
+    is_new: bool = True
+    sought: set[Kind] = dataclasses.field(default_factory=set)
+    misses: int = 0
+    last: ModelCall | None = None
+    is_data_dependent: bool = False
 
     @property
     def is_wanted(self) -> bool:
@@ -126,8 +127,8 @@ class _CallSearch:
         self.sought.discard(kind)
 
 
-Parts = Mapping[Kind, tuple[int, int]]
-"""Kind -> the number of its calls in a step, and the number of their backwards."""
+Parts: TypeAlias = "Counter[tuple[Kind, bool]]"
+"""A kind of calls, and whether of backwards -> their number in a step."""
 
 
 class ModelCalls:
@@ -145,7 +146,7 @@ class ModelCalls:
         self.thread_call = _RunningCall()
         self._forms: dict[int, _CallSearch] = {}
         self._base: dict[int, int] = {}  # form -> the form without the integers in the input
-        self._equal_counts: dict[int, int] = {}  # base -> how often other integers gave equal products
+        self._equal_counts: Counter[int] = Counter()  # base -> how often other integers gave equal products
         self._known: set[Kind] = set()
         self._lack_backward: set[Kind] = set()
         self._all: list[ModelCall] = []
@@ -180,7 +181,7 @@ class ModelCalls:
             inputs = None
         form = hash((id(root), root.training, flags, inputs))
         base = form
-        if integers_count and numbers and self._equal_counts.get(base, 0) < _ENOUGH_EQUAL:
+        if integers_count and numbers and self._equal_counts[base] < _ENOUGH_EQUAL:
             form = hash((base, tuple(numbers)))
             self._base[form] = base
         search = self._forms.setdefault(form, _CallSearch())
@@ -212,18 +213,13 @@ class ModelCalls:
         call.is_marked = mark_call(leaves(results), mark)
         call.graph = weakref.ref(mark)
         self._all.append(call)
-        self._forms[call.form].is_data_dependent |= call.has_data_dependent_sizes
-        self._look_up(call)
-
-    def _look_up(self, call: ModelCall) -> None:
-        """Record the kind of a call that has ended."""
         form = self._forms[call.form]
-        kind = call.kind
+        form.is_data_dependent |= call.has_data_dependent_sizes
         if call.is_counted:
-            form.find(kind)
-            self._known.add(kind)
-        elif kind not in self._known:
-            form.seek(kind)
+            form.find(call.kind)
+            self._known.add(call.kind)
+        elif call.kind not in self._known:
+            form.seek(call.kind)
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
         current = self.current  # a backward inside a call, as with manual optimization in a training step
@@ -276,13 +272,13 @@ class ModelCalls:
         base = self._base.get(kind.form)
         return base is not None and base == self._base.get(other.form) and kind != other and kind[1:] == other[1:]
 
-    def note_equal(self, kind: Kind, *, equal: bool) -> None:
+    def note_integers(self, kind: Kind, *, decide: bool) -> None:
+        """Note whether a call with other integers in its input than an equal one had other products."""
         base = self._base[kind.form]
-        self._equal_counts.setdefault(base, 0)
-        if equal:
-            self._equal_counts[base] += 1
-        else:
+        if decide:
             self._equal_counts[base] -= MOST_COUNTED
+        else:
+            self._equal_counts[base] += 1
 
 
 def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:

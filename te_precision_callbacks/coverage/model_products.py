@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.formats import format_of
 from te_precision_callbacks.coverage.history import CountedStep
 from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, Kind, ModelCall, Parts
-from te_precision_callbacks.coverage.model_watch import ModelWatch, is_seen_by
-from te_precision_callbacks.coverage.products import ATTENTION, OTHER_KERNEL, CountedKinds, SeenProduct
+from te_precision_callbacks.coverage.model_watch import ModelWatch
+from te_precision_callbacks.coverage.products import OTHER_KERNEL, CountedKinds, SeenProduct
+from te_precision_callbacks.coverage.step_table import AttentionCall
 from te_precision_callbacks.layers.forwards import ForwardKind, is_in_backward
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import Model, NamedTorchModule, modules_of, named_attention, roots_of
@@ -25,8 +27,7 @@ class ModelProducts(ModelWatch):
         attentions: id of a module of Transformer Engine's attention -> its path.
     """
 
-    attentions: Mapping[int, str] = {}
-    _kinds = CountedKinds("")
+    attentions: Mapping[int, str]
 
     def watch_model(self, model: Model, names: Mapping[int, str]) -> None:
         """Count the products of a model from the next step on, and stop counting any other model.
@@ -53,7 +54,7 @@ class ModelProducts(ModelWatch):
             gemms = self.table.step_gemms()
             is_first = self.calls.is_first
             step_calls = self.calls.end_step()
-            parts: Parts = {} if self.failure else self._keep_products(step_calls)
+            parts: Parts = Counter() if self.failure else self._keep_products(step_calls)
             has_gemms = gemms is not None and bool(gemms.calls or gemms.attention or gemms.unseen)
             if not parts and not has_gemms and not self.failure:
                 return None
@@ -63,19 +64,17 @@ class ModelProducts(ModelWatch):
             self.end_step()
 
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
-        calls = self.calls
         by_call = group_by_key((seen.call, seen) for seen in self.operators.seen)
-        parts: dict[Kind, tuple[int, int]] = {}
+        parts: Parts = Counter()
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
         for call in step_calls:
-            forwards, backwards = parts.get(call.kind, (0, 0))
-            parts[call.kind] = forwards + 1, backwards + call.may_have_backward
+            parts[call.kind, False] += 1
+            if call.may_have_backward:
+                parts[call.kind, True] += 1
             if call.is_counted:
                 counted.setdefault(call.kind, []).append((call, by_call.get(call, [])))
         for kind, products in counted.items():
-            has_equal_products = self._kinds.put(kind, products, calls.differ_in_integers)
-            if has_equal_products is not None:
-                calls.note_equal(kind, equal=has_equal_products)
+            self._kinds.put(kind, products, self.calls)
         return parts
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -85,12 +84,13 @@ class ModelProducts(ModelWatch):
     def close(self) -> None:
         super().close()
         self.attentions = {}
+        self._kinds = CountedKinds("")
 
     # ------------------------------------------------------------------ attention
 
     def leave_attention(self, layer: str, kind: ForwardKind, arguments: Mapping[str, Any]) -> None:
         """Count the products of an attention whose kernel is unknown, by the arguments of its forward."""
-        if not self.counting or not is_seen_by(self):
+        if not self.counting or not self.sees_operators():
             return
         call = self.operators.forward_call()
         if kind is ForwardKind.SILENT and not is_in_backward():  # a checkpoint recomputes it in the backward
@@ -103,18 +103,8 @@ class ModelProducts(ModelWatch):
         sizes = AttentionSizes.of(*tensors, arguments["qkv_format"])
         query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
         has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        for gemm, formats in zip(ATTENTION, ((query, key), (query, value)), strict=True):
-            # In a backward, a gradient for each operand, with equal multiply-adds.
-            for backward in (False, *((True, True) if has_backward else ())):
-                self.operators.see(
-                    SeenProduct(
-                        layer,
-                        "attention",
-                        gemm,
-                        formats,
-                        getattr(sizes, gemm),
-                        OTHER_KERNEL,
-                        backward=backward,
-                        call=call,
-                    )
-                )
+        # In a backward, a gradient for each operand, with equal multiply-adds.
+        for backward in (False, True, True) if has_backward else (False,):
+            for seen in AttentionCall(layer, backward, (query, key), (query, value), sizes).products(OTHER_KERNEL):
+                seen.call = call
+                self.operators.see(seen)

@@ -111,6 +111,10 @@ class ModelWatch:
         is_evaluation_mode: returns whether forwards of modules in evaluation mode are evaluations.
     """
 
+    calls: ModelCalls
+    operators: OperatorProducts
+    _modules: Mapping[int, NamedTorchModule]
+
     def __init__(
         self,
         report: Report,
@@ -119,30 +123,22 @@ class ModelWatch:
         count: Callable[[], None] = lambda: None,
     ) -> None:
         self.table = table
-        self.active = False
-        self.counting = False
-        self.failure = ""
         self.state = KeptState(report, lambda: self.operators.current_call())
-        self.calls = ModelCalls()
-        self.operators = OperatorProducts({}, self.state, self.calls, table)
-        self.unobserved = UnobservedForwards()
         self.around_backward: Sequence[Callable[[], AbstractContextManager[None]]] = ()
         self.begin_call: Callable[[int], object] = lambda _: None
         self.on_failure: Callable[[], object] = lambda: None
-        self.has_double_backward = False
         self.is_evaluation_mode: Callable[[], bool] = lambda: True
         self.is_tapped = False
         self._adds_to_gradients = self.has_added = False
-        self._modules: Mapping[int, NamedTorchModule] = {}
         self._report = report
         self._is_paused = is_paused
         self._count = count
         self._replaced = Replacements(keeps_later=True)
+        self.close()
 
     def watch(self, model: Model, modules: Mapping[int, NamedTorchModule]) -> None:
         """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
         self._modules = modules
-        self.calls = ModelCalls()
         self.operators = OperatorProducts(modules, self.state, self.calls, self.table)
         self.state.watch(model)
         self.active = True
@@ -173,7 +169,8 @@ class ModelWatch:
         self._replaced.restore()
         self.failure = ""
         self.calls = ModelCalls()
-        self.operators = OperatorProducts({}, self.state, self.calls, self.table)
+        self._modules = {}
+        self.operators = OperatorProducts(self._modules, self.state, self.calls, self.table)
 
     def _wrap_module(self, number: int, module: Any) -> None:
         own = module._compiled_call_impl
@@ -245,12 +242,16 @@ class ModelWatch:
 
     def _wrap_root(self, root: Any) -> None:
         own = root._compiled_call_impl
-        around = CallOfOneModule(self._wrap_call(root, own or root._call_impl, is_forward=True))
+        around = CallOfOneModule(self._wrap_call(root, own or root._call_impl, is_forward=True), type(None))
         setattr(around, SURROUNDS, own)
         self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
-            step = self._wrap_call(root, root.training_step, is_forward=False)
-            self._replaced.replace(root, "training_step", TrainingStepOfOneModule(step, root))
+            own = root.training_step
+            step = self._wrap_call(root, own, is_forward=False)
+            around = CallOfOneModule(step, functools.partial, type(root).training_step, root)
+            # Lightning unwraps once, and passes batch_idx to a function that takes it, or any arguments.
+            around.__wrapped__ = getattr(own, "__wrapped__", own)
+            self._replaced.replace(root, "training_step", around)
 
     def _wrap_call(self, root: Any, upstream: AnyFunction, *, is_forward: bool) -> AnyFunction:
 
@@ -263,14 +264,14 @@ class ModelWatch:
             call = None
             if outer is None:
                 self.begin_call(id(root))
-                call = self._run_guarded(lambda: calls.begin(root, arguments, keywords, integers_count=is_forward))
+                call = self.run_guarded(lambda: calls.begin(root, arguments, keywords, integers_count=is_forward))
             if call is not None and call.is_counted and not self.counting:
                 self.counting = True
-                self._run_guarded(self._count)
+                self.run_guarded(self._count)
             try:
                 with self._counting_operators() if call is not None and call.is_counted else nullcontext():
                     result = upstream(*arguments, **keywords)
-                self._run_guarded(lambda: self._end_call(call, result))
+                self.run_guarded(lambda: self._end_call(call, result))
             finally:
                 if outer is None:
                     calls.leave()
@@ -292,7 +293,7 @@ class ModelWatch:
             if not self.is_watching():
                 return upstream(roots, *arguments, **keywords)
             if is_in_backward():  # a nested backward: the outer one decides whether it is counted
-                self._run_guarded(lambda: self.operators.nodes.bind(roots))
+                self.run_guarded(lambda: self.operators.nodes.bind(roots))
                 return upstream(roots, *arguments, **keywords)
             with ExitStack() as stack:
                 if keywords.get("accumulate_grad"):  # not in torch.autograd.grad()
@@ -300,7 +301,7 @@ class ModelWatch:
                     stack.callback(setattr, self, "_adds_to_gradients", False)
                     for context in self.around_backward:
                         stack.enter_context(context())
-                watched = self._run_guarded(lambda: self._watch_backward(roots, *arguments))
+                watched = self.run_guarded(lambda: self._watch_backward(roots, *arguments))
                 stack.enter_context(watched or nullcontext())
                 return upstream(roots, *arguments, **keywords)
 
@@ -314,7 +315,7 @@ class ModelWatch:
         call = self.calls.begin_backward(roots)
         self.has_double_backward |= creates and call is not None
         if call is not None and call.is_counted:
-            if is_seen_by(self):
+            if self.sees_operators():
                 return nullcontext()
             return self._counting_operators(call)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -326,15 +327,19 @@ class ModelWatch:
 
     @contextmanager
     def _counting_operators(self, backward_of: ModelCall | None = None) -> Iterator[None]:
-        self._run_guarded(lambda: self.operators.weights.read(self._modules.values()))
+        self.run_guarded(lambda: self.operators.weights.read(self._modules.values()))
         with self.operators.in_backward_of(backward_of), SeeingMode(self):
             yield
+
+    def sees_operators(self) -> bool:
+        modes = _get_current_dispatch_mode_stack()
+        return any(isinstance(mode, SeeingMode) and mode.watcher is self and mode._only is None for mode in modes)
 
     def is_watching(self) -> bool:
         return self.active and not self.failure and not self._is_paused()
 
     @outside_of_dynamo
-    def _run_guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
+    def run_guarded(self, do: Callable[[], ResultT]) -> ResultT | None:
         """Run a function and keep its failure from training; skipped after a failure."""
         try:
             if self.failure:
@@ -363,39 +368,22 @@ class ModelWatch:
         if sharded:
             self.operators.nodes.enter_outer(arguments)
 
-    def after_operator(self, operator: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-        self.operators.note(operator, arguments, keywords, result)
-
 
 class CallOfOneModule:
-    """The ``_compiled_call_impl`` of one module, which copies of the module do not get."""
+    """A call of one module, in an attribute of it; copies of the module get ``function(*arguments)`` instead."""
 
-    def __init__(self, call: AnyFunction) -> None:
+    __wrapped__: AnyFunction
+
+    def __init__(self, call: AnyFunction, function: AnyFunction, *arguments: Any) -> None:
         functools.update_wrapper(self, call)
         self._call = call
+        self._in_copies = function, arguments
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._call(*arguments, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-class TrainingStepOfOneModule(CallOfOneModule):
-    """The ``training_step`` of one module; a copy of the module gets its class's own method."""
-
-    def __init__(self, call: AnyFunction, module: Any) -> None:
-        super().__init__(call)
-        self._module = module
-        # Lightning unwraps once, and passes batch_idx to a function that takes it, or any arguments.
-        self.__wrapped__ = getattr(module.training_step, "__wrapped__", module.training_step)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (_training_step_of_its_class, self._module)
-
-
-def _training_step_of_its_class(module: Any, *arguments: Any, **keywords: Any) -> Any:
-    return type(module).training_step(module, *arguments, **keywords)
+        return self._in_copies
 
 
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -425,14 +413,8 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords = keywords or {}
         result = operator(*arguments, **keywords)
         if name is not None:
-            self._leave(name, arguments, keywords, result)
+            self.watcher.run_guarded(lambda: self.watcher.operators.note(name, arguments, keywords, result))
         return result
-
-    def _leave(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-        try:
-            self.watcher.after_operator(name, arguments, keywords, result)
-        except Exception as error:
-            self.watcher.fail(error)
 
     def _enter(self, operator: Any, types: Iterable[type], arguments: Sequence[Any]) -> Any:
         """The name of an operator to report; None to run it unreported, NotImplemented to leave it to a subclass."""
@@ -452,11 +434,6 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.watcher.fail(error)
             return None
         return name
-
-
-def is_seen_by(watcher: ModelWatch) -> bool:
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, SeeingMode) and mode.watcher is watcher and mode._only is None for mode in modes)
 
 
 modes_are_active: Callable[[], int] = torch._C._len_torch_dispatch_stack

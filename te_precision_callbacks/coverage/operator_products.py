@@ -8,8 +8,8 @@ formulas of ``torch.utils.flop_counter``, which have no sizes.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -18,27 +18,29 @@ from typing import Any
 import torch
 import torch.nn.modules.conv
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
 from te_precision_callbacks.coverage.coverage import Family, StateRow
 from te_precision_callbacks.coverage.formats import dtype_name, format_of
 from te_precision_callbacks.coverage.marks import (
+    UNFUSED,
     Marks,
     NodesOfProducts,
     Weight,
     WeightMarks,
-    products_of_node,
+    kind_of,
+    products_of_current_node,
     tensors_in,
 )
 from te_precision_callbacks.coverage.matrix_products import (
     MatrixProduct,
     Role,
-    is_product,
     products_of,
     why_not_counted,
 )
 from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls
-from te_precision_callbacks.coverage.products import UNFUSED, SeenProduct, kind_of
+from te_precision_callbacks.coverage.products import ATTENTION, SeenProduct
 from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.layers.forwards import is_evaluation_forward, is_in_backward, is_recomputing
 from te_precision_callbacks.layers.naming import Model, NamedTorchModule, parameters_of
@@ -97,7 +99,7 @@ class OperatorProducts:
         """The model call of the forward that runs in this thread, also of a forward recomputed in a backward."""
         if not is_in_backward():
             return self.calls.current
-        at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        at_node: list[SeenProduct] = products_of_current_node()
         if at_node:
             return at_node[0].call
         return None
@@ -110,11 +112,11 @@ class OperatorProducts:
             return
         given = (*arguments, *keywords.values())
         uncounted = why_not_counted(operator, given)
-        if not uncounted and not is_product(operator):
+        products = products_of(operator, arguments, result)
+        if not products and not uncounted:
             if not is_backward or torch.is_grad_enabled():  # in a recomputed forward gradients are enabled
                 self._follow(operator, given, result)
             return
-        products = products_of(operator, arguments, result)
         if any(product.sequences is not None for product in products):
             self.note_data_dependent_sizes()
         if not is_backward:
@@ -143,11 +145,9 @@ class OperatorProducts:
                 scores.role = "qk"
                 scores.family = "attention"
             for made in results:
-                if scores is not None and operator in _SOFTMAX:
-                    self._probabilities.put(made, True)
-                elif scores is not None:
+                if scores is not None and operator not in _SOFTMAX:
                     self._scores.put(made, scores)
-                elif self._probabilities.get(tensor):
+                elif scores is not None or self._probabilities.get(tensor):
                     self._probabilities.put(made, True)
 
     def _note_forward(
@@ -172,42 +172,45 @@ class OperatorProducts:
         inside = self._innermost_module()
         if inside is not None and te_modules.is_unknown(type(inside[1])):
             return
-        placed = [(product, self._seen_in(operator, product, inside)) for product in products]
+        placed: list[tuple[SeenProduct | None, MatrixProduct | None]]
+        placed = [(self._seen_in(operator, product, inside), product) for product in products]
         if uncounted and inside is not None:
-            seen = SeenProduct(inside[0], "functional", call=call, not_counted=f"{operator} {uncounted}")
-            self.nodes.note(seen, arguments, result)
+            placed = [(SeenProduct(inside[0], "functional", not_counted=f"{operator} {uncounted}"), None)]
+        for seen, product in placed:
+            if seen is None:
+                continue
+            seen.call = call
             if not recomputed:
                 self.see(seen)
-        for product, seen_product in placed:
-            if seen_product is None:
+            self.nodes.note(seen, arguments, result)
+            if product is None:
                 continue
-            seen_product.call = call
-            self.with_product.add(seen_product.layer)
-            if not recomputed:
-                self.see(seen_product)
-            self.nodes.note(seen_product, arguments, result)
-            if seen_product.weight is not None:
-                known = self._activations.get(product.a) or []
-                self._activations.put(product.a, [*known, seen_product])
-            elif not seen_product.role:
-                self._scores.put(result, seen_product)
+            self.with_product.add(seen.layer)
+            if seen.weight is not None:
+                self._activations.put(product.a, [*(self._activations.get(product.a) or ()), seen])
+            elif not seen.role:
+                self._scores.put(result, seen)
 
     def _seen_in(self, operator: str, product: MatrixProduct, inside: NamedTorchModule | None) -> SeenProduct | None:
-        looks_up = product.role == "lookup"
-        weight = self.weights.find(product.b, inside, embedding=looks_up) or self.weights.find(product.a, inside)
-        if weight is None and inside is not None and isinstance(inside[1], _WITH_WEIGHT):
-            weight = Weight(inside[0], "weight", True)  # computed from parameters, as by a parametrization
-        formats = dtype_name(product.a.dtype), dtype_name(product.b.dtype)
-        sizes = product.n, product.m, product.k, product.batch
+        is_lookup = product.role == "lookup"
+        weight = self.weights.find(product.b, inside, embedding=is_lookup) or self.weights.find(product.a, inside)
+        kind = ""
+        has_weight = False
+        if inside is not None:
+            kind = kind_of(inside[1])
+            has_weight = isinstance(inside[1], _WITH_WEIGHT)
+        if weight is None and inside is not None and has_weight:
+            weight = Weight(inside[0], "weight", True, kind)  # computed from parameters, as by a parametrization
+        formats = _formats(product)
         if weight is not None:
             layer = f"{weight.module}.{weight.name}".removesuffix(".weight")
-            kind = self._kind(inside, weight)
-            if looks_up:
-                return SeenProduct(layer, "lookup", "lookup", formats, sizes, kind, weight)
             family: Family = "functional"
-            if inside is not None and inside[0] == weight.module and isinstance(inside[1], _WITH_WEIGHT):
+            role: Role = "fprop"
+            if is_lookup:
+                family = role = "lookup"
+            elif inside is not None and inside[0] == weight.module and has_weight:
                 family = "torch"
-            return SeenProduct(layer, family, "fprop", formats, sizes, kind, weight)
+            return SeenProduct(layer, family, role, formats, product.sizes, kind or weight.kind, weight)
         if inside is None:
             return None
         role = product.role
@@ -218,18 +221,9 @@ class OperatorProducts:
             if operator == "aten::baddbmm":
                 role = "qk"
         family = "functional"
-        if role in ("qk", "pv"):
+        if role in ATTENTION:
             family = "attention"
-        kind = kind_of(inside[1])
-        return SeenProduct(inside[0], family, role, formats, sizes, kind, sequences=product.sequences)
-
-    def _kind(self, inside: NamedTorchModule | None, weight: Weight) -> str:
-        if inside is not None:
-            return kind_of(inside[1])
-        for path, module in self._modules.values():
-            if path == weight.module:
-                return kind_of(module)
-        return "torch"
+        return SeenProduct(inside[0], family, role, formats, product.sizes, kind, sequences=product.sequences)
 
     def _note_backward(
         self,
@@ -238,30 +232,27 @@ class OperatorProducts:
         *,
         uncounted: str,
     ) -> None:
-        at_node: list[SeenProduct] = products_of_node(torch._C._current_autograd_node())
+        at_node: list[SeenProduct] = products_of_current_node()
         if not at_node:
             return  # the forward product was outside the model
         if uncounted:
             of = at_node[0]
             what = f"{operator} {uncounted}"
-            self.see(SeenProduct(of.layer, of.family, of=of, backward=True, call=of.call, not_counted=what))
+            self.see(SeenProduct(of.layer, of.family, backward=True, call=of.call, not_counted=what))
         for product in products:
             of = self._find_forward_product(product, at_node)
-            role: Role = product.role
-            if of.weight is not None and not role:
+            role = product.role or of.role
+            if of.weight is not None and not product.role:
                 role = self._role_in_backward(product, of, of.weight)
             of.gradients += role != "dgrad"
-            formats = (dtype_name(product.a.dtype), dtype_name(product.b.dtype))
-            sizes = product[2:6]
             self.see(
                 SeenProduct(
                     of.layer,
                     of.family,
                     role,
-                    formats,
-                    sizes,
+                    _formats(product),
+                    product.sizes,
                     of.kind,
-                    of=of,
                     backward=True,
                     call=of.call,
                     sequences=product.sequences,
@@ -274,7 +265,7 @@ class OperatorProducts:
             if weight is not None and weight.module == forward_weight.module:
                 return "dgrad"
         rows, columns, *_ = of.sizes
-        if product.k == columns and product.k != rows:
+        if product.sizes[2] == columns != rows:
             return "dgrad"
         return "wgrad"
 
@@ -282,25 +273,21 @@ class OperatorProducts:
         """The forward product of a backward product. If the node has several: by role in attention, weight or
         activation, else the first product with matching sizes that still lacks gradients.
         """
-        alike = at_node
-        if product.role in ("qk", "pv"):
-            alike = [seen for seen in at_node if seen.role == product.role] or at_node
         seen: SeenProduct
-        first: SeenProduct = alike[0]
+        alike = list(at_node)
+        if product.role in ATTENTION:
+            alike = [seen for seen in at_node if seen.role == product.role] or alike
         if len(alike) == 1:
-            return first
+            return alike[0]
         weight = self.weights.find(product.a) or self.weights.find(product.b)
         if weight:
-            for seen in reversed(alike):
-                if seen.weight == weight:
-                    return seen
-            return first
+            return next((seen for seen in reversed(alike) if seen.weight == weight), alike[0])
         by_activation = [*(self._activations.get(product.a) or ()), *(self._activations.get(product.b) or ())]
         for seen in [*by_activation, *alike]:
-            fits = sorted(seen.sizes[:3]) == sorted(product[2:5]) and seen.sizes[3] == product.batch
+            fits = sorted(seen.sizes[:3]) == sorted(product.sizes[:3]) and seen.sizes[3] == product.sizes[3]
             if fits and seen in alike and seen.gradients < 1 + (seen.weight is None):
                 return seen
-        return first
+        return alike[0]
 
     def _innermost_module(self) -> NamedTorchModule | None:
         """The innermost running module of the model with its path; None while a constant is created."""
@@ -312,6 +299,10 @@ class OperatorProducts:
                     return named
             frame = frame.f_back
         return None
+
+
+def _formats(product: MatrixProduct) -> tuple[str, str]:
+    return dtype_name(product.a.dtype), dtype_name(product.b.dtype)
 
 
 REDUCING = {
@@ -361,25 +352,18 @@ class KeptState:
     def rows(self) -> tuple[StateRow, ...]:
         for parameter in self._parameters:
             self._add("parameter", parameter)
-        tensors: Counter[tuple[str, str]] = Counter()
-        sizes: Counter[tuple[str, str]] = Counter()
-        for (subject, dtype, _), size in self._rows.items():
-            tensors[subject, dtype] += 1
-            sizes[subject, dtype] += size
+        sizes = group_by_key(((subject, dtype), size) for (subject, dtype, _), size in self._rows.items())
         for call, dtype, size in self.reduced:
             times = 1
             if call is not None:
                 times = call.forwards
-            tensors["reduce", dtype] += times
-            sizes["reduce", dtype] += times * size
-        return tuple(StateRow(*key, count, sizes[key]) for key, count in tensors.items())
+            sizes.setdefault(("reduce", dtype), []).extend([size] * times)
+        return tuple(StateRow(*key, len(alike), sum(alike)) for key, alike in sizes.items())
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
             of_model = set(map(id, self._parameters))
-            stepped: list[torch.Tensor] = []
-            for group in optimizer.param_groups:
-                stepped += group["params"]
+            stepped = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
             for parameter in stepped:
                 if id(parameter) not in of_model:
                     self._add("master_weight", parameter)

@@ -8,27 +8,28 @@ planned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
-from te_precision_callbacks.base.vocabulary import OPERANDS, class_names
+from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, ROWWISE, GemmName, class_names
 from te_precision_callbacks.config.effects import Acting
 from te_precision_callbacks.coverage.coverage import Coverage, Family, Product, Reason
 from te_precision_callbacks.coverage.formats import (
     MODIFIED,
-    LayerGemm,
-    LayerOperand,
     dtype_name,
-    formats_of_layer,
     gemms_left_out,
+    quantizer_format,
     recipe_text,
 )
-from te_precision_callbacks.coverage.gemm_precision import FROZEN, HIGH_PRECISION, Format
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, HIGH_PRECISION
 from te_precision_callbacks.coverage.history import HighPrecisionFacts, explain, kept_by_sections
-from te_precision_callbacks.coverage.products import gemm_sizes, kind_of
+from te_precision_callbacks.coverage.marks import kind_of
+from te_precision_callbacks.coverage.products import gemm_sizes
 from te_precision_callbacks.layers.naming import (
     Model,
     NamedModule,
@@ -102,18 +103,14 @@ class _ProductPlanner:
         self.products: list[Product] = []
         self._acting = acting
         self._recipe = recipe
-        self._override = getattr(recipe, "backward_override", None)
         self._tokens = tokens
         self._trains = trains
         self._quantizers = MadeQuantizers()
-        self._formats: dict[tuple[object, ...], Mapping[LayerOperand, Format]] = {}
-
-    # ------------------------------------------------------------------ Transformer Engine
 
     def plan_module(self, module: Any, layers: Sequence[str]) -> None:
+        """Plan the products of a module of Transformer Engine."""
         row = te_modules.of(module)
         left_out = gemms_left_out(module, layers, input_needs_gradient=self._trains)
-        made = self._quantizers.of(module, self._recipe)
         dtype = next(p.dtype for p in module.parameters(recurse=False) if p.ndim > 1)
         groups = 1
         if row.groups:
@@ -121,53 +118,30 @@ class _ProductPlanner:
         family: Family = "te"
         if row.is_operation:
             family = "te_ops"
+        recipe = recipe_text(self._recipe) or HIGH_PRECISION
+        override = getattr(self._recipe, "backward_override", None)
+        made = self._quantizers.of(module, self._recipe)
         for layer, quantizers, sizes in zip(layers, made, row.features(module), strict=True):
-            self._plan_layer(layer, family, quantizers, dtype, sizes, groups, left_out)
-
-    def _plan_layer(
-        self,
-        layer: str,
-        family: Family,
-        quantizers: Mapping[str, Any],
-        dtype: torch.dtype,
-        sizes: tuple[int, int],
-        groups: int,
-        left_out: Mapping[LayerGemm, str],
-    ) -> None:
-        recipe = recipe_text(self._recipe)
-        key = (*map(id, quantizers.values()), *quantizers, dtype)  # many layers have the same
-        if key not in self._formats:
-            self._formats[key] = formats_of_layer(
-                "", quantizers, dtype, recipe=recipe, backward_override=self._override
-            )
-        formats = self._formats[key]
-        sections = self._acting.get(layer, ())
-        kept = kept_by_sections(sections)
-        modified: set[object] = set()
-        for section in sections:
-            for effect in section.effects.values():
-                modified.update(effect.modifies)
-        facts = HighPrecisionFacts(kept, self._override or "")
-        rows = max(1, self._tokens // groups)
-        macs = self._tokens * sizes[0] * sizes[1] // groups
-        for gemm, (n, m, k) in gemm_sizes(rows, *sizes).items():
-            not_run = left_out.get(LayerGemm(layer, gemm), "")
-            if not_run:
-                self.products.append(Product.left_out(layer, family, gemm, not_run))
-                continue
-            operands: dict[str, str] = {}
-            for tensor in OPERANDS[gemm]:
-                text = formats[LayerOperand("", gemm, tensor)].text
-                if gemm in kept:
-                    text = dtype_name(dtype)
-                if (gemm, tensor) in modified:
-                    text += MODIFIED
-                operands[tensor] = text
-            backward = gemm != "fprop"
-            product = Product(layer, family, gemm, backward, n, m, k, 1, 1, macs, operands, "planned")
-            self.products.append(explain(replace(product, recipe=recipe or HIGH_PRECISION), facts, 0))
-
-    # ------------------------------------------------------------------ torch
+            sections = self._acting.get(layer, ())
+            kept = kept_by_sections(sections)
+            effects = itertools.chain.from_iterable(section.effects.values() for section in sections)
+            modified: set[object] = set(itertools.chain.from_iterable(effect.modifies for effect in effects))
+            operands: dict[GemmName, dict[str, str]] = {gemm: {} for gemm in GEMMS}
+            for gemm, of_gemm in operands.items():
+                is_high = gemm in kept or (override is not None and gemm != "fprop")
+                for tensor in OPERANDS[gemm]:
+                    quantizer = None
+                    if not is_high:
+                        quantizer = quantizers.get(tensor)
+                    of_gemm[tensor] = quantizer_format(quantizer, dtype, columnwise=ROWWISE[tensor] != gemm)
+                    if (gemm, tensor) in modified:
+                        of_gemm[tensor] += MODIFIED
+            reasons = {gemm: reason for (name, gemm), reason in left_out.items() if name == layer}
+            facts = HighPrecisionFacts(kept, override or "")
+            for product in self._products(layer, family, sizes, operands, reasons, groups):
+                if product.operands:
+                    product = explain(replace(product, recipe=recipe), facts, 0)
+                self.products.append(product)
 
     def plan_torch(self, path: str, module: torch.nn.Module) -> bool:
         if isinstance(module, torch.nn.Linear):
@@ -177,20 +151,35 @@ class _ProductPlanner:
         else:
             return isinstance(module, torch.nn.Embedding)  # a look-up has no multiply-adds
         weight = cast(torch.Tensor, module.weight)
-        macs = self._tokens * sizes[0] * sizes[1]
-        for gemm, (n, m, k) in gemm_sizes(self._tokens, *sizes).items():
-            if gemm != "fprop" and not self._trains:
-                continue
-            if gemm == "wgrad" and not weight.requires_grad:
-                self.products.append(Product.left_out(path, "torch", gemm, FROZEN))
-                continue
-            operands: dict[str, str] = dict.fromkeys(OPERANDS[gemm], dtype_name(weight.dtype))
-            backward = gemm != "fprop"
-            ref = kind_of(module)
-            self.products.append(
-                Product(path, "torch", gemm, backward, n, m, k, 1, 1, macs, operands, "planned", "", Reason.NOT_TE, ref)
-            )
+        gemms = [gemm for gemm in GEMMS if self._trains or gemm == "fprop"]
+        operands: dict[GemmName, dict[str, str]]
+        operands = {gemm: dict.fromkeys(OPERANDS[gemm], dtype_name(weight.dtype)) for gemm in gemms}
+        reasons: dict[GemmName, str] = {}
+        if not weight.requires_grad:
+            reasons["wgrad"] = FROZEN
+        for product in self._products(path, "torch", sizes, operands, reasons):
+            if product.operands:
+                product = replace(product, reason=Reason.NOT_TE, reason_ref=kind_of(module))
+            self.products.append(product)
         return True
+
+    def _products(
+        self,
+        layer: str,
+        family: Family,
+        sizes: tuple[int, int],
+        operands: Mapping[GemmName, Mapping[str, str]],
+        left_out: Mapping[GemmName, str],
+        groups: int = 1,
+    ) -> Iterator[Product]:
+        macs = self._tokens * math.prod(sizes) // groups
+        for gemm, (n, m, k) in gemm_sizes(max(1, self._tokens // groups), *sizes).items():
+            if gemm not in operands:
+                continue
+            if gemm in left_out:
+                yield Product.left_out(layer, family, gemm, left_out[gemm])
+            else:
+                yield Product(layer, family, gemm, gemm != "fprop", n, m, k, 1, 1, macs, operands[gemm], "planned")
 
 
 def _attention(names: Mapping[int, str], below: Mapping[int, torch.nn.Module]) -> tuple[str, ...]:

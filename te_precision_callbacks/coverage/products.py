@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
-
-import torch
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
 from te_precision_callbacks.coverage.coverage import ESTIMATED, Family, Product, ProductName, Reason
 from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_INPUT_GRADIENT, join_with_arrows
-from te_precision_callbacks.coverage.marks import Weight
+from te_precision_callbacks.coverage.marks import UNFUSED_KERNEL, Weight
 from te_precision_callbacks.coverage.matrix_products import Role, Sizes
-from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, Parts
+from te_precision_callbacks.coverage.micro_batches import Kind, ModelCall, ModelCalls, Parts
 
 OPERAND_NAMES: Mapping[ProductName, tuple[str, str]] = {
     "fprop": OPERANDS["fprop"],
@@ -47,11 +44,6 @@ def gemm_sizes(tokens: int, in_features: int, out_features: int) -> Mapping[Gemm
     }
 
 
-UNFUSED = "UnfusedDotProductAttention"
-"""Transformer Engine's attention in torch: it multiplies by ``baddbmm`` first, then by ``bmm`` (2.20.2,
-``pytorch/attention/dot_product_attention/backends.py``)."""
-
-UNFUSED_KERNEL = "Transformer Engine's unfused attention"
 FUSED = "Transformer Engine's fused attention"
 OTHER_KERNEL = "another kernel of Transformer Engine's attention, counted by its sizes"
 
@@ -63,8 +55,7 @@ class SeenProduct:
     Attributes:
         layer: the path of its module, with the name of the weight unless it is ``weight``.
         role: its purpose, if known; ``wgrad`` and ``dgrad`` only if the forward has a weight.
-        kind: the kernel or class, as named in a reason.
-        of: for a product of a backward by torch, the forward product.
+        kind: see :func:`te_precision_callbacks.coverage.marks.kind_of`.
         gradients: the number of its products that have run in the backward, except dgrad.
         not_counted: the operator and the reason if it is not counted.
         after: the number of Transformer Engine's GEMMs of the step that had run for the first time before it.
@@ -77,7 +68,6 @@ class SeenProduct:
     sizes: Sizes = (0, 0, 0, 0)
     kind: str = ""
     weight: Weight | None = None
-    of: SeenProduct | None = None
     backward: bool = False
     gradients: int = 0
     call: ModelCall | None = None
@@ -85,17 +75,9 @@ class SeenProduct:
     sequences: tuple[Sizes, ...] | None = None
     after: int = 0
 
-    @property
-    def is_of_backward(self) -> bool:
-        return self.backward or self.gemm in ("dgrad", "wgrad")
-
     def detached(self) -> list[SeenProduct]:
         """The product without references to its step; packed sequences become a product each."""
-        alone = replace(self, of=None, call=None, backward=self.is_of_backward, sequences=None)
-        if self.weight is not None:
-            alone.weight = replace(self.weight, owner=None)
-        if self.gemm != "other":
-            alone.role = self.gemm
+        alone = replace(self, call=None, sequences=None)
         if self.sequences is None:
             return [alone]
         return [replace(alone, sizes=sizes) for sizes in self.sequences]
@@ -104,24 +86,13 @@ class SeenProduct:
     def reason(self) -> Reason | None:
         if self.family == "lookup":
             return None
-        if self.kind in (UNFUSED_KERNEL, OTHER_KERNEL):
+        if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL):
             return Reason.ATTENTION
         return Reason.NOT_TE
 
     @property
     def gemm(self) -> ProductName:
-        if self.role or self.of is None:
-            return self.role or "other"
-        return self.of.gemm
-
-
-def kind_of(module: torch.nn.Module) -> str:
-    kind = type(module)
-    if kind.__name__ == UNFUSED:
-        return UNFUSED_KERNEL
-    if kind.__module__.startswith("torch.nn."):
-        return f"torch.nn.{kind.__name__}"
-    return kind.__name__
+        return self.role or "other"
 
 
 class PlacedProduct(NamedTuple):
@@ -133,7 +104,7 @@ class PlacedProduct(NamedTuple):
 
 def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[PlacedProduct]:
     """Sum the calls of a step by product, given each call's product and how often it ran."""
-    by_name = group_by_key(((call.layer, call.gemm, call.is_of_backward), (call, times)) for call, times in seen)
+    by_name = group_by_key(((call.layer, call.gemm, call.backward), (call, times)) for call, times in seen)
     has_backward = any(backward for _, _, backward in by_name)
     for (layer, gemm, backward), runs in by_name.items():
         calls, times = zip(*runs, strict=True)
@@ -178,11 +149,11 @@ class _CountedCalls(NamedTuple):
 
     @property
     def sizes(self) -> Counter[object]:
-        return Counter((seen.layer, seen.gemm, seen.is_of_backward, seen.sizes) for seen in self.seen)
+        return Counter((seen.layer, seen.gemm, seen.backward, seen.sizes) for seen in self.seen)
 
     def step_runs(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
         for seen in self.seen:
-            if seen.is_of_backward:
+            if seen.backward:
                 yield seen, backwards / max(self.backwards, 1)
             else:
                 yield seen, forwards / max(self.calls, 1)
@@ -200,48 +171,36 @@ class CountedKinds:
         self._root = root
         self._counted: dict[Kind, _CountedCalls] = {}
 
-    def put(
-        self,
-        kind: Kind,
-        counted: Sequence[tuple[ModelCall, Sequence[SeenProduct]]],
-        differ_in_integers: Callable[[Kind, Kind], bool],
-    ) -> bool | None:
-        """Keep the products of counted calls of a kind.
-
-        Returns:
-            Whether a new kind has the same products as the known kind that differs from it only in integers of the
-            input; None without such a kind.
-        """
+    def put(self, kind: Kind, counted: Sequence[tuple[ModelCall, Sequence[SeenProduct]]], model: ModelCalls) -> None:
+        """Keep the products of counted calls of a kind of calls of ``model``."""
         before = self._counted.get(kind)
         calls = [(call, seen) for call, seen in counted if call.may_have_backward] or counted[:1]
         if any(call.has_data_dependent_sizes for call, _ in counted):
             calls = counted
         backwards = sum(call.may_have_backward for call, _ in calls)
         if before is not None and (before.backwards or not backwards):
-            return None
-        other = next((other for other in self._counted if differ_in_integers(kind, other)), None)
-        seen = []
-        for product in itertools.chain.from_iterable(products for _, products in calls):
-            seen += product.detached()
+            return
+        other = next((other for other in self._counted if model.differ_in_integers(kind, other)), None)
+        seen = [alone for _, products in calls for product in products for alone in product.detached()]
         self._counted[kind] = _CountedCalls(seen, len(calls), backwards)
         self.changes += 1
-        if before is not None or other is None:
-            return None
-        return self._counted[kind].sizes == self._counted[other].sizes
+        if before is None and other is not None:
+            model.note_integers(kind, decide=self._counted[kind].sizes != self._counted[other].sizes)
 
     def has_backward(self, kind: Kind) -> bool | None:
         counted = self._counted.get(kind)
         if counted is None:
             return None
-        return any(seen.is_of_backward for seen in reversed(counted.seen))  # they come last
+        return any(seen.backward for seen in reversed(counted.seen))  # they come last
 
     def products(self, parts: Parts, steps: int = 1) -> tuple[list[PlacedProduct], list[Product]]:
         """Return torch's products of a step with these calls, or their mean over several steps, and uncounted ones."""
         weighted: list[tuple[SeenProduct, float]] = []
-        uncounted: dict[tuple[str, str, bool], Product] = {}
+        uncounted: dict[Product, None] = {}
         unknown = 0
         lacking = 0
-        for kind, (forwards, backwards) in parts.items():
+        for kind in dict.fromkeys(kind for kind, _ in parts):
+            forwards, backwards = parts[kind, False], parts[kind, True]
             counted = self._counted.get(kind)
             if counted is None:
                 unknown += forwards
@@ -254,10 +213,10 @@ class CountedKinds:
                 for seen, times in known.step_runs(forwards, backwards):
                     if seen.not_counted:
                         product = Product.uncounted(seen.layer, seen.family, seen.not_counted, backward=seen.backward)
-                        uncounted.setdefault((seen.layer, seen.not_counted, seen.backward), product)
+                        uncounted[product] = None
                     elif times:
                         weighted.append((seen, times / len(alike) / steps))
-        whole = sum(forwards for forwards, _ in parts.values())
+        whole = sum(number for (_, backward), number in parts.items() if not backward)
         texts = []
         if unknown:
             texts.append(
@@ -269,7 +228,7 @@ class CountedKinds:
                 f"{ESTIMATED}the backward of {lacking} of {whole} micro-batches, because no backward of this kind was"
                 " counted"
             )
-        return list(sum_products(weighted)), [*uncounted.values(), *map(self.uncounted, texts)]
+        return list(sum_products(weighted)), [*uncounted, *map(self.uncounted, texts)]
 
     def uncounted(self, why: str) -> Product:
         return Product.uncounted(self._root, "functional", why)

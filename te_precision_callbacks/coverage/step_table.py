@@ -6,7 +6,6 @@ skips has a reason instead.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,17 +16,23 @@ import torch
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
-from te_precision_callbacks.coverage.coverage import Family, Product, Reason
-from te_precision_callbacks.coverage.formats import dtype_name, gemms_left_out
+from te_precision_callbacks.coverage.coverage import Family, Product
+from te_precision_callbacks.coverage.formats import LayerGemm, dtype_name, gemms_left_out
 from te_precision_callbacks.coverage.gemm_precision import (
     HIGH_PRECISION,
     NO_BACKWARD,
     Format,
     GemmFact,
     PrecisionHistory,
-    join_with_arrows,
 )
-from te_precision_callbacks.coverage.products import ATTENTION, FUSED, PlacedProduct, gemm_sizes, operand_names
+from te_precision_callbacks.coverage.products import (
+    ATTENTION,
+    FUSED,
+    PlacedProduct,
+    SeenProduct,
+    gemm_sizes,
+    sum_products,
+)
 from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
@@ -40,13 +45,19 @@ GEMM that is no product of its own: of a forward that is computed again."""
 
 
 class AttentionCall(NamedTuple):
-    """Fused attention in a forward or its backward, with the formats of the operands of its two products."""
+    """Attention in a forward or its backward, with the formats of the operands of its two products."""
 
     layer: str
     backward: bool
     qk: tuple[str, str]
     pv: tuple[str, str]
     sizes: AttentionSizes
+
+    def products(self, kernel: str) -> Iterator[SeenProduct]:
+        """Yield its products; in a backward, each stands for two, the gradients of both operands."""
+        for gemm in ATTENTION:
+            formats, sizes = getattr(self, gemm), getattr(self.sizes, gemm)
+            yield SeenProduct(self.layer, "attention", gemm, formats, sizes, kernel, backward=self.backward)
 
 
 class Unseen(NamedTuple):
@@ -76,14 +87,10 @@ class StepGemms:
 
     def plus(self, other: StepGemms) -> StepGemms:
         """Return the products of both."""
-        calls = Counter(self.calls)
-        calls.update(other.calls)
-        attention = Counter(self.attention)
-        attention.update(other.attention)
         return replace(
             self,
-            calls=calls,
-            attention=attention,
+            calls=Counter(self.calls) + Counter(other.calls),
+            attention=Counter(self.attention) + Counter(other.attention),
             unseen=self.unseen | other.unseen,
             excluded=self.excluded | other.excluded,
         )
@@ -209,10 +216,10 @@ class StepTable:
 
     def trained_in_fp8(self, layer: str) -> bool | None:
         """Return whether a layer ran under a recipe when it last trained; None if it is not known to have trained."""
-        fact = self.history.last_facts(layer)[0]
-        if fact is None or not fact.operands:
+        operands = self.history.last_fact(layer, "fprop").operands
+        if not operands:
             return None
-        return any(form.recipe for form in itertools.chain(*dict(fact.operands).values()))
+        return any(form.recipe for _, formats in operands for form in formats)
 
     def write(self) -> None:
         """Write the step so far, which may continue, to the history, unless it is like the last one written."""
@@ -230,21 +237,19 @@ class StepTable:
         for layer, gemm, *_ in self.calls:
             order = self._order[gemm != "fprop"]
             order.setdefault(layer, len(order))
-        for layer, gemms in self._by_layer().items():
-            facts = {gemm: GemmFact((), reason) for gemm, reason in self._left_out.get(layer, {}).items()}
-            for gemm, operands in gemms.items():
-                facts[gemm] = GemmFact(tuple((tensor, tuple(formats)) for tensor, formats in operands.items()))
-            self._history.put(layer, self._iteration, facts, excluded=layer in self.excluded)
-
-    def _by_layer(self) -> dict[str, dict[GemmName, dict[str, dict[Format, None]]]]:
-        """Return layer -> GEMM -> operand -> its formats."""
-        by_layer: dict[str, dict[GemmName, dict[str, dict[Format, None]]]] = {}
+        operands: dict[LayerGemm, dict[str, dict[Format, None]]] = {}
         for layer, gemm, recipe, a, b, _ in self.calls:
-            gemms = by_layer.setdefault(layer, {})
-            operands = gemms.setdefault(gemm, {tensor: {} for tensor in OPERANDS[gemm]})
-            for formats, key in zip(operands.values(), (b, a), strict=True):
+            of_gemm = operands.setdefault(LayerGemm(layer, gemm), {tensor: {} for tensor in OPERANDS[gemm]})
+            for formats, key in zip(of_gemm.values(), (b, a), strict=True):
                 formats[Format(self.text_of(key), recipe)] = None
-        return by_layer
+        facts: dict[LayerGemm, GemmFact] = {}
+        for layer_gemm, of_gemm in operands.items():
+            facts[layer_gemm] = GemmFact(tuple((tensor, tuple(formats)) for tensor, formats in of_gemm.items()))
+        for layer in dict.fromkeys(layer for layer, _ in operands):
+            for gemm, reason in self._left_out.get(layer, {}).items():
+                facts[LayerGemm(layer, gemm)] = GemmFact((), reason)
+        for (layer, gemm), fact in facts.items():
+            self._history.put(layer, gemm, self._iteration, fact, excluded=layer in self.excluded)
 
     def text_of(self, key: object) -> str:
         return dtype_name(key) if isinstance(key, torch.dtype) else self.formats[key]
@@ -309,7 +314,11 @@ class StepTable:
                 recipe=recipe or HIGH_PRECISION,
             )
             yield PlacedProduct(places[alike[0]], product)
-        for product in attention_products(gemms.attention, steps):
+        attention: list[tuple[SeenProduct, float]] = []
+        for call_of_attention, count in gemms.attention.items():
+            times = count * (1 + call_of_attention.backward) / steps
+            attention += [(seen, times) for seen in call_of_attention.products(FUSED)]
+        for _, product in sum_products(attention):
             yield PlacedProduct(len(calls), product)
         for layer, reasons in gemms.left_out.items():
             for gemm, reason in reasons.items():
@@ -321,20 +330,3 @@ class StepTable:
 
     def family(self, layer: str) -> Family:
         return "te_ops" if layer in self.operations else "te"
-
-
-def attention_products(calls: Mapping[AttentionCall, int], steps: int) -> Iterator[Product]:
-    """Yield the two products of each layer's fused attention; in a backward, two of each, for the gradients of both
-    operands."""
-    by_layer = group_by_key(((call.layer, call.backward), call) for call in calls)
-    for (layer, backward), alike in by_layer.items():
-        times = (1 + backward) / steps
-        count = times * sum(calls[call] for call in alike)
-        for gemm in ATTENTION:
-            sizes = {call: getattr(call.sizes, gemm) for call in alike}
-            macs = times * sum(calls[call] * math.prod(size) for call, size in sizes.items())
-            formats = map(join_with_arrows, zip(*(getattr(call, gemm) for call in alike), strict=True))
-            n, m, k, batch = max(sizes.values(), key=math.prod)
-            operands = dict(zip(operand_names(gemm, backward=backward), formats, strict=True))
-            product = Product(layer, "attention", gemm, backward, n, m, k, batch, round(count), round(macs), operands)
-            yield product if product.is_low else replace(product, reason=Reason.ATTENTION, reason_ref=FUSED)

@@ -94,7 +94,7 @@ class RunFacts:
         state = self._state
         self._rests_until = begun + REST_AFTER_A_FAILURE
         infos = self._results.layers
-        precision = list(self._results.table.history.spans())
+        precision = self._results.table.history.whole_run()
         gemms, operands = self._products()
         layer_rows = list(self._layers(infos, gemms))
         scopes = {row["layer"]: row["scope"] for row in layer_rows}
@@ -119,7 +119,7 @@ class RunFacts:
     def _run(self, precision: Iterable[GemmPrecision]) -> Row:
         if self._machine is None:
             self._machine = self._machine_facts()
-        recipes = dict.fromkeys(entry.recipe for entry in precision if entry.recipe)
+        recipes = dict.fromkeys(recipe for entry in precision for recipe in entry.recipe.split(" -> ") if recipe)
         return {
             **self._machine,
             "config_text": self._config_text(),
