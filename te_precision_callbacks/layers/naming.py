@@ -47,38 +47,26 @@ class DetectedScope(NamedTuple):
 
 
 def detect_scope(module: torch.nn.Module) -> DetectedScope:
-    parameters = []
-    meshes: dict[int, Any] = {}
-    for parameter in module._parameters.values():  # as parameters(recurse=False)
-        if parameter is not None:
-            parameters.append(parameter)
-            mesh = getattr(parameter, "device_mesh", None)
-            if mesh is not None:
-                meshes[id(mesh)] = mesh
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     stage, experts = _megatron_scope(parameters)
-    for mesh in meshes.values():
+    meshes: dict[Any, None] = dict.fromkeys(getattr(parameter, "device_mesh", None) for parameter in parameters)
+    meshes.pop(None, None)
+    for mesh in meshes:
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a submesh of the root mesh.
-        root = mesh._get_root_mesh()
-        stage = stage or _mesh_position(root, _PIPELINE, "pp")
+        stage = stage or _mesh_position(mesh._get_root_mesh(), _PIPELINE, "pp")
         experts = experts or _mesh_position(mesh, _EXPERTS, "ep")
     return DetectedScope(stage, experts)
 
 
-def _megatron() -> Any:
-    """Return Megatron Core's ``parallel_state`` module (0.16.1); None if not in use."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is not None and state.model_parallel_is_initialized():
-        return state
-    return None
-
-
 def _megatron_scope(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
-    """Return stage and experts by Megatron Core's parallel state; parameters of experts have ``allreduce=False``."""
-    state = _megatron()
-    if state is None:
-        return "", ""
+    """Return stage and experts by Megatron Core's ``parallel_state`` (0.16.1), if in use; parameters of experts have
+    ``allreduce=False``.
+    """
+    state: Any = sys.modules.get("megatron.core.parallel_state")
     stage = ""
     experts = ""
+    if state is None or not state.model_parallel_is_initialized():
+        return stage, experts
     if state.get_pipeline_model_parallel_world_size() > 1:
         stage = f"pp{state.get_pipeline_model_parallel_rank()}"
     has_experts = any(getattr(parameter, "allreduce", True) is False for parameter in parameters)
@@ -198,17 +186,11 @@ class NamedModule:
 
 
 def modules_by_layer(modules: Iterable[NamedModule]) -> dict[str, torch.nn.Module]:
-    by_layer: dict[str, torch.nn.Module] = {}
-    for named in modules:
-        by_layer.update(dict.fromkeys(named.names, named.module))
-    return by_layer
+    return {name: named.module for named in modules for name in named.names}
 
 
 def spellings(classes: Iterable[str]) -> tuple[str, ...]:
-    spelled = []
-    for kind in classes:
-        spelled += [kind, snake_case(kind)]
-    return tuple(spelled)
+    return tuple(itertools.chain.from_iterable((kind, snake_case(kind)) for kind in classes))
 
 
 def snake_case(class_name: str) -> str:
@@ -239,12 +221,11 @@ def named_te_modules(
     names_upstream = upstream_names(model)
     for place, root in _named_places(model):
         module = place.module
-        path = place.by_number if by_number else place.path
         row = te_modules.find(type(module))
         if row is None or row.is_operation or id(module) in named:
             continue
         upstream = names_upstream[id(module)]
-        given_scope = resolve_scope(scope, place.path)
+        users_scope = resolve_scope(scope, place.path)
         rank_scope = detect_scope(module)
         # Drop parts of the scope that numbers in the path already show.
         missing = []
@@ -252,16 +233,46 @@ def named_te_modules(
             missing.append(rank_scope.stage)
         if not place.has_experts:
             missing.append(rank_scope.experts)
-        numbered_scope = given_scope or ".".join(filter(None, missing))
-        own_scope = numbered_scope if by_number else given_scope
+        numbered_scope = users_scope or ".".join(filter(None, missing))
+        own_scope = numbered_scope if by_number else users_scope
+        path = place.by_number if by_number else place.path
         name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
-        is_lightning = "LightningModule" in class_names(root)
-        entry = _Found(module, name, own_scope, numbered_scope, place, upstream, is_lightning)
-        make_layer = _layer_of_upstream if layer_names == "upstream" else _layer
-        named[id(module)] = NamedModule(
-            module, _joined(own_scope, name), tuple(make_layer(entry, part) for part in row.layers(module))
-        )
+        whole = _joined(own_scope, name)
+        given = str(getattr(module, "name", None) or "")
+        without_attribute = name.partition(".")[2] if "LightningModule" in class_names(root) else ""
+        others = _AUTOMATIC_NAME.sub("", given), without_attribute, _NUMBERED_EXPERTS.sub("experts", name)
+        own_class = type(module).__name__
+        classes = dict.fromkeys([own_class, *te_modules.te_classes(type(module))])
+        classes.pop("TransformerEngineBaseModule", None)
+        layers = []
+        for part in row.layers(module):
+            of_upstream = tuple(other + part for other in upstream)
+            if layer_names == "upstream":
+                layers.append(Layer(whole + part, (), (own_class,), of_upstream[0], of_upstream, scope=own_scope))
+                continue
+            layers.append(
+                Layer(
+                    whole + part,
+                    _aliases(name, [other + part for other in others if other and other != name], part, own_scope),
+                    spellings(classes),
+                    "" if not given or _AUTOMATIC_NAME.match(given) else given + part,
+                    of_upstream,
+                    _joined(numbered_scope, place.by_number) + part,
+                    own_scope,
+                )
+            )
+        named[id(module)] = NamedModule(module, whole, tuple(layers))
     return tuple(named.values())
+
+
+def _aliases(name: str, others: Sequence[str], part: str, scope: str) -> tuple[str, ...]:
+    """Return the names besides ``name`` that select a part of a module: ``others``, and TE's spellings of them all."""
+    aliases = list(others)
+    for old, new in _OLD_SPELLINGS:
+        aliases += [alias.replace(old, new) for alias in (name + part, *aliases) if re.search(rf"\b{old}\b", alias)]
+    if scope:
+        aliases = [name + part, *aliases]  # a selector without a scope selects the layers of all scopes
+    return tuple(dict.fromkeys(alias for alias in aliases if alias != _joined(scope, name) + part))
 
 
 def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") -> dict[int, str]:
@@ -313,27 +324,6 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
     return operations
 
 
-class _Found(NamedTuple):
-    """A Transformer Engine module, and the parts of its names.
-
-    Attributes:
-        name: the name without the scope.
-        scope: the prefix of the name.
-        numbered_scope: the prefix of :attr:`Layer.by_number`.
-    """
-
-    module: torch.nn.Module
-    name: str
-    scope: str
-    numbered_scope: str
-    place: _Node
-    upstream: tuple[str, ...]
-    is_lightning: bool
-
-    def upstream_of(self, part: str) -> tuple[str, ...]:
-        return tuple(name + part for name in self.upstream)
-
-
 def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     """Return id -> names that nvidia-dlfw-inspect's ``infer_and_assign_layer_names(model)`` assigns to a module.
 
@@ -358,11 +348,10 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
             names[id(module)] = (given,)
         else:
             names[id(module)] = tuple(dict.fromkeys((name, plain)))
-        numbered = isinstance(module, torch.nn.ModuleList)
         for child_name, child in module.named_children():
             number = child_name
             plain_number = child_name
-            if numbered:
+            if isinstance(module, torch.nn.ModuleList):
                 number = getattr(child, "layer_number", child_name)
                 plain_number = getattr(_inside(child), "layer_number", child_name)
             plain_name = plain
@@ -467,26 +456,17 @@ def roots_of(model: Model) -> list[torch.nn.Module]:
 
 def modules_of(model: Model) -> list[torch.nn.Module]:
     """Return all modules of a model, each once."""
-    modules: dict[torch.nn.Module, None] = {}
-    for root in roots_of(model):
-        modules |= dict.fromkeys(root.modules())
-    return list(modules)
+    return list(dict.fromkeys(itertools.chain.from_iterable(root.modules() for root in roots_of(model))))
 
 
 def parameters_of(model: Model) -> list[torch.nn.Parameter]:
     """Return all parameters of a model, each once."""
-    parameters: dict[torch.nn.Parameter, None] = {}
-    for root in roots_of(model):
-        parameters |= dict.fromkeys(root.parameters())
-    return list(parameters)
+    return list(dict.fromkeys(itertools.chain.from_iterable(root.parameters() for root in roots_of(model))))
 
 
 def _unique(path: str, scope: str, taken: set[str]) -> str:
-    name = path
-    count = 1
-    while _joined(scope, name) in taken:
-        count += 1
-        name = f"{path}_{count}"
+    names = itertools.chain([path], (f"{path}_{count}" for count in itertools.count(2)))
+    name = next(name for name in names if _joined(scope, name) not in taken)
     taken.add(_joined(scope, name))
     return name
 
@@ -601,11 +581,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
-    return child_name == _BASE_LAYER[1] and _is_peft(parent, _BASE_LAYER[0])
-
-
-def _is_peft(module: torch.nn.Module, class_name: str) -> bool:
-    return class_name in _peft_classes(type(module).__mro__)
+    return child_name == _BASE_LAYER[1] and _BASE_LAYER[0] in _peft_classes(type(parent).__mro__)
 
 
 @functools.lru_cache(maxsize=1 << 10)
@@ -622,9 +598,7 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     """Return whether a module wraps its child of this name, which then adds no part to paths."""
     if child_name in PEFT_WRAPPERS.values():
-        return any(
-            attribute == child_name and _is_peft(parent, wrapper) for wrapper, attribute in PEFT_WRAPPERS.items()
-        )
+        return child_name in map(PEFT_WRAPPERS.get, _peft_classes(type(parent).__mro__))
     return _is_process_wrapper_part(parent, child_name)
 
 
@@ -632,38 +606,3 @@ def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
     if child_name in WRAPPER_CHILDREN:
         return True
     return child_name == "module" and not MODULE_WRAPPERS.isdisjoint(class_names(parent))
-
-
-def _layer_of_upstream(entry: _Found, part: str) -> Layer:
-    upstream = entry.upstream_of(part)
-    name = _joined(entry.scope, entry.name) + part
-    return Layer(name, (), (type(entry.module).__name__,), given=upstream[0], upstream=upstream, scope=entry.scope)
-
-
-def _layer(entry: _Found, part: str) -> Layer:
-    module = entry.module
-    name = entry.name
-    classes = dict.fromkeys([type(module).__name__, *te_modules.te_classes(type(module))])
-    classes.pop("TransformerEngineBaseModule", None)
-    given = str(getattr(module, "name", None) or "")
-    is_whole = bool(given) and not _AUTOMATIC_NAME.match(given)
-    without_attribute = name.partition(".")[2] if entry.is_lightning else ""
-    others = _AUTOMATIC_NAME.sub("", given), without_attribute, _NUMBERED_EXPERTS.sub("experts", name)
-    candidates = [alias + part for alias in others if alias and alias != name]
-    for old, new in _OLD_SPELLINGS:
-        known = name + part, *candidates
-        candidates += [alias.replace(old, new) for alias in known if old in alias and re.search(rf"\b{old}\b", alias)]
-    whole = _joined(entry.scope, name) + part
-    if entry.scope:
-        candidates = [name + part, *candidates]  # a selector without a scope selects the layers of all scopes
-    aliases = dict.fromkeys(candidates)
-    aliases.pop(whole, None)
-    return Layer(
-        name=whole,
-        aliases=tuple(aliases),
-        types=spellings(classes),
-        given=given + part if is_whole else "",
-        upstream=entry.upstream_of(part),
-        by_number=_joined(entry.numbered_scope, entry.place.by_number) + part,
-        scope=entry.scope,
-    )

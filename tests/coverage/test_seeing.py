@@ -210,7 +210,7 @@ def test_the_shares_are_an_estimate_where_an_unknown_operator_may_multiply(
 ) -> None:
     multiply, why = UNKNOWN_OPERATORS[kind]
     if why.startswith("aten"):
-        monkeypatch.delitem(matrix_products._OPERATORS, "aten::mm")  # type: ignore[arg-type]
+        monkeypatch.delitem(matrix_products.OPERATORS, "aten::mm")  # type: ignore[arg-type]
     weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
     unknown = Net(lambda net, x: multiply(x.view(ROWS, WIDTH), net.weight), weight=weight)
     coverage = trained(torch.nn.Sequential(te.Linear(WIDTH, WIDTH), unknown), tmp_path)
