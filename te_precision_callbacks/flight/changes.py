@@ -6,7 +6,7 @@ Each tensor is compared with its own last steps. A change is data (:class:`Chang
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -135,6 +135,10 @@ class _Begin(NamedTuple):
     step: int
 
 
+_Changed = dict[tuple[Kind, int, int | None], list[TensorSlot]]
+"""Kind, first and last step of changes -> what has changed."""
+
+
 class Changes:
     """Compares each step with the ones before.
 
@@ -171,8 +175,11 @@ class Changes:
             self._last = row.order, row.high, zeros
             places = {self._slots[place]: place for place in row.order if place not in zeros}
             layers = dict.fromkeys(slot.layer for slot in places if slot.tensor == "activation")
-            yield from self._precision(row, layers)
-            yield from self._calls(row, places)
+            changed: _Changed = defaultdict(list)
+            self._compare_precision(row, layers, changed)
+            self._compare_calls(row, places, changed)
+            for (kind, since, until), alike in changed.items():
+                yield Change(kind, tuple(alike), since, until)
 
     def _magnitudes(self, row: StepRow) -> Iterator[Change]:
         count = len(row.magnitudes)
@@ -181,11 +188,11 @@ class Changes:
             more = np.full((HISTORY, count - self._bits.shape[1]), np.nan, np.float32)
             self._bits = np.concatenate([self._bits, more], axis=1)
             self._limits = np.array([SPIKE.get(slot.tensor, SPIKE_OF_GRADIENT) for slot in slots])
-            self._are_weights = np.array([slot.tensor == "weight" for slot in slots])
-            self._are_wgrads = np.array([slot.tensor == "wgrad" for slot in slots])
-            updates = [place for place, slot in enumerate(slots) if slot.tensor == UPDATE]
-            new = np.full((LEAST_HISTORY, len(updates) - len(self._updates)), np.nan, np.float32)
-            self._updates = np.array(updates, np.intp)
+            tensors = np.array([slot.tensor for slot in slots])
+            self._are_weights = tensors == "weight"
+            self._are_wgrads = tensors == "wgrad"
+            self._updates = np.flatnonzero(tensors == UPDATE)
+            new = np.full((LEAST_HISTORY, len(self._updates) - self._update_bits.shape[1]), np.nan, np.float32)
             self._update_bits = np.concatenate([self._update_bits, new], axis=1)
         is_number = (row.magnitudes > 0) & (row.magnitudes < np.inf)
         now = np.full(self._bits.shape[1], np.nan, np.float32)
@@ -242,8 +249,7 @@ class Changes:
         steps = np.arange(self._steps - LEAST_HISTORY, self._steps) % HISTORY
         return bool(np.isnan(self._bits[steps, self._slots.index(tokens)]).any())
 
-    def _precision(self, row: StepRow, layers: Iterable[str]) -> Iterator[Change]:
-        gaps: dict[int, list[TensorSlot]] = {}
+    def _compare_precision(self, row: StepRow, layers: Iterable[str], changed: _Changed) -> None:
         for layer in layers:
             began = self._high_since.get(layer)
             if layer not in row.high:
@@ -253,29 +259,17 @@ class Changes:
                 del self._high_since[layer]
                 lows = began.step - self._low_from[layer] - self._highs[layer]
                 if lows >= max(LEAST_HISTORY, SHARE * self._highs[layer]):
-                    gaps.setdefault(began.iteration, []).append(TensorSlot(layer, "activation"))
+                    changed["precision", began.iteration, row.iteration - 1].append(TensorSlot(layer, "activation"))
                 self._highs[layer] += self._steps - began.step
             elif began is None and layer in self._low_from:
                 self._high_since[layer] = _Begin(row.iteration, self._steps)
             elif began is not None and self._steps - began.step >= GAP:  # for good
                 del self._high_since[layer], self._low_from[layer], self._highs[layer]
-        for since, slots in gaps.items():
-            yield Change("precision", tuple(slots), since, row.iteration - 1)
 
-    def _calls(self, row: StepRow, places: Mapping[TensorSlot, int]) -> Iterator[Change]:
-        """Yield layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one.
-        Also yield layers that are back; they are missed again after twice their longest absence.
+    def _compare_calls(self, row: StepRow, places: Mapping[TensorSlot, int], changed: _Changed) -> None:
+        """Find layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one.
+        Also find layers that are back; they are missed again after twice their longest absence.
         """
-        missing: dict[tuple[Kind, int], list[TensorSlot]] = {}
-        back: dict[tuple[Kind, int], list[TensorSlot]] = {}
-        called = [slot for slot in places if slot.tensor in ("activation", "wgrad")]
-        for slot in called:
-            self._called_from.setdefault(slot, self._steps)
-            self._uncalled_since.pop(slot, None)
-            if slot in self._absent:
-                since = self._absent.pop(slot)
-                self._longest[slot] = row.iteration - since
-                back.setdefault((_ABSENCE_OF[slot.tensor], since), []).append(slot)
         for slot in [slot for slot in self._called_from if slot not in places]:
             if slot not in self._uncalled_since:
                 if self._steps - self._called_from[slot] < LEAST_PRESENT:
@@ -286,11 +280,15 @@ class Changes:
             if row.iteration - since + 1 >= max(LEAST_ABSENT, 2 * self._longest.get(slot, 0)):
                 del self._called_from[slot], self._uncalled_since[slot]
                 forward = places.get(TensorSlot(slot.layer, "activation"))
-                if slot.tensor != "activation" and (forward is None or row.magnitudes[forward] < 0):
-                    continue
-                self._absent[slot] = since
-                missing.setdefault((_ABSENCE_OF[slot.tensor], since), []).append(slot)
-        for (kind, since), slots in missing.items():
-            yield Change(kind, tuple(slots), since)
-        for (kind, since), slots in back.items():
-            yield Change(kind, tuple(slots), since, row.iteration - 1)
+                if slot.tensor == "activation" or (forward is not None and row.magnitudes[forward] >= 0):
+                    self._absent[slot] = since
+                    changed[_ABSENCE_OF[slot.tensor], since, None].append(slot)
+        for slot in places:
+            if slot.tensor not in _ABSENCE_OF:
+                continue
+            self._called_from.setdefault(slot, self._steps)
+            self._uncalled_since.pop(slot, None)
+            if slot in self._absent:
+                since = self._absent.pop(slot)
+                self._longest[slot] = row.iteration - since
+                changed[_ABSENCE_OF[slot.tensor], since, row.iteration - 1].append(slot)

@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -38,6 +39,10 @@ class Ring:
         self.slots: list[TensorSlot] = []
         self.places: dict[tuple[str, str], int] = {}
         self.devices: dict[torch.device, _OnDevice] = {}
+        self._waiting: list[StepRow] = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self.order: list[int] = []
         self.high: set[str] = set()
         self.unwatched: Counter[str] = Counter()
@@ -48,7 +53,6 @@ class Ring:
         self.turn = -1
         self.is_late = False
         self._calls: Counter[int] = Counter()  # of each model of the session, by its id
-        self._waiting: list[StepRow] = []
 
     def slot(self, layer: str, tensor: str) -> int:
         place = self.places.get((layer, tensor))
@@ -121,20 +125,9 @@ class Ring:
             micro_batches=max(self._calls.values(), default=0),
         )
         self._waiting.append(row)
-        self.turns = []
-        self.updated_at = None
-        self.turn = -1
-        self.called = -1
-        self.is_late = False
-        self._calls.clear()
-        self.order = []
-        self.high = set()
-        if self.tokens:
-            self.tokens = Counter()
-        if self.unwatched:
-            self.unwatched = Counter()
+        self._begin_step()
         for on in self.devices.values():
-            on.end_step(self._waiting[-1])
+            on.end_step(row)
         return self._take()
 
     def take(self) -> list[StepRow]:
@@ -146,9 +139,8 @@ class Ring:
 
     def _take(self) -> list[StepRow]:
         missing = {id(step) for on in self.devices.values() for step in on.missing}
-        count = next((place for place, step in enumerate(self._waiting) if id(step) in missing), len(self._waiting))
-        taken = self._waiting[:count]
-        del self._waiting[:count]
+        taken = list(itertools.takewhile(lambda step: id(step) not in missing, self._waiting))
+        del self._waiting[: len(taken)]
         for step in taken:
             step.magnitudes = step.magnitudes[: len(self.slots)]
             counted = [slot for slot in step.tokens if slot < len(step.magnitudes)]
@@ -174,8 +166,9 @@ class _OnDevice:
         self.handle_now = raw_stream_of(device)
         self.captures: Callable[[], bool] = bool if device.type == "cpu" else torch._C._cuda_isCurrentStreamCapturing
         self.streams: dict[int, torch.cuda.Stream | None] = {}
-        self._make(_FIRST_SLOTS)
+        self._half = 0
         self._filled: list[StepRow] = []
+        self._make(_FIRST_SLOTS)
         self._copied: tuple[list[StepRow], torch.Tensor, torch.cuda.Event | None] | None = None
 
     @property
@@ -186,8 +179,10 @@ class _OnDevice:
     def _make(self, slots: int) -> None:
         self.slots = slots
         self._rows = largest.new_rows(2 * self._batch, slots, self._device)
-        self._half = 0
-        self.now = self._rows[0]
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self.now = self._rows[self._half * self._batch + len(self._filled)]
 
     def row(self, slots: int) -> torch.Tensor:
         """Return the row of the step, for operations on the current stream."""
@@ -195,16 +190,10 @@ class _OnDevice:
         if handle not in self.streams:
             self.streams[handle] = current_stream(self._device)
         if slots > self.slots:
-            self._grow(slots)
+            before = self._rows
+            self._make(2 * slots)
+            self._rows[:, : before.shape[1]] = before
         return self.now
-
-    def _grow(self, slots: int) -> None:
-        before = self._rows
-        half = self._half
-        self._make(2 * slots)
-        self._rows[:, : before.shape[1]] = before
-        self._half = half
-        self.now = self._rows[half * self._batch + len(self._filled)]
 
     def is_broken(self) -> bool:
         for stream in self.streams.values():
@@ -216,7 +205,7 @@ class _OnDevice:
         if len(self._filled) == self._batch:
             self.copy()
         else:
-            self.now = self._rows[self._half * self._batch + len(self._filled)]
+            self._go_on()
         if self._copied is not None:
             arrived = self._copied[2]
             if arrived is None or arrived.query():  # type: ignore[no-untyped-call]
@@ -244,7 +233,7 @@ class _OnDevice:
         self._copied = self._filled, host, arrived
         self._filled = []
         self._half = 1 - self._half
-        self.now = self._rows[self._half * self._batch]
+        self._go_on()
 
     def read(self) -> None:
         """Give the copied rows to their steps, after waiting for the copy."""

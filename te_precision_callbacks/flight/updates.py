@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ class UpdateSizes:
     @torch.no_grad()
     def add(self, parameters: Iterable[Parameter]) -> None:
         """Add the stepped weights of an iteration; of a sharded weight, this rank's part counts."""
-        alike: dict[tuple[torch.device, torch.dtype], tuple[list[Parameter], list[torch.Tensor]]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Parameter, int, torch.Tensor]]] = defaultdict(list)
         for parameter in parameters:
             weight = parameter.weight
             if weight.ndim < 2 or parameter.is_unwatched:
@@ -58,18 +59,14 @@ class UpdateSizes:
             part = weight if type(weight) in PLAIN else getattr(weight, "_local_tensor", weight)
             size = part.nbytes // part.itemsize
             if parameter.slot is not None and size >= ELEMENTS and part.is_contiguous():
-                kind = part.device, part.dtype
-                if kind not in alike:
-                    alike[kind] = [], []
-                of_kind, samples = alike[kind]
-                of_kind += (parameter,)
                 stride = ((size - 1) // (ELEMENTS - 1) - 1) | 1  # odd, so that they are in different columns
-                samples += (part.as_strided((ELEMENTS,), (stride,)),)
-        for kind, (of_kind, samples) in alike.items():
+                sample = part.as_strided((ELEMENTS,), (stride,))
+                alike[part.device, part.dtype].append((parameter, parameter.slot, sample))
+        for kind, entries in alike.items():
+            of_kind, slots, samples = map(list, zip(*entries, strict=True))
             values = torch.stack(samples)
             if kind[1] is not torch.float32:
                 values = values.float()
-            slots = [parameter.slot for parameter in of_kind if parameter.slot is not None]
             before = self._before(kind, of_kind, slots)
             self._ring.put(slots, before.places, vector_norm(values - before.values, dim=1) / before.norms)
             self._last[kind] = before._replace(values=values, norms=vector_norm(values, dim=1))
