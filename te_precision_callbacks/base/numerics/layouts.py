@@ -62,15 +62,6 @@ class ScaleMemory(NamedTuple):
     swizzled: bool = False
     transposed: bool = False
 
-    def in_rows(self) -> torch.Tensor:
-        """Return the scales as [rows of blocks, columns of blocks], with padding."""
-        if not self.swizzled:
-            return self.matrix
-        compact = unswizzle(self.matrix)
-        if self.transposed:
-            return compact.t()
-        return compact
-
 
 @dataclass(frozen=True)
 class Stored:
@@ -107,10 +98,12 @@ class Stored:
     @functools.cached_property
     def scales(self) -> torch.Tensor:
         """Stored scale per block: [rows of blocks, columns of blocks]."""
+        memory = self.scale_memory
         if self.mode == PER_TENSOR:  # even an empty tensor has a scale
-            return self.scale_memory.matrix
+            return memory.matrix
+        padded = unswizzle(memory.matrix) if memory.swizzled else memory.matrix
         rows, columns = blocks.block_counts(self.matrix_shape, self.block)
-        return self.scale_memory.in_rows()[:rows, :columns]
+        return (padded.t() if memory.transposed else padded)[:rows, :columns]
 
     def elements(self, rows: slice = slice(None)) -> torch.Tensor:
         codes = unpack(self.codes[rows], self.element_format)
