@@ -137,8 +137,7 @@ def load_config(
     Args:
         source: the path of a YAML file, a mapping, a loaded config (returned unchanged), or None for
             :data:`DEFAULT_CONFIG`.
-        features: all custom features, as classes. By default, unknown names of features are allowed here, and checked
-            in the session that gets the config, or by ``te-precision check``.
+        features: all custom features, as classes. By default, a session that gets the config checks unknown names.
         feature_dirs: folders of custom features; unknown names are then checked at the start of a session.
 
     Raises:
@@ -179,10 +178,9 @@ def load_config(
         with problems.collecting():
             if key == LAYER_NAMES and not isinstance(body, Mapping):
                 if body not in get_args(LayerNames):
-                    choices = " or ".join(map(repr, get_args(LayerNames)))
                     raise ConfigError(
-                        f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be {choices}, not"
-                        f" {shown(body)}."
+                        f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be"
+                        f" {' or '.join(map(repr, get_args(LayerNames)))}, not {shown(body)}."
                     )
                 layer_names = body
             else:

@@ -226,14 +226,7 @@ def named_te_modules(
             continue
         upstream = names_upstream[id(module)]
         users_scope = resolve_scope(scope, place.path)
-        rank_scope = detect_scope(module)
-        # Drop parts of the scope that numbers in the path already show.
-        missing = []
-        if not place.has_number:
-            missing.append(rank_scope.stage)
-        if not place.has_experts:
-            missing.append(rank_scope.experts)
-        numbered_scope = users_scope or ".".join(filter(None, missing))
+        numbered_scope = users_scope or _scope_without_numbers(place)
         own_scope = numbered_scope if by_number else users_scope
         path = place.by_number if by_number else place.path
         name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
@@ -263,6 +256,17 @@ def named_te_modules(
             )
         named[id(module)] = NamedModule(module, whole, tuple(layers))
     return tuple(named.values())
+
+
+def _scope_without_numbers(place: _Node) -> str:
+    """Return the scope of the rank without the parts that numbers in the path already show."""
+    rank_scope = detect_scope(place.module)
+    parts = []
+    if not place.has_number:
+        parts.append(rank_scope.stage)
+    if not place.has_experts:
+        parts.append(rank_scope.experts)
+    return ".".join(filter(None, parts))
 
 
 def _aliases(name: str, others: Sequence[str], part: str, scope: str) -> tuple[str, ...]:

@@ -50,8 +50,8 @@ def install(
     """Let Transformer Engine run without its compiled extension, until the process ends.
 
     Call this before the first import of ``transformer_engine``. Child processes install the backend when they import
-    torch or Transformer Engine; with a GPU and a compiled Transformer Engine they use these instead, with a warning. A
-    repeated call with the same settings does nothing.
+    torch or Transformer Engine; with a GPU and a compiled Transformer Engine they use these, with a warning. A second
+    call does nothing.
 
     Args:
         pretend_cuda: False: only Transformer Engine's modules and the debug features see a GPU; your code, your tensors
@@ -63,25 +63,18 @@ def install(
 
     Raises:
         TransformerEngineVersionError: Transformer Engine 2.20.x is not installed.
-        InstallError: Transformer Engine, or its compiled extension, is already imported; the backend is already
-            installed with other arguments; ``pretend_cuda`` with a real GPU; an unknown capability.
+        InstallError: Transformer Engine, or its extension, is already imported; the backend is installed with other
+            arguments; ``pretend_cuda`` with a real GPU; an unknown capability.
     """
     global _installed
     if (before := installed()) is not None:
-        if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
-            raise InstallError(
-                f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is already"
-                f" installed with pretend_cuda={before.pretend_cuda} and capability={before.capability}. Use the same"
-                " arguments, or another process."
-            )
+        _refuse_others(before, pretend_cuda, capability)
         if always_in_children:
             os.environ.update(environment(Inherited(before.pretend_cuda, before.capability, always=True)))
         return before
     chosen = target.capability() if capability is None else target.validate(capability)
-
     _refuse_if_imported()
     version = compiled_extension.checked_version()
-
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -91,7 +84,6 @@ def install(
             " backend works on it: call install() without pretend_cuda. To use the CPU, set CUDA_VISIBLE_DEVICES to"
             " an empty string."
         )
-
     target.choose(chosen)
     from te_precision_callbacks.reference.importer import Finder, rewrite_executed_features
 
@@ -128,6 +120,15 @@ def install_where_needed(capability: tuple[int, int] | None = None) -> Installat
     if _installed is None and torch.cuda.is_available() and compiled_extension.why_unavailable() is None:
         return None
     return install(capability=capability)
+
+
+def _refuse_others(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
+    if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
+        raise InstallError(
+            f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is already"
+            f" installed with pretend_cuda={before.pretend_cuda} and capability={before.capability}. Use the same"
+            " arguments, or another process."
+        )
 
 
 def _refuse_if_imported() -> None:

@@ -182,7 +182,6 @@ class ObservedModel:
         self.flat_config: FlatConfig = {}
         self.model: Model = ()
         self._context = context
-        self._options = context.options
         self._inspector = context.inspector
         self.hooks = hooks
         self._engine = engine
@@ -198,7 +197,7 @@ class ObservedModel:
     # ------------------------------------------------------------------ attach
 
     def attach(self, model: Model) -> None:
-        options = self._options
+        options = self._context.options
         inspector = self._inspector
         ranks = self._context.ranks
         inspector.forget_names()
@@ -412,7 +411,7 @@ class ObservedModel:
             self._results.table.note_backward()
 
     def _layer_facts(self, recomputed_outside: Collection[str]) -> Mapping[str, HighPrecisionFacts]:
-        sections = {section.name: section for section in self._options.config.enabled_sections}
+        sections = {section.name: section for section in self._context.options.config.enabled_sections}
         overrides: dict[str, str] = {}
         for named in self.layers.modules:
             overrides |= dict.fromkeys(named.names, backward_override(named.module) or "")

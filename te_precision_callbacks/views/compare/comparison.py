@@ -202,14 +202,7 @@ def compare(
     search = Search(first, other, others, lasting, collect)
     departures = search.run(paired)
     if search.without_steps == len(paired):
-        spans = []
-        for side in (first, other):
-            series = side.run.series
-            spans.append(f"{side.name} has steps {pc.min(series['first'])} to {pc.max(series['last'])}")
-        raise ComparisonError(
-            f"{first.name} and {other.name} have {len(paired)} series in common, but no common steps:"
-            f" {', '.join(spans)}.{first.run.notes_sentence}{other.run.notes_sentence}"
-        )
+        raise _without_common_steps(first, other, len(paired))
     pairing = _pairing(first, other, paired, search)
     # Published bounds are for equal batches.
     shares = ({}, {}) if pairing.with_other_rows else (precision_shares(a), precision_shares(b))
@@ -233,6 +226,17 @@ def compare(
         same_run=same_run,
         verdicts=None if same_run else compare_verdicts(a, b),
         layers_apart=apart and f"{apart} Only trainer metrics are compared.",
+    )
+
+
+def _without_common_steps(first: Side, other: Side, paired: int) -> ComparisonError:
+    spans = []
+    for side in (first, other):
+        series = side.run.series
+        spans.append(f"{side.name} has steps {pc.min(series['first'])} to {pc.max(series['last'])}")
+    return ComparisonError(
+        f"{first.name} and {other.name} have {paired} series in common, but no common steps:"
+        f" {', '.join(spans)}.{first.run.notes_sentence}{other.run.notes_sentence}"
     )
 
 
