@@ -16,9 +16,9 @@ from te_precision_callbacks.runs.index import Subject as RunSubject
 from te_precision_callbacks.runs.tables import STATES
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
-from te_precision_callbacks.views.compare.noise import Families
+from te_precision_callbacks.views.compare.noise import Families, NoiseFloor
 from te_precision_callbacks.views.compare.result import FactDifference
-from te_precision_callbacks.views.compare.values import Numbers
+from te_precision_callbacks.views.compare.values import Numbers, join
 from te_precision_callbacks.views.compare.wording import (
     describe_first,
     describe_losses,
@@ -191,6 +191,17 @@ def test_ordinary_noise_is_no_finding_of_whatever_kind(tmp_path: Path, kind: str
 
     a, floor, *others = (record(tmp_path / str(seed), noise(seed), order=names) for seed in range(5))
     assert [compare(a, other, noise=[floor]).parted for other in others] == [()] * 3
+
+
+def test_a_few_series_that_differ_much_widen_the_noise_of_their_family() -> None:
+    """As smallest magnitudes of weights at random, of which a run has one sample a layer."""
+    offsets = np.array([0.1] * 8 + [1.0] * 2)
+    subjects = [RunSubject("", layer, "weight", "", "cur_amax", None) for layer in layers(10)]
+    series, steps = np.repeat(np.arange(10), 20), np.tile(np.arange(20), 10)
+    ours, theirs = Numbers(series, steps, np.ones(200)), Numbers(series, steps, np.exp2(offsets)[series])
+    floor = NoiseFloor.measure([join(ours, theirs)], Families.of(subjects, [ours, theirs]), lasting=5)
+    expected = np.sqrt(np.mean(np.minimum(offsets, 0.3) ** 2)) / 0.9118**2  # of a series, then of the family
+    assert floor.spread(series, steps)[:160] == pytest.approx(expected, rel=0.01)
 
 
 def test_a_noisy_layer_needs_more_than_its_quiet_siblings(runs: Runs) -> None:

@@ -7,8 +7,8 @@ the resolution, and has a place for 0 and for negative values.
 One pair of runs has a single sample of a constant difference, such as between two initializations. Therefore the spread
 of the noise is estimated for a *family* (one statistic of one tensor in all layers) from all its series, separately for
 each part of the run. The first parts are short, since runs of one seed are equal before the first update. A series with
-a larger spread than its family keeps its own spread. A spread is the median of the magnitudes over 0.6745, the standard
-deviation of normal noise.
+a larger spread than its family keeps its own spread. A spread is the standard deviation of normal noise with the same
+clipped magnitudes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -110,7 +109,7 @@ class Families:
             magnitudes = np.abs(side.values)
             above = magnitudes > 0
             np.minimum.at(smallest, side.series[above], magnitudes[above])
-        usual = _median(sides[0].series, np.abs(sides[0].values), len(subjects))
+        usual = _quantile(sides[0].series, np.abs(sides[0].values), len(subjects), 0.5)
         resolution = np.full(len(subjects), np.nan)
         for own, scale in enumerate(scales):
             rows = number == own
@@ -148,8 +147,13 @@ def family(subject: Subject) -> tuple[str, str, str]:
     return subject.tensor, subject.gemm, subject.statistic
 
 
-_MEDIAN_OF_NORMAL = NormalDist().inv_cdf(0.75)
-"""The median magnitude of standard normal numbers."""
+_CLIPPED_AT = 0.9
+
+_OF_CLIPPED = 0.9118
+"""The root mean square of standard normal numbers that are clipped so."""
+
+_WILD = 3.0
+"""A series whose spread is more than so many times the median of its family's counts as that in the family's."""
 
 _MOST_PARTS = 16
 
@@ -189,14 +193,20 @@ class NoiseFloor:
         iterations = np.concatenate([empty, *(pair.iterations for pair in pairs)])
         sizes = np.abs(np.concatenate([np.empty(0), *map(families.differences, pairs)]))
         edges = _part_edges(np.unique(iterations), lasting)
-        part = families.number[series] * (len(edges) + 1) + np.searchsorted(edges, iterations, "right")
-        by_part = _median(part, sizes, count * (len(edges) + 1)).reshape(count, -1) / _MEDIAN_OF_NORMAL
+        parts = len(edges) + 1
+        part = np.searchsorted(edges, iterations, "right")
+        by_series = _spread(series * parts + part, sizes, len(families.number) * parts)
+        measured = np.flatnonzero(~np.isnan(by_series))
+        family_part = families.number[measured // parts] * parts + measured % parts
+        medians = _quantile(family_part, by_series[measured], count * parts, 0.5)
+        usual = np.minimum(by_series[measured], _WILD * medians[family_part])
+        by_part = _spread(family_part, usual, count * parts).reshape(count, parts)
         padded = np.pad(by_part, ((0, 0), (1, 1)), constant_values=np.nan)
         by_part = np.fmax(np.fmax(padded[:, :-2], padded[:, 2:]), by_part)  # a beginning may be in the part before
         least = np.array([scale.least for scale in families.scales])
         by_part = np.maximum(by_part, least[:, None])
-        medians = _median(series, sizes / by_part.ravel()[part], len(families.number))
-        ratio = np.maximum(medians / _MEDIAN_OF_NORMAL, 1.0)
+        multiples = sizes / by_part[families.number[series], part]
+        ratio = np.maximum(_spread(series, multiples, len(families.number)), 1.0)
         floor = cls(families, edges, by_part, ratio, np.full(count, _LEAST_BOUND))
         for pair in pairs:
             floor._raise_bounds(pair, lasting)
@@ -232,11 +242,23 @@ def _part_edges(steps: Ints, lasting: int) -> Ints:
     return np.asarray(steps[np.concatenate([early, (np.arange(1, parts) * len(steps)) // parts])])
 
 
-def _median(groups: Ints, values: Floats, count: int) -> Floats:
-    """[count]: the upper median of each group; nan for an empty one. ``groups``, ``values``: [n]."""
+def _spread(groups: Ints, sizes: Floats, count: int) -> Floats:
+    """[count]: the root mean square of each group, with its largest tenth clipped; nan for an empty one.
+
+    A median would be blind to a family in which some series differ far more than the others.
+    """
+    clipped = np.minimum(sizes, _quantile(groups, sizes, count, _CLIPPED_AT)[groups])
+    with np.errstate(invalid="ignore"):
+        squares = np.bincount(groups, clipped**2, count) / np.bincount(groups, minlength=count)
+    return np.asarray(np.sqrt(squares) / _OF_CLIPPED)
+
+
+def _quantile(groups: Ints, values: Floats, count: int, share: float) -> Floats:
+    """[count]: a quantile of each group, of its numbers the upper one; nan for an empty group. Arguments: [n]."""
     ordered = values[np.lexsort((values, groups))]
     counts = np.bincount(groups, minlength=count)
-    medians = np.full(count, np.nan)
+    ranks = np.cumsum(counts) - counts + np.minimum((counts * share).astype(np.int64), counts - 1)
+    quantiles = np.full(count, np.nan)
     has = counts > 0
-    medians[has] = ordered[(np.cumsum(counts) - counts + counts // 2)[has]]
-    return medians
+    quantiles[has] = ordered[ranks[has]]
+    return quantiles
