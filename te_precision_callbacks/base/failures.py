@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from te_precision_callbacks.base.devices import is_lost, lost_message
@@ -24,6 +23,21 @@ Report = Callable[[str, str, Exception], None]
 
 MAX_REPORTS = 20
 """Maximum number of kinds of failures reported; further kinds are only counted."""
+
+
+class _Guard:
+    """The context of :meth:`ObservationFailures.guard`: some are entered in each step, so it is no generator."""
+
+    where: tuple[ObservationFailures, str, str]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, RaisedInTraining):
+            return False
+        failures, operation, subject = self.where
+        failures.report(operation, subject, error)
+        return True
 
 
 class ObservationFailures:
@@ -54,15 +68,11 @@ class ObservationFailures:
         self._new = []
         return new
 
-    @contextmanager
-    def guard(self, operation: str, subject: str) -> Iterator[None]:
+    def guard(self, operation: str, subject: str) -> _Guard:
         """Report an exception of the block, as :meth:`report` does, and go on after it. Not for what runs per GEMM."""
-        try:
-            yield
-        except RaisedInTraining:
-            raise
-        except Exception as error:
-            self.report(operation, subject, error)
+        guard = _Guard()
+        guard.where = self, operation, subject
+        return guard
 
     def report(self, operation: str, subject: str, error: BaseException) -> None:
         """Report a failure.

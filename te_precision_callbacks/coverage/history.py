@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -134,7 +134,9 @@ class StepProducts:
 
     def add(self, step: CountedStep, gemms: StepGemms) -> None:
         self.gemms = self.gemms.plus(gemms)
-        self.parts = self.parts + step.parts
+        self.parts = defaultdict(int, self.parts)
+        for part, count in step.parts.items():
+            self.parts[part] += count
         self.steps += 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +54,7 @@ class ModelProducts(ModelWatch):
             gemms = self.table.step_gemms()
             is_first = self.calls.is_first
             step_calls = self.calls.end_step()
-            parts: Parts = Counter() if self.failure else self._keep_products(step_calls)
+            parts: Parts = defaultdict(int) if self.failure else self._keep_products(step_calls)
             has_gemms = gemms is not None and bool(gemms.calls or gemms.attention or gemms.unseen)
             if not parts and not has_gemms and not self.failure:
                 return None
@@ -65,7 +65,7 @@ class ModelProducts(ModelWatch):
 
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         by_call = group_by_key((seen.call, seen) for seen in self.operators.seen)
-        parts: Parts = Counter()
+        parts: Parts = defaultdict(int)
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
         for call in step_calls:
             parts[call.kind, False] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -53,6 +52,7 @@ class Diagnosis:
 
     def __init__(self, rows: Iterable[Rule] = ROWS) -> None:
         self._checks = [(row, row.check()) for row in rows]
+        self._overriding = {name: self._checks_with(name) for name in ("facts", "step", "scalars", "event")}
         self._order = {row.title: order for order, (row, _) in enumerate(self._checks)}
         self._records: dict[_Key, _FindingRecord] = {}
         self._failed: dict[str, str] = {}
@@ -96,10 +96,13 @@ class Diagnosis:
         self._checkpoints[file or str(iteration)] = iteration
 
     @property
-    def problems(self) -> Counter[str]:
+    def problems(self) -> Mapping[str, int]:
         """Rule -> the number of its errors and warnings so far; cheaper than ``verdict``, for every step."""
-        findings = map(attrgetter("finding"), self._records.values())
-        return Counter(finding.rule for finding in findings if finding.severity != "note")
+        problems: dict[str, int] = {}
+        for record in self._records.values():
+            if record.finding.severity != "note":
+                problems[record.finding.rule] = problems.get(record.finding.rule, 0) + 1
+        return problems
 
     @property
     def verdict(self) -> Verdict:
@@ -194,10 +197,14 @@ class Diagnosis:
         existing = [saved for file, saved in self._checkpoints.items() if saved <= good and not _is_deleted(file)]
         return replace(finding, remedy=remedy, checkpoint=max(existing, default=finding.checkpoint))
 
+    def _checks_with(self, name: str) -> list[tuple[Rule, RuleCheck]]:
+        inherited = getattr(RuleCheck, name)
+        return [(row, check) for row, check in self._checks if getattr(type(check), name) is not inherited]
+
     def _check(self, name: str, iteration: int, *arguments: Any, rank: int | None = None) -> list[Finding]:
-        """Call a method of all checks."""
+        """Call a method of all checks that override it."""
         changed: dict[_Key, Finding] = {}
-        for row, check in self._checks:
+        for row, check in self._overriding[name]:
             if row.title in self._failed:
                 continue
             try:

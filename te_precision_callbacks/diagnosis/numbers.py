@@ -87,6 +87,7 @@ class StepNumbers:
         self.facts = Facts()
         self._entries = entries  # recorded statistic, without a recipe in its name -> its entries
         self._derived: dict[object, Any] = {}
+        self._are: dict[str, Mask] = {}
         self._values = np.empty(0)
         self._columns: dict[str, Floats] = {}
 
@@ -123,7 +124,9 @@ class StepNumbers:
 
     def are(self, tensor: str) -> Mask:
         """[rows]: whether each is the tensor."""
-        return self.derive(("are", tensor), lambda: self.tensors == tensor)
+        if tensor not in self._are:
+            self._are[tensor] = self.tensors == tensor
+        return self._are[tensor]
 
     def names_of(self, rows: Mask) -> list[str]:
         """The layers of some rows."""
@@ -138,8 +141,8 @@ class StepNumbers:
         have ``cur_amax``.
         """
         if statistic == "cur_amax":
-            return self.derive("amax", self._amaxes)
-        return self._recorded(statistic)
+            return self._derived.get("amax") or self.derive("amax", self._amaxes)
+        return self._derived.get(statistic) or self._recorded(statistic)
 
     def _amaxes(self) -> Column:
         least = self._recorded("min").entries
@@ -170,12 +173,13 @@ class StepNumbers:
     def are_known(self, statistic: str, tensor: str = "") -> Mask:
         """[rows]: whether each has a value of a statistic, and is the tensor."""
 
-        def find() -> Mask:
+        key = "known", statistic, tensor
+        if key not in self._derived:
             are_known = np.zeros(len(self), bool)
             are_known[self.column(statistic).rows] = True
-            return are_known & self.are(tensor) if tensor else are_known
-
-        return self.derive(("known", statistic, tensor), find)
+            self._derived[key] = are_known & self.are(tensor) if tensor else are_known
+        result: Mask = self._derived[key]
+        return result
 
     def values(self, statistic: str) -> Floats:
         """[rows]: the values of a statistic, by its name without a recipe as in docs/statistics.md, or by the name of a
@@ -185,7 +189,7 @@ class StepNumbers:
             values = np.full(len(self), np.nan)
             if statistic == "cur_amax" and "max" in self._entries:
                 values = np.maximum(np.abs(self.values("max")), np.abs(self.values("min")))
-            column = self._recorded(statistic)
+            column = self._derived.get(statistic) or self._recorded(statistic)  # mostly no call
             values[column.rows] = self._values[column.indices]
             self._columns[statistic] = values
         return self._columns[statistic]

@@ -256,14 +256,18 @@ class GradientSizes:
             self._stepped += _largest(
                 [parameter.name for parameter in weights], [parameter.weight for parameter in weights]
             )
-        waits = not at_last and any(stepped.logarithms.device.type != "cpu" for stepped in self._stepped)
-        self._copies += [
-            _Copy(iteration, order, names, to_host(logarithms)) for order, names, logarithms in self._stepped
-        ]
+        waits = False
+        for order, names, logarithms in self._stepped:
+            waits |= not at_last and logarithms.device.type != "cpu"
+            self._copies.append(_Copy(iteration, order, names, to_host(logarithms)))
         self._clipped = []
         self._stepped = []
-        ready = [copy for copy in self._copies if copy.iteration < iteration or not waits]
-        self._copies = [copy for copy in self._copies if copy.iteration >= iteration and waits]
+        ready: list[_Copy] = []
+        later: list[_Copy] = []
+        for copy in self._copies:
+            is_later = waits and copy.iteration >= iteration
+            (later if is_later else ready).append(copy)
+        self._copies = later
         first: tuple[int, int | None] | None = None
         problems: list[Problem] = []
         for copy in ready:

@@ -277,7 +277,9 @@ class ParameterWatch:
             if not self.steps:
                 if not self.listed.parameters:
                     self.listed.refresh()
-                trained = [(parameter, parameter.weight) for parameter in self.parameters if parameter.is_trained]
+                trained = [
+                    (parameter, parameter.weight) for parameter in self.parameters if parameter.weight.requires_grad
+                ]
                 self.ended_gaps += check_gradients(trained, iteration)
             rising = sum([schedule.rises_again for schedule in self.schedules.values()])
             is_new = self._weights.batch.read() or self._has_sampled or self.is_due or rising != self._rising

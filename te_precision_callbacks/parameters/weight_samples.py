@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -73,10 +74,17 @@ def sampled_view(tensor: torch.Tensor, thin: int = 1) -> torch.Tensor:
     Args:
         thin: every how many sampled columns are returned.
     """
-    rows = tensor.shape[0] if tensor.dim() > 1 else 1
-    columns = tensor.numel() // rows
+    return tensor.contiguous().as_strided(*_layout_of_sample(tensor.shape, thin))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of_sample(shape: torch.Size, thin: int) -> tuple[list[int], list[int]]:
+    """Return shape and strides of a sample, so that one operation makes the view."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = shape.numel() // rows
     row_step, column_step = _steps(rows, columns)
-    return tensor.contiguous().view(rows, columns)[::row_step, :: column_step * thin]
+    column_step *= thin
+    return [len(range(0, rows, row_step)), len(range(0, columns, column_step))], [row_step * columns, column_step]
 
 
 def _steps(rows: int, columns: int) -> tuple[int, int]:
@@ -163,6 +171,15 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
     kinds = group_by_key((_kind(tensor), index) for index, tensor in enumerate(tensors))
     for indices in kinds.values():
         yield indices, torch.stack([tensors[index] for index in indices])
+
+
+def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors, with an operation for each device, dtype and shape."""
+    copies = list(tensors)
+    for indices, stack in stack_equal(tensors):
+        for index, copy in zip(indices, stack.unbind(), strict=True):
+            copies[index] = copy
+    return copies
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[Any]]:

@@ -14,10 +14,11 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from te_precision_callbacks.parameters.optimizers import Held, SteppedParameters, master_of
-from te_precision_callbacks.parameters.parameter import FEW_CHANGED, MasterRow, WeightRow, WriteRow
+from te_precision_callbacks.parameters.parameter import FEW_CHANGED, MasterRow, Parameter, WeightRow, WriteRow
 from te_precision_callbacks.parameters.weight_samples import (
     BatchedMeasurements,
     WeightMeasurement,
+    copy_all,
     is_narrow,
     local_part,
     raw_codes,
@@ -51,6 +52,10 @@ class WeightSamples:
     def before_step(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
         """Sample weights and master weights before a step."""
         self._stepping.clear()
+        sampled: list[Parameter] = []
+        values: list[torch.Tensor] = []
+        compared: list[Held] = []
+        elements: list[torch.Tensor] = []
         for held in stepped.held:
             parameter = held.parameter
             weight = parameter.weight
@@ -60,12 +65,18 @@ class WeightSamples:
             # Optimizers may share a parameter.
             is_new = not parameter.samples or parameter.samples[-1][0] < iteration
             if is_new and parameter.is_matrix and not is_quantized(local := local_part(weight)):
-                first, *later = *parameter.samples, (iteration, sampled_view(local, THIN).clone())
-                parameter.samples = [first, *later[1 - SAMPLES :]]
+                sampled.append(parameter)
+                values.append(sampled_view(local, THIN))
             if any([row.changed > FEW_CHANGED for row in parameter.rows]):  # noqa: C419  # no call each
                 parameter.reference = None
             else:
-                self._compare_with_reference(held, sampled_view(raw_codes(weight)).clone(), iteration)
+                compared.append(held)
+                elements.append(sampled_view(raw_codes(weight)))
+        for parameter, copy in zip(sampled, copy_all(values), strict=True):
+            first, *later = *parameter.samples, (iteration, copy)
+            parameter.samples = [first, *later[1 - SAMPLES :]]
+        for held, codes in zip(compared, copy_all(elements), strict=True):
+            self._compare_with_reference(held, codes, iteration)
 
     def _compare_with_reference(self, held: Held, codes: torch.Tensor, iteration: int) -> None:
         """Compare a copy of a weight's sample with its first one; :meth:`after_step` compares the stepped tensor."""

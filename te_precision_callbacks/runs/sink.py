@@ -49,7 +49,8 @@ class RecordSink(EventSink):
             values, failures and dumps.
         is_alone: whether this rank checks the contract alone.
         keys: keys of this run in the store of the process group; None without other ranks.
-        place: the segment. Rank 0 creates it, and puts it into the store for ranks that do not reduce with rank 0.
+        place: the segment. Rank 0 creates it when there is content, and puts it into the store for ranks that do not
+            reduce with rank 0.
         last, step: the last iteration, and the iteration that the end has interrupted, set at the end; -1 before.
         has_content: whether anything was written besides the start and the end.
     """
@@ -67,6 +68,7 @@ class RecordSink(EventSink):
         self._info: RunInfo
         self.thread: WriterThread[Job] = WriterThread("records", self, MAX_QUEUED)
         self._recording: Recording | None = None
+        self._before: list[Job] = []
         self.has_content = False
         self._notices = Notices()
         self._last_records: StepRecords | None = None
@@ -154,7 +156,12 @@ class RecordSink(EventSink):
 
     def take(self, job: Job) -> bool:
         if self._recording is None and self._concerns(job):
-            self.place = self.place or self._find_place()
+            if self.place is None:
+                # These alone do not create a run, nor do scalars that a trainer logs without a step.
+                if isinstance(job, Scalars) or not _is_content(job):
+                    self._before.append(job)
+                    return True
+                self.place = self._find_place()
             if self.place is None:
                 return False  # retry until rank 0 has a segment
             if self._info.rank == 0 and self.keys is not None:
@@ -167,6 +174,9 @@ class RecordSink(EventSink):
                 limit=self._limit,
                 begun=self._made_at,
             )
+            for earlier in self._before:
+                self._recording.take(earlier)
+            self._before.clear()
         if self._recording is not None and (isinstance(job, End) or self._concerns(job)):
             self._recording.take(job)
             self.has_content = self.has_content or _is_content(job)

@@ -103,7 +103,8 @@ class RuleChecks:
         rank = own_rank() if world_size() > 1 and all(records.own) else None
         numbers = self._splitter.step(records.iteration, records.series, values, records.unscaled, rank)
         self._react(self._diagnosis.step(numbers), records.iteration)
-        return replace(records, findings=self._diagnosis.problems)
+        problems = self._diagnosis.problems
+        return replace(records, findings=problems) if problems else records
 
     def stop_if_wanted(self, *, at_once: bool = False) -> None:
         """Stop the run on all ranks if a finding of one rank demands it; all ranks report the same first finding.

@@ -236,7 +236,7 @@ class InspectSession:
     @property
     def problem_count(self) -> int:
         """The number of errors and warnings among the findings so far, cheap enough for every step."""
-        return self._results.diagnosis.problems.total()
+        return sum(self._results.diagnosis.problems.values())
 
     @property
     def last_statistics(self) -> tuple[Row, ...]:

@@ -28,7 +28,10 @@ from tests.conftest import Keeper, feature, statistics
 HERE = str(Path(te_precision_callbacks.__path__[0]))
 FEATURES = str(Path(HERE).parent / "features")
 NOTES = f"{HERE}/instrumentation/regions.py", f"{HERE}/coverage/", f"{HERE}/layers/forwards.py"
-BACKEND = tuple(f"{HERE}/{part}" for part in ("reference/", "base/numerics/", "base/vocabulary.py", "te/tensors.py"))
+BACKEND = tuple(
+    f"{HERE}/{part}"
+    for part in ("reference/", "base/numerics/", "base/vocabulary.py", "te/tensors.py", "te/gemm_shapes.py")
+)
 INSPECT = str(Path(nvdlfw_inspect.base.__file__).parent)
 
 
