@@ -229,7 +229,6 @@ CHANGES = {
     "overflow.grad_scalers": {"_listeners"},  # the listeners to torch's GradScaler
     "overflow.detector": {"_DETECTORS"},  # the detectors of this process, which detect_overflow() tells
     "base.ranks.group": {"_OPEN"},  # connections that a forked process lets go
-    "base.vocabulary": {"_NAMES_OF_RECIPES"},  # class -> name
     "engine.kernels": {"_on_gpu"},  # caches of kernels, and their limits
     "engine.kernels.largest": {"_on_gpu"},
     "engine.kernels.triton_blocks": {"_known"},

@@ -210,11 +210,11 @@ class RecordedRun:
 
     def values(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read values of some or all series, sorted by series and iteration."""
-        return self.read_values(None if series is None else list(series))
+        return self.read_values(None if series is None else sorted(set(series)))
 
     def vectors(self, series: Iterable[int] | None = None) -> pa.Table:
         """Read histograms of some or all series, sorted by series and iteration."""
-        return self.read_vectors(None if series is None else list(series))
+        return self.read_vectors(None if series is None else sorted(set(series)))
 
     @cached_property
     def subjects(self) -> list[Subject]:

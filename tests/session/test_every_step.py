@@ -810,7 +810,7 @@ def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
     assert "First inf or nan: the activation of linear, in step 9." in text
     drawn = [line for line in text.splitlines() if line.startswith(("mlp", "linear", "head"))]
     assert len(drawn) == 3
-    assert "N nan" in next(line for line in drawn if line.startswith("linear activation"))
+    assert "! nan" in next(line for line in drawn if line.startswith("linear activation"))
 
 
 @pytest.mark.parametrize(
