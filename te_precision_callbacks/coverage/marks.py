@@ -87,7 +87,7 @@ class NodesOfProducts:
 
 
 def products_of_current_node() -> list[Any]:
-    """The products of the autograd node whose backward runs in this thread."""
+    """The products of the autograd node that this thread runs a backward of."""
     node: Any = torch._C._current_autograd_node()
     products: list[Any] = []
     if node is not None:

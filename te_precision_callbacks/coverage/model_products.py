@@ -89,7 +89,7 @@ class ModelProducts(ModelWatch):
     # ------------------------------------------------------------------ attention
 
     def leave_attention(self, layer: str, kind: ForwardKind, arguments: Mapping[str, Any]) -> None:
-        """Count the products of an attention whose kernel is unknown, by the arguments of its forward."""
+        """Count the products of an attention with an unknown kernel, by the arguments of its forward."""
         if not self.counting or not self.sees_operators():
             return
         call = self.operators.forward_call()

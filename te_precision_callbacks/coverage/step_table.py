@@ -153,7 +153,7 @@ class StepTable:
         self.abandon()
 
     def watch(self, modules: Sequence[NamedModule], operations: Sequence[NamedOperation]) -> None:
-        """Set the modules of Transformer Engine, and the operations of ``te.ops``, whose GEMMs the steps have."""
+        """Set the modules of Transformer Engine, and the operations of ``te.ops``, that run GEMMs in the steps."""
         self.modules = {id(named.module): (named.module, named.names) for named in modules}
         self.operations = frozenset(name for operation in operations for name in operation.names)
         self.features = {}

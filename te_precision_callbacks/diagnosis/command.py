@@ -202,7 +202,7 @@ def _explain(rule: Rule) -> None:
 
 
 def _show_texts(*texts: tuple[str, str]) -> None:
-    """Print named texts, those that are not empty."""
+    """Print the named texts that are not empty."""
     for name, text in texts:
         if text:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)

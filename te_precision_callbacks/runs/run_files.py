@@ -108,7 +108,7 @@ class DataFile(NamedTuple):
 
 
 def data_files(folder: Path) -> list[DataFile]:
-    """Return a rank's files, without open ones that a closed one has replaced."""
+    """Return a rank's files, without open files that were replaced by closed ones."""
     files: dict[tuple[str, int], DataFile] = {}
     for entry in sorted(folder.iterdir()):  # *.arrow before *.parquet
         match = _DATA_NAME.fullmatch(entry.name)

@@ -184,7 +184,7 @@ class Summaries:
     def note_values(
         self, series: npt.NDArray[np.integer[Any]], iterations: Ints, values: Floats, first_step: Mask
     ) -> None:
-        """Note values; those of delayed scaling from the layer's first step (``first_step``) do not count as worst."""
+        """Note values; values of delayed scaling from the layer's first step (``first_step``) do not count as worst."""
         rows = self.rows
         rows["latest"][series] = values
         key = badness(values, rows["sign"][series])

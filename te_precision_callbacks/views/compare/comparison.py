@@ -134,7 +134,7 @@ def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _precision(run: RecordedRun) -> dict[str, str]:
-    """The types of what the training keeps, and the shares of the precisions."""
+    """The types of the training's state, and the shares of the precisions."""
     texts = {}
     for subject, types in group_by_key((row["subject"], row["dtype"]) for row in run.states.to_pylist()).items():
         texts[f"type of {(subject or '').replace('_', ' ')}"] = ", ".join(sorted({dtype or "" for dtype in types}))

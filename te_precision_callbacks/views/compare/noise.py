@@ -245,7 +245,7 @@ def _part_edges(steps: Ints, lasting: int) -> Ints:
 def _spread(groups: Ints, sizes: Floats, count: int) -> Floats:
     """[count]: the root mean square of each group, with its largest tenth clipped; nan for an empty one.
 
-    A median would be blind to a family in which some series differ far more than the others.
+    A median would not see a few series of a family that differ far more than the others.
     """
     clipped = np.minimum(sizes, _quantile(groups, sizes, count, _CLIPPED_AT)[groups])
     with np.errstate(invalid="ignore"):

@@ -166,7 +166,7 @@ def _put_curves(
 ) -> int:
     """Put curves into the families' contents until many in a row do not fit; returns their number.
 
-    First those with findings; then those of the worst layer of each statistic, of the second worst, and so on; then the
+    First curves with findings; then the worst layer of each statistic, of the second worst, and so on; then the
     rest.
     """
     with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
