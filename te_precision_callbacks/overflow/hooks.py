@@ -133,7 +133,6 @@ class FrameRecorder:
     Attributes:
         frames: the frames of the training since :meth:`forget_frames`.
         due: whether the model has trained since the last check.
-
         failure: a failure of recording. Nothing is recorded until it is set to None.
         is_over: whether nothing is recorded any more.
         batch: the number of the training batch; -1 before the first.

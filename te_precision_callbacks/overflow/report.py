@@ -76,7 +76,6 @@ class FrameReader:
         Args:
             traces: whether ``trace_batches`` refers to their batches.
             may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
-
         """
         read(frame.extremes for frame in frames)
         traced = self._options.trace_batches if traces else ()
