@@ -34,8 +34,8 @@ def why_nothing_to_show(run: RecordedRun) -> str:
     if has_numbers(run) or has_failed or set(run.events["kind"].to_pylist()) - _ROUTINE_EVENTS:
         return ""
     return (
-        f"{visible(str(run.path))} has no records. Train for at least one step; a killed process loses up to its last"
-        " 5 seconds."
+        f"{visible(str(run.path))} has no records. Train for at least one step; a killed process loses the step that it"
+        " was in."
     )
 
 
