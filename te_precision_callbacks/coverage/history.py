@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -134,9 +134,7 @@ class StepProducts:
 
     def add(self, step: CountedStep, gemms: StepGemms) -> None:
         self.gemms = self.gemms.plus(gemms)
-        self.parts = defaultdict(int, self.parts)
-        for part, count in step.parts.items():
-            self.parts[part] += count
+        self.parts = dict(Counter(self.parts) + Counter(step.parts))
         self.steps += 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -127,7 +127,7 @@ class _CallSearch:
         self.sought.discard(kind)
 
 
-Parts: TypeAlias = "defaultdict[tuple[Kind, bool], int]"
+Parts: TypeAlias = "dict[tuple[Kind, bool], int]"
 """A kind of calls, and whether of backwards -> their number in a step."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ class ModelProducts(ModelWatch):
             gemms = self.table.step_gemms()
             is_first = self.calls.is_first
             step_calls = self.calls.end_step()
-            parts: Parts = defaultdict(int) if self.failure else self._keep_products(step_calls)
+            parts: Parts = {} if self.failure else self._keep_products(step_calls)
             has_gemms = gemms is not None and bool(gemms.calls or gemms.attention or gemms.unseen)
             if not parts and not has_gemms and not self.failure:
                 return None
@@ -65,12 +64,12 @@ class ModelProducts(ModelWatch):
 
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
         by_call = group_by_key((seen.call, seen) for seen in self.operators.seen)
-        parts: Parts = defaultdict(int)
+        parts: Parts = {}
         counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
         for call in step_calls:
-            parts[call.kind, False] += 1
+            parts[call.kind, False] = parts.get((call.kind, False), 0) + 1
             if call.may_have_backward:
-                parts[call.kind, True] += 1
+                parts[call.kind, True] = parts.get((call.kind, True), 0) + 1
             if call.is_counted:
                 counted.setdefault(call.kind, []).append((call, by_call.get(call, [])))
         for kind, products in counted.items():

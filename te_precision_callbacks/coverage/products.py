@@ -200,7 +200,7 @@ class CountedKinds:
         unknown = 0
         lacking = 0
         for kind in dict.fromkeys(kind for kind, _ in parts):
-            forwards, backwards = parts[kind, False], parts[kind, True]
+            forwards, backwards = parts.get((kind, False), 0), parts.get((kind, True), 0)
             counted = self._counted.get(kind)
             if counted is None:
                 unknown += forwards
