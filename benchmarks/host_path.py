@@ -181,7 +181,8 @@ class Calls:
 def _is_of_reference(frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_name == "decorate_context":  # torch.no_grad() around a function
-        code = getattr(frame.f_locals.get("func"), "__code__", code)
+        function = frame.f_locals.get("func")
+        code = getattr(getattr(function, "func", function), "__code__", code)  # also of a functools.partial
     return code.co_filename.startswith(_REFERENCE)
 
 

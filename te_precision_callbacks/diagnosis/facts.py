@@ -207,11 +207,17 @@ class Facts:
 
         A module with several layers has the place of the first one.
         """
-        names = [name] if name in self.layers else [inner for inner in self.layers if inner.startswith(f"{name}.")]
+        if name in self.layers:
+            layers = [self.layers[name]]
+        else:
+            layers = [layer for inner, layer in self.layers.items() if inner.startswith(f"{name}.")]
         backward = tensor in ("gradient", "dgrad", "wgrad")
-        orders = [layer.backward if backward else layer.forward for layer in map(self.layer, names)]
-        unseen = _UNSEEN + self._order_in_model.get(name, _UNSEEN)
-        return int(backward), min([order for order in orders if order is not None], default=unseen)
+        first = _UNSEEN + self._order_in_model.get(name, _UNSEEN)
+        for layer in layers:
+            order = layer.backward if backward else layer.forward
+            if order is not None and order < first:
+                first = order
+        return int(backward), first
 
     def layer(self, name: str) -> LayerFacts:
         """Return a layer, without any facts if it is unknown."""

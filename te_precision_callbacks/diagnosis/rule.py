@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
@@ -210,17 +209,17 @@ class Streaks:
             return
         column = numbers.column(statistic)
         held = {row: streak for row, streak in streaks.items() if numbers.tensors[row] not in column.tensors}
-        lasting: list[int] = []
+        lasting: dict[str, list[int]] = {}
         for row in column.rows[holds[column.rows]].tolist():
             first, count = streaks.get(row, (numbers.iteration, 0))
             held[row] = Streak(first, count + 1)
             if count + 1 >= (steps or self.steps) and (reported is None or reported[row]):
-                lasting.append(row)
+                lasting.setdefault(str(numbers.tensors[row]), []).append(row)
         if held:
             self.held[statistic, key] = held
-        for tensor, rows in group_by_key((str(numbers.tensors[row]), row) for row in lasting).items():
+        for tensor, rows in lasting.items():
             rows = numbers.in_order(rows)
-            layers = tuple(numbers.names[row] for row in rows)
+            layers = tuple(map(numbers.names.__getitem__, rows))
             since = min(held[row].first for row in rows)
             yield Sighting(describe(rows[0]), layers, tensor, column.label(rows[0]), since, severity)
 
