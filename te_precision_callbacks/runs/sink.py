@@ -68,7 +68,7 @@ class RecordSink(EventSink):
         self._info: RunInfo
         self.thread: WriterThread[Job] = WriterThread("records", self, MAX_QUEUED)
         self._recording: Recording | None = None
-        self._before: list[Job] = []
+        self._before: list[Event | Scalars | FactTables] = []
         self.has_content = False
         self._notices = Notices()
         self._last_records: StepRecords | None = None
@@ -159,7 +159,8 @@ class RecordSink(EventSink):
             if self.place is None:
                 # These alone do not create a run, nor do scalars that a trainer logs without a step.
                 if isinstance(job, Scalars) or not _is_content(job):
-                    self._before.append(job)
+                    if isinstance(job, Event | Scalars | FactTables):
+                        self._before.append(job)
                     return True
                 self.place = self._find_place()
             if self.place is None:
