@@ -87,7 +87,6 @@ class StepNumbers:
         self.facts = Facts()
         self._entries = entries  # recorded statistic, without a recipe in its name -> its entries
         self._derived: dict[object, Any] = {}
-        self._are: dict[str, Mask] = {}
         self._values = np.empty(0)
         self._columns: dict[str, Floats] = {}
 
@@ -124,9 +123,11 @@ class StepNumbers:
 
     def are(self, tensor: str) -> Mask:
         """[rows]: whether each is the tensor."""
-        if tensor not in self._are:
-            self._are[tensor] = self.tensors == tensor
-        return self._are[tensor]
+        key = "are", tensor
+        if key not in self._derived:
+            self._derived[key] = self.tensors == tensor
+        result: Mask = self._derived[key]
+        return result
 
     def names_of(self, rows: Mask) -> list[str]:
         """The layers of some rows."""
