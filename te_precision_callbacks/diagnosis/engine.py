@@ -306,10 +306,10 @@ class PrecisionFindingError(RaisedInTraining, RuntimeError):
         self.findings = tuple(findings)
 
 
-def read_on_finding(on_finding: OnFinding) -> OfFinding:
-    """Return a function that returns "stop" for the findings that stop the training; raises OptionError."""
+def read_reactions(on_finding: OnFinding) -> Mapping[str, str | OfFinding]:
+    """Return rule or severity -> reaction; nothing for a function of all findings. Raises OptionError."""
     if callable(on_finding):
-        return on_finding
+        return {}
     names = list(RULE_OF_ID)
     reactions: Mapping[str, str | OfFinding] = {}
     if isinstance(on_finding, Mapping):
@@ -334,6 +334,14 @@ def read_on_finding(on_finding: OnFinding) -> OfFinding:
                 f"on_finding=: the reaction to {rule!r} must be 'warn', 'stop' or a function of the finding, not"
                 f" {reaction!r}.{suggestion(first, ())}"
             )
+    return reactions
+
+
+def read_on_finding(on_finding: OnFinding) -> OfFinding:
+    """Return a function that returns "stop" for the findings that stop the training; raises OptionError."""
+    if callable(on_finding):
+        return on_finding
+    reactions = read_reactions(on_finding)
     least = max([SEVERITIES.index(name) for name in SEVERITIES if name in reactions], default=-1)
     notes = {row.title for row in ROWS if row.severity == "note"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ from te_precision_callbacks.coverage.contract_keeper import (
     shared_products,
 )
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD, NOTHING, Coverage
-from te_precision_callbacks.diagnosis.engine import OnFinding, PrecisionFindingError, read_on_finding
+from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, read_on_finding, read_reactions
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
@@ -77,7 +77,8 @@ class RuleChecks:
         self._diagnosis = context.results.diagnosis
         self._splitter = Splitter(context.results.series.__getitem__)
         self._on_finding = read_on_finding(context.options.on_finding)
-        self.stops_for_nonfinite = _stops_for_nonfinite(context.options.on_finding)
+        reactions = read_reactions(context.options.on_finding)
+        self.stops_for_nonfinite = "stop" in map(reactions.get, ("nonfinite", *SEVERITIES))
         self._stopping: list[Finding] = []
 
     def facts(self, facts: FactTables, iteration: int) -> None:
@@ -174,16 +175,6 @@ class RuleChecks:
         except Exception as error:
             self._context.failures.report("calling on_finding= for", finding.rule, error)
             return False
-
-
-def _stops_for_nonfinite(on_finding: OnFinding) -> bool:
-    """Return whether ``on_finding=`` stops for the rule ``nonfinite``, apart from a function of the finding."""
-    if isinstance(on_finding, Mapping):
-        return on_finding.get("nonfinite") == "stop"
-    if callable(on_finding):
-        return False
-    word, _, names = on_finding.replace(" ", "").partition(":")
-    return word == "stop" and (not names or not {"nonfinite", *SEVERITIES}.isdisjoint(names.split(",")))
 
 
 class ContractCheck:
