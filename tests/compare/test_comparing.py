@@ -553,15 +553,32 @@ def test_a_run_without_statistics_is_named(runs: Runs) -> None:
 def test_runs_without_a_layer_in_common_compare_the_numbers_of_the_trainer(runs: Runs) -> None:
     losses = {"loss": np.linspace(4, 2, STEPS)}
     a = record(runs.folder / "with", numbers(0), scalars=losses)
-    b = record(runs.folder / "without", {}, scalars={"loss": 2 * losses["loss"]})
+    b = record(runs.folder / "without", {}, scalars={"loss": 2.1 * losses["loss"]})
     other = record(runs.folder / "other", {("blocks.0", "weight", "cur_amax"): np.ones(STEPS)}, scalars=losses)
     result = compare(a, b)
-    assert result.loss.relative == pytest.approx(1)
-    (first,) = first_lines(result)
+    assert result.loss.relative == pytest.approx(1.1)
+    assert result.has_findings
+    assert list(describe_first(result)) == ["No layer was compared."]
+    first, second = first_lines(result)
+    assert second == "The loss is 2.241 in A and 4.705 in B (+110 %) from step 45 on."
     assert first.startswith(f"{runs.folder / 'without'} has no statistics of layers, so no layer can be compared.")
     assert first.endswith("Only trainer metrics are compared.")
-    (first,) = first_lines(compare(a, other))
+    same = compare(a, other)
+    (first,) = first_lines(same)
     assert "have no common layers" in first
+    assert not same.has_findings
+
+
+@pytest.mark.parametrize(
+    ("end_a", "end_b", "is_finding"),
+    [(1.0, 2.1, True), (2.1, 1.0, True), (1.0, 1.9, False), (0.001, 0.01, False), (-1.0, 3.0, False)],
+)
+def test_a_loss_of_twice_the_other_is_a_finding_unless_both_are_near_0(
+    runs: Runs, end_a: float, end_b: float, is_finding: bool
+) -> None:
+    early = np.arange(STEPS) < STEPS // 4
+    a, b = ({"scalars": {"loss": np.where(early, 4.0, end)}} for end in (end_a, end_b))
+    assert runs.compared(a, b).loss.is_finding is is_finding
 
 
 def test_the_types_of_what_is_kept_are_facts(runs: Runs) -> None:

@@ -148,6 +148,7 @@ def compare_losses(
         steps=curves.steps,
         window=curves.window,
         stable_since=stable_since,
+        begin=float(curves.smooth_a[0]) if curves.steps else math.nan,
         a=_mean(curves.smooth_a[stable]),
         b=_mean(curves.smooth_b[stable]),
         relative=curves.difference,

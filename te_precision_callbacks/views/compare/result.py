@@ -241,6 +241,10 @@ class LostLoss:
     what: str
 
 
+_NEAR_ZERO = 0.01
+"""Losses that are less apart than this share of the first loss are not told apart."""
+
+
 @dataclass(frozen=True)
 class LossComparison:
     """The loss curves as running medians, up to the step where either is lost.
@@ -249,6 +253,7 @@ class LossComparison:
         steps: the number of common steps; without any, the values below are nan.
         window: the steps of the running median.
         stable_since: the first iteration of the stable phase, the last quarter.
+        begin: A's first value.
         a, b: the means in the stable phase.
         relative: the mean of (b - a) / |a| in the stable phase.
         largest: the largest |b - a| / |a| in the last three quarters.
@@ -262,6 +267,7 @@ class LossComparison:
     steps: int
     window: int
     stable_since: int
+    begin: float
     a: float
     b: float
     relative: float
@@ -276,13 +282,19 @@ class LossComparison:
 
     @property
     def is_finding(self) -> bool:
-        """True if one loss is lost, a spike exists, or the difference exceeds both the published bound for these
-        precisions and the noise.
+        """True if one loss is lost, a spike exists, or the difference exceeds the noise, and a factor of 2 or the
+        published bound for these precisions.
         """
         if self.spike is not None or (self.lost_a is None) != (self.lost_b is None):
             return True
-        broken = any(yardstick.holds is False for yardstick in self.yardsticks)
+        broken = self.is_apart or any(yardstick.holds is False for yardstick in self.yardsticks)
         return broken and (self.floor is None or abs(self.relative) > self.floor)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether one loss is at least twice the other in the stable phase; losses near 0 are not."""
+        least, most = sorted((self.a, self.b))
+        return 0 < 2 * least <= most and most - least >= _NEAR_ZERO * abs(self.begin)
 
 
 @dataclass(frozen=True)

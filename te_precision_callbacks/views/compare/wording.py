@@ -75,6 +75,9 @@ def describe_first(comparison: Comparison) -> Iterator[str]:
         yield "All paired values are bit-identical."
         return
     first = comparison.first
+    if first is None and comparison.layers_apart:
+        yield "No layer was compared."
+        return
     if first is None:
         beyond = "exceeds the noise floor" if comparison.floor else "is large enough to count"
         steps = min(comparison.lasting, comparison.pairing.steps)
@@ -112,6 +115,9 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
             when = f"from step {lost.since} on" if lost.since < lost.until else f"at its last logged step, {lost.since}"
             alone = f"; in {other} it is finite" if lost_there is None else ""
             yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
+    if loss.is_apart and loss.is_finding:
+        values = f"{number(loss.a)} in A and {number(loss.b)} in B ({_percent(loss.relative)})"
+        yield f"The {loss.name} is {values} from step {loss.stable_since} on."
 
 
 def describe_losses(loss: LossComparison) -> Iterator[str]:
