@@ -230,7 +230,8 @@ class GradientSizes:
     def before_step(
         self, optimizer: Optimizer, names: Sequence[str], gradients: Sequence[torch.Tensor], order: int
     ) -> None:
-        clipped = self._clipped
+        # A script may clear the gradients of a bad batch after clipping, and step.
+        clipped = [clipped for clipped in self._clipped if not set(names).isdisjoint(clipped.names)]
         self._clipped = []
         # A GradScaler gives it to a fused optimizer, which then skips the step by itself.
         if self._has_found or is_capturing() or getattr(optimizer, "found_inf", None) is not None:

@@ -118,6 +118,7 @@ class ParameterWatch:
         last_update: the last iteration with an optimizer step at a learning rate above 0, or the first iteration.
         has_updated: whether there was one.
         stepped_at: the last iteration with a step of an optimizer.
+        had_gradients: whether parameters had gradients at the last step.
     """
 
     def __init__(self, model: TrainedModel, scalars: ScalarBuffer, failures: ObservationFailures) -> None:
@@ -134,6 +135,7 @@ class ParameterWatch:
         self._failures = failures
         self._first: int | None = None
         self.stepped_at = -1
+        self.had_gradients = False
         self._rises: list[RateRise] = []
         self._rises_taken = 0
         self._rising = 0  # schedules that rise again
@@ -219,6 +221,7 @@ class ParameterWatch:
             gradients = gradients_of(stepped.held)
         are_present = [*map(_IS_THERE, gradients)]
         names = [*itertools.compress(map(_NAME, stepped.parameters), are_present)]
+        self.had_gradients = bool(names)
         self.sizes.before_step(optimizer, names, [gradient for gradient in gradients if gradient is not None], order)
         if not (has_all and all(map(_AT_STEP, stepped.parameters))) or any(map(_GAP, stepped.parameters)):
             self.ended_gaps += check_gradients(zip(stepped.parameters, stepped.tensors, strict=True), iteration)

@@ -198,7 +198,7 @@ class Run:
         self._loop_checks.note(optimizer)
         self.hooks.products.note_optimizer_step(optimizer)
         self._parameters.watch.after_step(optimizer)
-        if self._parameters.watch.last_update == self.context.iteration:
+        if self._parameters.watch.last_update == self.context.iteration and self._parameters.watch.had_gradients:
             self.hooks.every_step.note_update()
         # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
         table = self.context.results.table

@@ -276,11 +276,14 @@ def test_an_inf_that_a_cast_makes_finite(steps_with_it: bool, severity: str, tmp
     [
         ("skipped", "note"),
         ("kept", "error"),
+        ("cleared", "note"),
         *(pytest.param(*case, marks=pytest.mark.extended) for case in (("dropped", "note"), ("stepped", "error"))),
     ],
 )
 def test_a_nan_norm_of_gradients(how: str, severity: str, tmp_path: Path) -> None:
-    """In step 7: the script skips the optimizer's step, also step(), or neither; or it adds the next gradients."""
+    """In step 7: the script skips the optimizer's step, also step(), or neither, or steps without gradients; or it adds
+    the next gradients.
+    """
     model = Blocks("current")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with InspectSession(log_dir=tmp_path, model=model) as session:
@@ -290,11 +293,13 @@ def test_a_nan_norm_of_gradients(how: str, severity: str, tmp_path: Path) -> Non
                 batch[3, 5] = math.nan
             model(batch).square().mean().backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if norm.isfinite() or how == "stepped" or number > 7:
+            if how == "cleared" and not norm.isfinite():
+                optimizer.zero_grad()
+            if norm.isfinite() or how in ("stepped", "cleared") or number > 7:
                 optimizer.step()
             if number != 7 or how != "kept":
                 optimizer.zero_grad()
-            if number != 7 or how in ("skipped", "stepped"):
+            if number != 7 or how in ("skipped", "stepped", "cleared"):
                 session.step()
     severities = [(finding.rule, finding.severity) for finding in session.findings]
     assert severities == [("nonfinite", severity)] * 2, str(session.findings)  # of a tensor, and of the norm
