@@ -13,6 +13,9 @@ and totals use only the first thread's. (Triton up to 3.6 sums a result shared b
 threads.)
 """
 
+# Triton has no types, so its functions are annotated only where it reads this: constants.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -238,37 +241,37 @@ def _formats(tensor: BlockScaledTensor, *, compares: bool, turned: bool) -> dict
 
 @_jit
 def _measure(
-    values: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    amax: tl.tensor,
-    partials: tl.tensor,
-    counters: tl.tensor,  # the first one is 0
-    merged_sums: tl.tensor,
-    merged_maxima: tl.tensor,
-    moments_at: tl.tensor,
-    maxima_at: tl.tensor,
-    compared_at: tl.tensor,
-    scales_at: tl.tensor,
-    scale_maxima_at: tl.tensor,
-    exponents_at: tl.tensor,
-    limits_at: tl.tensor,
-    losses_at: tl.tensor,
-    ranges_at: tl.tensor,
-    loss_maxima_at: tl.tensor,
-    range_maxima_at: tl.tensor,
-    row_count: tl.tensor,
-    column_count: tl.tensor,
-    row_stride: tl.tensor,
-    column_stride: tl.tensor,
-    code_row_stride: tl.tensor,
-    code_column_stride: tl.tensor,
-    scale_row_stride: tl.tensor,
-    scale_column_stride: tl.tensor,
-    tile_stride: tl.tensor,  # stride between rows of swizzled tiles
-    amax_stride: tl.tensor,
-    tiles: tl.tensor,
-    tiles_across: tl.tensor,
+    values,
+    codes,
+    scales,
+    amax,
+    partials,
+    counters,  # the first one is 0
+    merged_sums,
+    merged_maxima,
+    moments_at,
+    maxima_at,
+    compared_at,
+    scales_at,
+    scale_maxima_at,
+    exponents_at,
+    limits_at,
+    losses_at,
+    ranges_at,
+    loss_maxima_at,
+    range_maxima_at,
+    row_count,
+    column_count,
+    row_stride,
+    column_stride,
+    code_row_stride,
+    code_column_stride,
+    scale_row_stride,
+    scale_column_stride,
+    tile_stride,  # stride between rows of swizzled tiles
+    amax_stride,
+    tiles,
+    tiles_across,
     CODES: tl.constexpr,  # "" if unread
     LARGEST: tl.constexpr,
     SCALES: tl.constexpr,
@@ -301,7 +304,7 @@ def _measure(
     PARTS: tl.constexpr,  # results per thread and block
     COLUMNS: tl.constexpr,
     EXTREMES: tl.constexpr,
-) -> None:
+):
     """Measure a matrix, and merge its columns into ``merged_sums`` and ``merged_maxima``.
 
     A program writes row ``program_id`` of ``partials``: ``COLUMNS`` sums and counts, then ``EXTREMES`` maxima. The last
@@ -539,14 +542,14 @@ def _measure(
 
 
 @jit
-def _swizzled(row: tl.tensor, column: tl.tensor, tile_stride: tl.tensor) -> tl.tensor:
+def _swizzled(row, column, tile_stride):
     """Return a scale's index in swizzled memory (:mod:`te_precision_callbacks.base.numerics.layouts`)."""
     at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
     return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
 
 
 @jit
-def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+def _decode_scale(loaded, FORMAT: tl.constexpr):
     """Decode a stored scale to float32, exactly."""
     if FORMAT == "e8m0":
         code = loaded.to(tl.int32)
@@ -558,7 +561,7 @@ def _decode_scale(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _decode_e2m1(code: tl.tensor) -> tl.tensor:
+def _decode_e2m1(code):
     """Decode an FP4 code exactly: its bits form a float32 that is 2^-126 of the value."""
     bits = code.to(tl.int32)
     small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
@@ -566,7 +569,7 @@ def _decode_e2m1(code: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _log2_of_ratio(largest: tl.tensor, smallest: tl.tensor) -> tl.tensor:
+def _log2_of_ratio(largest, smallest):
     """log2 of the ratio of two magnitudes, given as bits: float64, exact for powers of two."""
     there = smallest > 0
     upper = tl.where(there, largest, 1).to(tl.float32, bitcast=True).to(tl.float64)
@@ -583,7 +586,7 @@ def _nothing(
     ROWS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
-) -> tl.tensor:
+):
     """Return 0 for each block of each thread, in the shape of :func:`_in_thread`."""
     if HEIGHT == 1:
         nothing = tl.full([ROWS, THREADS], 0, tl.int32)
@@ -595,12 +598,12 @@ def _nothing(
 
 
 @jit
-def _reduce(tile: tl.tensor, AXIS: tl.constexpr, IS_MAX: tl.constexpr) -> tl.tensor:
+def _reduce(tile, AXIS: tl.constexpr, IS_MAX: tl.constexpr):
     return tl.max(tile, AXIS) if IS_MAX else tl.sum(tile, AXIS)
 
 
 @jit
-def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+def _in_thread(tile, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Reduce each thread's elements of a block, by sum or maximum."""
     if HEIGHT == 1:
         reduced = _reduce(tile, 2, IS_MAX)
@@ -613,13 +616,13 @@ def _in_thread(tile: tl.tensor, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDT
 
 @jit
 def _in_block(
-    tensor: tl.tensor,
+    tensor,
     IS_MAX: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-) -> tl.tensor:
+):
     """Reduce over the threads of a block, by sum or maximum; each thread gets the result: [PARTS]."""
     if HEIGHT == 1:
         rows: tl.constexpr = tensor.shape[0]
@@ -639,22 +642,20 @@ def _in_block(
 
 
 @jit
-def _is_first_of_block(
-    PARTS: tl.constexpr, HEIGHT: tl.constexpr, LANE_ROWS: tl.constexpr, GROUP: tl.constexpr
-) -> tl.tensor:
+def _is_first_of_block(PARTS: tl.constexpr, HEIGHT: tl.constexpr, LANE_ROWS: tl.constexpr, GROUP: tl.constexpr):
     part = tl.arange(0, PARTS)
     return part % GROUP == 0 if HEIGHT == 1 else (part < PARTS // LANE_ROWS) & (part % GROUP == 0)
 
 
 @jit
 def _of_block(
-    scale: tl.tensor,
-    there: tl.tensor,
+    scale,
+    there,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     LANE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-) -> tl.tensor:
+):
     """Reduce float32 scales, equal within a block, to one per block: [PARTS]. Compares bits, so that nan survives."""
     bits = tl.where(there, scale.to(tl.int32, bitcast=True), -0x80000000)
     reduced = _in_thread(bits, True, HEIGHT, WIDTH)

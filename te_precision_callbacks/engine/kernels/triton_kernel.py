@@ -13,6 +13,9 @@ the device.
 See :mod:`~te_precision_callbacks.engine.kernels.triton_parts` for error bounds.
 """
 
+# Triton has no types, so its functions are annotated only where it reads this: constants.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import functools
@@ -341,55 +344,55 @@ def _repeat(
 @_jit
 def _measure(
     # Up to four tensors. Unused arguments repeat the first tensor, and no program reads them. All pointers come first.
-    values: tl.tensor,
-    values1: tl.tensor,
-    values2: tl.tensor,
-    values3: tl.tensor,
-    codes: tl.tensor,
-    codes1: tl.tensor,
-    codes2: tl.tensor,
-    codes3: tl.tensor,
-    scale_inv: tl.tensor,
-    scale_inv1: tl.tensor,
-    scale_inv2: tl.tensor,
-    scale_inv3: tl.tensor,
-    partials: tl.tensor,
-    counters: tl.tensor,  # one per tensor, 0
-    merged_sums: tl.tensor,
-    merged_maxima: tl.tensor,
-    numel: tl.tensor,
-    numel1: tl.tensor,
-    numel2: tl.tensor,
-    numel3: tl.tensor,
+    values,
+    values1,
+    values2,
+    values3,
+    codes,
+    codes1,
+    codes2,
+    codes3,
+    scale_inv,
+    scale_inv1,
+    scale_inv2,
+    scale_inv3,
+    partials,
+    counters,  # one per tensor, 0
+    merged_sums,
+    merged_maxima,
+    numel,
+    numel1,
+    numel2,
+    numel3,
     # First programs of the second, third and fourth tensor.
-    begin1: tl.tensor,
-    begin2: tl.tensor,
-    begin3: tl.tensor,
+    begin1,
+    begin2,
+    begin3,
     # Offsets of each tensor's columns.
-    moments0: tl.tensor,
-    maxima0: tl.tensor,
-    compared0: tl.tensor,
-    scales0: tl.tensor,
-    scale_maxima0: tl.tensor,
-    exponents0: tl.tensor,
-    moments1: tl.tensor,
-    maxima1: tl.tensor,
-    compared1: tl.tensor,
-    scales1: tl.tensor,
-    scale_maxima1: tl.tensor,
-    exponents1: tl.tensor,
-    moments2: tl.tensor,
-    maxima2: tl.tensor,
-    compared2: tl.tensor,
-    scales2: tl.tensor,
-    scale_maxima2: tl.tensor,
-    exponents2: tl.tensor,
-    moments3: tl.tensor,
-    maxima3: tl.tensor,
-    compared3: tl.tensor,
-    scales3: tl.tensor,
-    scale_maxima3: tl.tensor,
-    exponents3: tl.tensor,
+    moments0,
+    maxima0,
+    compared0,
+    scales0,
+    scale_maxima0,
+    exponents0,
+    moments1,
+    maxima1,
+    compared1,
+    scales1,
+    scale_maxima1,
+    exponents1,
+    moments2,
+    maxima2,
+    compared2,
+    scales2,
+    scale_maxima2,
+    exponents2,
+    moments3,
+    maxima3,
+    compared3,
+    scales3,
+    scale_maxima3,
+    exponents3,
     FORMAT: tl.constexpr,
     NOT_FINITE: tl.constexpr,
     CODES: tl.constexpr,  # format of the tensors that are compared with their codes; "" if none is
@@ -405,7 +408,7 @@ def _measure(
     VECTOR: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXTREMES: tl.constexpr,
-) -> None:
+):
     """Measure tensors, and merge their columns into ``merged_sums`` and ``merged_maxima``.
 
     A program reads tiles of [ROWS, THREADS, VECTOR] elements and reduces each to [THREADS] in registers; threads are

@@ -4,6 +4,9 @@ See :mod:`te_precision_callbacks.engine.kernels.largest`. One compiled kernel re
 it is called without Triton's binder.
 """
 
+# Triton has no types, so its functions are annotated only where it reads this: constants.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import itertools
@@ -115,48 +118,48 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> list[LargestOf]:
 
 @_jit
 def _add(
-    values0: tl.tensor,
-    values1: tl.tensor,
-    values2: tl.tensor,
-    values3: tl.tensor,
-    values4: tl.tensor,
-    scale0: tl.tensor,
-    scale1: tl.tensor,
-    scale2: tl.tensor,
-    scale3: tl.tensor,
-    scale4: tl.tensor,
-    row: tl.tensor,
-    words0: tl.tensor,
-    words1: tl.tensor,
-    words2: tl.tensor,
-    words3: tl.tensor,
-    words4: tl.tensor,
-    begin1: tl.tensor,
-    begin2: tl.tensor,
-    begin3: tl.tensor,
-    begin4: tl.tensor,
-    number0: tl.tensor,
-    at0: tl.tensor,
-    first0: tl.tensor,
-    order0: tl.tensor,
-    number1: tl.tensor,
-    at1: tl.tensor,
-    first1: tl.tensor,
-    order1: tl.tensor,
-    number2: tl.tensor,
-    at2: tl.tensor,
-    first2: tl.tensor,
-    order2: tl.tensor,
-    number3: tl.tensor,
-    at3: tl.tensor,
-    first3: tl.tensor,
-    order3: tl.tensor,
-    number4: tl.tensor,
-    at4: tl.tensor,
-    first4: tl.tensor,
-    order4: tl.tensor,
+    values0,
+    values1,
+    values2,
+    values3,
+    values4,
+    scale0,
+    scale1,
+    scale2,
+    scale3,
+    scale4,
+    row,
+    words0,
+    words1,
+    words2,
+    words3,
+    words4,
+    begin1,
+    begin2,
+    begin3,
+    begin4,
+    number0,
+    at0,
+    first0,
+    order0,
+    number1,
+    at1,
+    first1,
+    order1,
+    number2,
+    at2,
+    first2,
+    order2,
+    number3,
+    at3,
+    first3,
+    order3,
+    number4,
+    at4,
+    first4,
+    order4,
     WORDS: tl.constexpr,
-) -> None:
+):
     """Each program reads every n-th piece of a tensor, and raises the tensor's number in the row."""
     program = tl.program_id(0)
     which = (program >= begin1).to(tl.int32) + (program >= begin2).to(tl.int32) + (program >= begin3).to(tl.int32)
@@ -186,14 +189,12 @@ def _add(
 
 
 @jit
-def _select(
-    which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor, fifth: tl.tensor
-) -> tl.tensor:
+def _select(which, first, second, third, fourth, fifth):
     return tl.where(which == 4, fifth, select(which, first, second, third, fourth))
 
 
 @jit
-def _larger(found: tl.tensor, word: tl.tensor, number: tl.tensor) -> tl.tensor:
+def _larger(found, word, number):
     """Raise each number to the largest magnitude in a word, as bits without their sign.
 
     Of a reciprocal, the smallest bits count, as their distance to those of inf.
@@ -213,7 +214,7 @@ def _larger(found: tl.tensor, word: tl.tensor, number: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _decode(word: tl.tensor, number: tl.tensor) -> tl.tensor:
+def _decode(word, number):
     """The magnitude with the bits ``word`` in a format, as a float32."""
     of_half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     of_e8m0 = tl.where(word == 0, 0x00400000, word << 23).to(tl.float32, bitcast=True)

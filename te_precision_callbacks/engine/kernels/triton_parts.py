@@ -23,6 +23,9 @@ reduction over threads. The results then show whether that was right (:func:`are
 the program reads its tiles again.
 """
 
+# Triton has no types, so its functions are annotated only where it reads this: constants.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import functools
@@ -92,7 +95,7 @@ Launcher: TypeAlias = tuple[Callable[..., object], Sequence[Any]]
 It takes the number of programs, 1, 1, the stream, the settings, and a tuple of the kernel's arguments.
 """
 
-# triton has no types: this keeps the module typed.
+# Decorated functions have any type.
 Jit = Callable[[Callable[..., Any]], Any]
 
 jit: Jit = triton.jit
@@ -190,9 +193,7 @@ def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
 
 
 @jit
-def tile_moments(
-    x: tl.tensor, PER_THREAD: tl.constexpr, SMALLEST_PLAIN: tl.constexpr, LARGEST_PLAIN: tl.constexpr
-) -> tuple[tl.tensor, ...]:
+def tile_moments(x, PER_THREAD: tl.constexpr, SMALLEST_PLAIN: tl.constexpr, LARGEST_PLAIN: tl.constexpr):
     """Moments of a tile, [rows, threads, elements], per thread, in the order of :func:`careful_moments`.
 
     Elements beyond the end must be inf or NaN.
@@ -210,7 +211,7 @@ def tile_moments(
 
 
 @jit
-def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, ...]:
+def comparison(x, y, largest):
     """Return underflows and overflows as 0 and 1, and each thread's sums of squared errors and of squared underflows.
 
     Args:
@@ -226,7 +227,7 @@ def comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tenso
 
 
 @jit
-def _squares(x: tl.tensor) -> tl.tensor:
+def _squares(x):
     """Each thread's sum of squares, which may leave float32's range."""
     down, up = _powers(thread_max(tl.abs(x)))
     x *= down[None, :, None]
@@ -234,7 +235,7 @@ def _squares(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def exponent_counts(x: tl.tensor, ELEMENTS: tl.constexpr) -> tl.tensor:
+def exponent_counts(x, ELEMENTS: tl.constexpr):
     """Count elements of a tile per exponent, [256]; the last bin has zeros and non-finite elements."""
     # tl.histogram has a mask only since Triton 3.2; no finite number has the exponent 255.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -244,14 +245,14 @@ def exponent_counts(x: tl.tensor, ELEMENTS: tl.constexpr) -> tl.tensor:
 
 @jit
 def store_moments(
-    at: tl.tensor,
-    finite: tl.tensor,
-    seen: tl.tensor,
-    nonzero_count: tl.tensor,
-    total: tl.tensor,
-    square_total: tl.tensor,
-    abs_sum: tl.tensor,
-) -> None:
+    at,
+    finite,
+    seen,
+    nonzero_count,
+    total,
+    square_total,
+    abs_sum,
+):
     """Store MOMENT_SUMS of all threads; ``finite`` and ``square_total`` are already summed over the threads."""
     tl.store(at + 0, finite)
     tl.store(at + 1, seen.to(tl.float64) - finite)
@@ -263,14 +264,14 @@ def store_moments(
 
 @jit
 def store_comparison(
-    at: tl.tensor,
-    finite: tl.tensor,
-    underflow_count: tl.tensor,
-    overflow_count: tl.tensor,
-    error_square_sum: tl.tensor,
-    square_total: tl.tensor,
-    underflow_square_sum: tl.tensor,
-) -> None:
+    at,
+    finite,
+    underflow_count,
+    overflow_count,
+    error_square_sum,
+    square_total,
+    underflow_square_sum,
+):
     tl.store(at + 0, finite)
     tl.store(at + 1, total_of(underflow_count))
     tl.store(at + 2, total_of(overflow_count))
@@ -280,7 +281,7 @@ def store_comparison(
 
 
 @jit
-def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, above_zero: tl.tensor) -> None:
+def store_extremes(at, maximum, negated_min, above_zero):
     """Store MAXIMA; ``above_zero`` is the smallest magnitude in the encoding of :func:`from_above`."""
     tl.store(at + 0, tl.max(maximum, 0).to(tl.float64))
     tl.store(at + 1, tl.max(negated_min, 0).to(tl.float64))
@@ -289,7 +290,7 @@ def store_extremes(at: tl.tensor, maximum: tl.tensor, negated_min: tl.tensor, ab
 
 
 @jit
-def is_last(counter: tl.tensor, programs: tl.tensor) -> tl.tensor:
+def is_last(counter, programs):
     """Return whether this program is the last of a tensor to finish, and may read the partial results of all.
 
     It resets the counter for the next launch.
@@ -301,9 +302,7 @@ def is_last(counter: tl.tensor, programs: tl.tensor) -> tl.tensor:
 
 
 @jit
-def merge_rows(
-    partials: tl.tensor, first: tl.tensor, end: tl.tensor, COLUMNS: tl.constexpr, EXTREMES: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def merge_rows(partials, first, end, COLUMNS: tl.constexpr, EXTREMES: tl.constexpr):
     """Sum and maximum of columns, [32], over the rows ``first`` to ``end`` of ``partials``, exclusive.
 
     The order of the additions depends on the number of rows alone. Loads bypass the L1 cache, which may hold older
@@ -326,7 +325,7 @@ def merge_rows(
 
 
 @jit
-def placed(places: tl.tensor, place: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
+def placed(places, place, BEGIN: tl.constexpr, NUMBER: tl.constexpr):
     """Set the offsets of ``NUMBER`` columns from ``BEGIN`` on to ``place`` and the following, unless it is -1."""
     column = tl.arange(0, MERGED_COLUMNS)
     is_set = (column >= BEGIN) & (column < BEGIN + NUMBER) & (place >= 0)
@@ -334,25 +333,25 @@ def placed(places: tl.tensor, place: tl.tensor, BEGIN: tl.constexpr, NUMBER: tl.
 
 
 @jit
-def select(which: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, fourth: tl.tensor) -> tl.tensor:
+def select(which, first, second, third, fourth):
     return tl.where(which == 0, first, tl.where(which == 1, second, tl.where(which == 2, third, fourth)))
 
 
 @jit
-def nowhere() -> tl.tensor:
+def nowhere():
     """Offsets of columns that are not merged: -1."""
     return tl.full([MERGED_COLUMNS], -1, tl.int32)
 
 
 @jit
 def merge_at(
-    sums: tl.tensor,
-    sums_at: tl.tensor,
-    total: tl.tensor,
-    maxima: tl.tensor,
-    maxima_at: tl.tensor,
-    largest: tl.tensor,
-) -> None:
+    sums,
+    sums_at,
+    total,
+    maxima,
+    maxima_at,
+    largest,
+):
     """Add ``total`` to ``sums``, and merge ``largest`` into ``maxima``, at the offsets from 0 on."""
     added = tl.load(sums + sums_at, mask=sums_at >= 0, other=0.0) + total
     raised = tl.maximum(tl.load(maxima + maxima_at, mask=maxima_at >= 0, other=0.0), largest)
@@ -361,14 +360,14 @@ def merge_at(
 
 
 @jit
-def add_exponents(sums: tl.tensor, place: tl.tensor, counts: tl.tensor) -> None:
+def add_exponents(sums, place, counts):
     """Add the counts of :func:`exponent_counts`. Counts are integers, so the order of programs does not matter."""
     bins = tl.arange(0, 256)  # the last one has zeros and non-finite elements
     tl.atomic_add(sums + place + bins, counts.to(tl.float64), mask=(bins < 255) & (counts > 0), sem="relaxed")
 
 
 @jit
-def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+def decode(loaded, FORMAT: tl.constexpr):
     """Convert loaded elements to float32, exactly."""
     if FORMAT == "bfloat16":
         x = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -386,7 +385,7 @@ def decode(loaded: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def decode_codes(loaded: tl.tensor, FORMAT: tl.constexpr, CONVERTS: tl.constexpr) -> tl.tensor:
+def decode_codes(loaded, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
     """Convert FP8 codes to float32, exactly. ``CONVERTS``: by the GPU's instruction."""
     if not CONVERTS:
         y = decode(loaded, FORMAT)
@@ -398,7 +397,7 @@ def decode_codes(loaded: tl.tensor, FORMAT: tl.constexpr, CONVERTS: tl.constexpr
 
 
 @jit
-def plain_moments(x: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ...]:
+def plain_moments(x, PER_THREAD: tl.constexpr):
     """Moments of a tile without inf and NaN, if the squares fit float32, in the order of :func:`careful_moments`,
     without the count.
     """
@@ -421,12 +420,12 @@ def plain_moments(x: tl.tensor, PER_THREAD: tl.constexpr) -> tuple[tl.tensor, ..
 
 @jit
 def are_plain(
-    maximum: tl.tensor,
-    negated_min: tl.tensor,
-    abs_sum: tl.tensor,
+    maximum,
+    negated_min,
+    abs_sum,
     SMALLEST_PLAIN: tl.constexpr,
     LARGEST_PLAIN: tl.constexpr,
-) -> tl.tensor:
+):
     """Return whether :func:`plain_moments` is right for all tiles of a program, from the results of its threads."""
     top = tl.max(tl.maximum(maximum, negated_min), 0)
     in_range = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
@@ -434,7 +433,7 @@ def are_plain(
 
 
 @jit
-def plain_comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl.tensor, ...]:
+def plain_comparison(x, y, largest):
     """:func:`comparison`, added up, of a tile without inf and NaN, if the squares fit float32."""
     underflows = (x != 0.0) & (y == 0.0)
     overflows = (tl.abs(x) > largest).to(tl.int32)
@@ -449,7 +448,7 @@ def plain_comparison(x: tl.tensor, y: tl.tensor, largest: tl.tensor) -> tuple[tl
 
 
 @jit
-def is_exact(square_sum: tl.tensor, has_some: tl.tensor) -> tl.tensor:
+def is_exact(square_sum, has_some):
     """Return whether a program's sum of float32 squares has lost no digits: it is finite, and so large that squares
     below float32's range do not matter, or there are none.
     """
@@ -458,7 +457,7 @@ def is_exact(square_sum: tl.tensor, has_some: tl.tensor) -> tl.tensor:
 
 
 @jit
-def careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
+def careful_moments(x):
     """Moments of any tile, per thread: counts of finite and of non-zero elements; sums of elements, squares and
     magnitudes; the smallest magnitude (:func:`from_above`), the maximum and the negated minimum.
     """
@@ -487,18 +486,18 @@ def careful_moments(x: tl.tensor) -> tuple[tl.tensor, ...]:
 
 
 @jit
-def from_above(magnitude: tl.tensor) -> tl.tensor:
+def from_above(magnitude):
     """Encode a magnitude as 2^32 minus its bits, which reverses the order; 0 stays 0."""
     return (-magnitude).to(tl.uint32, bitcast=True)
 
 
 @jit
-def is_finite(x: tl.tensor) -> tl.tensor:
+def is_finite(x):
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @jit
-def _powers(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _powers(largest):
     """Return a power of two that scales a magnitude to between 1 and 4, in float32, and its inverse, in float64.
 
     A subnormal magnitude is scaled to 2^-22 or more. For a non-finite or negative number the result is arbitrary.
@@ -510,15 +509,15 @@ def _powers(largest: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @jit
-def thread_sum(tile: tl.tensor) -> tl.tensor:
+def thread_sum(tile):
     return tl.sum(tl.sum(tile, 2), 0)
 
 
 @jit
-def thread_max(tile: tl.tensor) -> tl.tensor:
+def thread_max(tile):
     return tl.max(tl.max(tile, 2), 0)
 
 
 @jit
-def total_of(column: tl.tensor) -> tl.tensor:
+def total_of(column):
     return tl.sum(column.to(tl.float64), 0)
