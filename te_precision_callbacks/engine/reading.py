@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.engine.slots import COLUMNS, SegmentKey
+from te_precision_callbacks.engine.kernels.columns import NOTHING
+from te_precision_callbacks.engine.slots import COLUMNS, ColumnNames, SegmentKey
 from te_precision_callbacks.statistics.names import UnknownStatisticError
 from te_precision_callbacks.statistics.series import SeriesTable
 from te_precision_callbacks.statistics.table import STATISTICS, Columns, StatisticSource, Values
@@ -17,33 +19,41 @@ _SeriesValues = tuple[npt.NDArray[np.int32], Values]
 _NONFINITE = "nonfinite_num"
 
 
+class Row(NamedTuple):
+    """A tensor: labels of its due statistics, and the positions of its shards' sums and maxima in the message."""
+
+    labels: dict[str, None]
+    shards: list[tuple[int, int]]
+
+
 class TableReader:
-    """Computes the values of segments with the same columns; cached for all steps with the same statistics.
+    """Computes the values of segments with the same columns; cached for all steps with the same statistics."""
 
-    Args:
-        rows: the segments, and the labels of their statistics.
-    """
-
-    def __init__(self, rows: Sequence[tuple[SegmentKey, Sequence[str]]], table: SeriesTable) -> None:
+    def __init__(self, names: ColumnNames, rows: Mapping[SegmentKey, Row], table: SeriesTable) -> None:
         self._table = table
+        self._sums, self._maxima = names
+        positions = np.array([shard for row in rows.values() for shard in row.shards], dtype=np.intp)
+        steps = [np.arange(len(part))[:, None] for part in names]
+        self._cells = np.concatenate([positions[:, 0] + steps[0], positions[:, 1] + steps[1]])  # [columns, shards]
+        self._begins = np.cumsum([0, *(len(row.shards) for row in rows.values())])[:-1]  # the first shard of each row
         self._uncounted: list[tuple[str, str]] = []  # tensors with moments, but without a request for nonfinite_num
         uncounted_rows: list[int] = []
         numbers: list[int] = []
         places: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
         histograms: dict[StatisticSource, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
-        for row, (key, labels) in enumerate(rows):
-            if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in labels:
+        for index, (key, row) in enumerate(rows.items()):
+            if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in row.labels:
                 self._uncounted.append((key.layer, key.tensor))
-                uncounted_rows.append(row)
-            for label in labels:
+                uncounted_rows.append(index)
+            for label in row.labels:
                 number = table.intern(key.layer, key.tensor, label)
                 request = table[number].family.request
                 if request is None:
                     raise UnknownStatisticError(f"another rank has a statistic {label!r} that is unknown on this rank")
                 if request.statistic.value is None:
-                    histograms.setdefault(request.statistic.source, []).append((row, number))
+                    histograms.setdefault(request.statistic.source, []).append((index, number))
                 else:
-                    places.setdefault(request.statistic.name, []).append((row, len(numbers)))
+                    places.setdefault(request.statistic.name, []).append((index, len(numbers)))
                     numbers.append(number)
         self._uncounted_rows = np.array(uncounted_rows, dtype=np.intp)
         self._series = np.array(numbers, dtype=np.int32)
@@ -51,6 +61,17 @@ class TableReader:
             (STATISTICS[name].value, *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
         ]
         self._histograms = [(COLUMNS[source][0], *zip(*pairs, strict=True)) for source, pairs in histograms.items()]
+
+    def columns(self, message: Values) -> Columns:
+        """Return the columns, with the shards of replicas added up."""
+        cells = message[self._cells]
+        sums = cells[: len(self._sums)]
+        maxima = cells[len(self._sums) :]
+        sums[sums == NOTHING] = 0.0  # no rank has measured this replica
+        if len(self._begins) < cells.shape[1]:
+            sums = np.add.reduceat(sums, self._begins, axis=1)
+            maxima = np.maximum.reduceat(maxima, self._begins, axis=1)
+        return dict(zip((*self._sums, *self._maxima), (*sums, *maxima), strict=True))
 
     def numbers(self, columns: Columns) -> _SeriesValues:
         values = np.empty(len(self._series))

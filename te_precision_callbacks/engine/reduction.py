@@ -31,14 +31,14 @@ from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.ranks import format_by_rank
 from te_precision_callbacks.base.ranks.messages import Messages, RanksLostError, Requests
 from te_precision_callbacks.engine.kernels.columns import NOTHING
-from te_precision_callbacks.engine.reading import TableReader
-from te_precision_callbacks.engine.slots import Asked, SegmentKey, Segments, SlotRange
+from te_precision_callbacks.engine.reading import Row, TableReader
+from te_precision_callbacks.engine.slots import Asked, ColumnNames, DeviceSlots, SegmentKey, Segments, SlotRange
 from te_precision_callbacks.statistics.series import SeriesTable
 from te_precision_callbacks.statistics.table import Columns, Values
 
 logger = logging.getLogger(__name__)
 
-_Places = npt.NDArray[np.intp]
+_Positions = npt.NDArray[np.intp]
 
 
 class RanksDifferError(ReductionError):
@@ -89,9 +89,7 @@ class Reduction:
         self._on_failure = on_failure
         self._agreed: dict[SegmentKey, SegmentDescription] = {}
         self._layout: _Layout | None = None
-        self._layout_version = -1
         self._own_layout: _Layout | None = None
-        self._own_version = -1
         self._meeting = 0
         self._agreements = 0
         self._last_agreement = 0
@@ -126,24 +124,24 @@ class Reduction:
         return layout.unpack(self._series)
 
     def _collect_own(self, slots: Segments) -> list[tuple[TableReader, Columns]]:
-        if self._own_layout is None or self._own_version != slots.version:
-            self._own_layout = _Layout(map(_describe, slots.segments.values()), slots, include_all=True)
-            self._own_version = slots.version
         layout = self._own_layout
+        if layout is None or layout.version != slots.version:
+            layout = _Layout(map(_describe, slots.segments.values()), slots, include_all=True)
+            self._own_layout = layout
         layout.pack(slots, NO_STAMP, changed=False, requests=Requests())
         return layout.unpack(self._series)
 
     def _reduce(self, messages: Messages, slots: Segments, stamp: Stamp) -> _Layout:
         why = f"to reduce the statistics of iteration {stamp.iteration}. A rank may have ended or skipped a step()"
         while True:
-            is_current = self._layout is not None and self._layout_version == slots.version
+            is_current = self._layout is not None and self._layout.version == slots.version
             news = [] if is_current else self._new_segments(slots)
             if self._layout is not None:
                 if not is_current and not news:
                     self._update_layout(slots)  # the segments are new on this rank only
                 layout = self._layout
                 layout.pack(slots, stamp, changed=bool(news), requests=messages.requests)
-                messages.merge("statistics", why, layout.merged, layout.split)
+                messages.merge("statistics", why, layout.message, layout.split)
                 if not layout.has_one_stamp() or self._has_missed_a_step(layout, stamp):
                     self._leave_out_of_step(messages, stamp)
                 if not layout.has_changed():
@@ -188,7 +186,6 @@ class Reduction:
 
     def _update_layout(self, slots: Segments) -> None:
         self._layout = _Layout(sorted(self._agreed.values(), key=_order), slots, include_all=False)
-        self._layout_version = slots.version
 
     def _leave_out_of_step(self, messages: Messages, stamp: Stamp) -> None:
         """End the messages after a stamp mismatch.
@@ -248,7 +245,7 @@ _PARTS_COMPARED = Stamp._fields.index("optimizer_steps")
 
 
 class _Layout:
-    """Offsets of all columns in the message and in this rank's vectors.
+    """Positions of all columns in the message and in this rank's vectors.
 
     The first part of the message is summed: a flag for each output of each segment, 1 if it is due on the rank, then
     the summed columns. The second part is merged by maximum: the maximum columns, all columns of replicas, the stamp
@@ -258,55 +255,52 @@ class _Layout:
         include_all: whether segments that do not contribute are included.
 
     Attributes:
-        merged: the message on the host, reduced in place.
+        version: of the slots; another one invalidates the layout.
+        message: reduced in place.
         split: number of elements in the summed part.
     """
 
     def __init__(self, described: Iterable[SegmentDescription], slots: Segments, *, include_all: bool) -> None:
-        self._device = next((on for on, _, _ in slots.vectors()), torch.device("cpu"))
         entries = list(described)
+        self.version = slots.version
+        self.message = np.empty(0)
         self._due = sum(len(entry.outputs) for entry in entries)
         self.split = self._due + sum(len(entry.key.columns[0]) for entry in entries if entry.key.shard is None)
         self._pieces: list[_Piece] = []
-        self._tables: dict[bytes, list[_Table]] = {}
-        moves: dict[tuple[torch.device, str], list[tuple[int, int, int]]] = {}
-        added = self._due
-        largest = self.split
+        self._tables: dict[bytes, list[TableReader]] = {}
+        copies: dict[torch.device, list[tuple[int, int, int]]] = {}  # source, target and number of columns
+        summed_end = self._due
+        end = self.split
         for entry in entries:
             segment = slots.segments.get(entry.key)
             if segment is not None and not (segment.contributes or include_all):
                 segment = None
-            replicated = entry.key.shard is not None
-            sums, maxima = entry.key.columns
-            sums_at = largest if replicated else added
-            if replicated:
-                largest += len(sums)
+            sums, maxima = map(len, entry.key.columns)
+            if entry.key.shard is None:
+                sums_at = summed_end
+                summed_end += sums
             else:
-                added += len(sums)
-            piece = _Piece(entry, segment, sums_at, largest)
-            largest += len(maxima)
-            self._pieces.append(piece)
+                sums_at = end
+                end += sums
+            self._pieces.append(_Piece(entry, segment, sums_at, end))
             if segment is not None:
-                for of, start, target, names in (
-                    ("sums", segment.sum_start, sums_at, sums),
-                    ("maxima", segment.maximum_start, piece.maxima_at, maxima),
-                ):
-                    moves.setdefault((segment.device, of), []).append((start, target, len(names)))
-        self._note_asked([])
-        self.merged = np.empty(largest + _TRAILER)
-        self._host = torch.from_numpy(self.merged)
-        self._moves: list[tuple[torch.device, str, torch.Tensor, torch.Tensor]] = []
-        for (on, of), ranges in moves.items():
+                maxima_source = slots.devices[segment.device].used[0] + segment.maximum_start
+                copies.setdefault(segment.device, []).extend(
+                    [(segment.sum_start, sums_at, sums), (maxima_source, end, maxima)]
+                )
+            end += maxima
+        self._size = end + _TRAILER
+        self._copies: list[tuple[DeviceSlots, _Positions, _Positions]] = []
+        for device, ranges in copies.items():
             sources, targets, widths = np.array(ranges).T
-            if widths.any():
-                to_read = _indices(sources, widths).to(on)
-                self._moves.append((on, of, to_read, _indices(targets, widths).to(self._device)))
+            self._copies.append((slots.devices[device], _expand(sources, widths), _expand(targets, widths)))
+        self._note_asked([])
 
     def has_changed(self) -> bool:
-        return bool(self.merged[_CHANGED] > 0)
+        return bool(self.message[_CHANGED] > 0)
 
     def requested(self) -> Requests:
-        return Requests(*(self.merged[_CHANGED + 1 :] > 0).tolist())
+        return Requests(*(self.message[_CHANGED + 1 :] > 0).tolist())
 
     def has_one_stamp(self) -> bool:
         largest, smallest = self._stamps()[:, :_PARTS_COMPARED]
@@ -322,25 +316,23 @@ class _Layout:
         return not self.optimizer_step_difference() and bool(self._stamps()[0, -1] > 0)
 
     def _stamps(self) -> Values:
-        return self.merged[-_TRAILER:_CHANGED].reshape(2, -1)
+        return self.message[-_TRAILER:_CHANGED].reshape(2, -1)
 
     def pack(self, slots: Segments, stamp: Stamp, *, changed: bool, requests: Requests) -> None:
-        """Pack this rank's message on its device, with neutral elements for absent values, and copy it to the host."""
-        message = torch.full((len(self.merged) - _TRAILER,), NOTHING, dtype=torch.float64, device=self._device)
-        message[: self.split] = 0.0
+        """Pack this rank's message, with neutral elements for absent values: one copy to the host for each device."""
         if self._asked != slots.asked:
             self._note_asked(slots.asked)
-        vectors = {on: {"sums": sums, "maxima": maxima} for on, sums, maxima in slots.vectors()}
-        for on, of, source, target in self._moves:
-            message.index_copy_(0, target, vectors[on][of].index_select(0, source).to(self._device))
-        if len(self._resting):  # an empty sum is 0, and would beat another replica's negative sum
-            message.index_fill_(0, self._resting, NOTHING)
-        self._host[:-_TRAILER].copy_(message)
-        self.merged[: self._due] = self._flags
-        trailer = self.merged[-_TRAILER:]
-        for place, part in enumerate(stamp):
-            trailer[place] = part if part >= 0 else NOTHING
-            trailer[_PARTS + place] = -part if part >= 0 else NOTHING
+        self.message = np.full(self._size, NOTHING)
+        self.message[: self._due] = self._flags
+        self.message[self._due : self.split] = 0.0
+        for device_slots, sources, targets in self._copies:
+            self.message[targets] = torch.cat(device_slots.read()).numpy(force=True)[sources]
+        self.message[self._resting] = NOTHING  # an empty sum is 0, and would beat another replica's negative sum
+        trailer = self.message[-_TRAILER:]
+        for index, part in enumerate(stamp):
+            if part >= 0:
+                trailer[index] = part
+                trailer[_PARTS + index] = -part
         trailer[_CHANGED] = changed
         trailer[_CHANGED + 1 :] = requests
 
@@ -348,57 +340,46 @@ class _Layout:
         self._asked = list(asked)
         labels: dict[SegmentKey, set[str]] = {}
         measured: set[SegmentKey] = set()
-        for asked_of, of_segment, is_measured in itertools.chain.from_iterable(asked):
-            labels.setdefault(asked_of.key, set()).update(of_segment)
+        for segment, segment_labels, is_measured in itertools.chain.from_iterable(asked):
+            labels.setdefault(segment.key, set()).update(segment_labels)
             if is_measured:
-                measured.add(asked_of.key)
+                measured.add(segment.key)
         due: list[bool] = []
         resting: list[int] = []
-        for entry, segment, sums_at, _ in self._pieces:
-            of_piece = labels.get(entry.key, ()) if segment is not None else ()
-            due.extend(map(of_piece.__contains__, entry.outputs))
-            if segment is not None and entry.key not in measured and entry.key.shard is not None:
-                resting.extend(range(sums_at, sums_at + len(entry.key.columns[0])))
+        for entry, own_segment, sums_at, maxima_at in self._pieces:
+            due_labels = () if own_segment is None else labels.get(entry.key, ())
+            due.extend(output in due_labels for output in entry.outputs)
+            if entry.key.shard is not None and entry.key not in measured:
+                resting.extend(range(sums_at, maxima_at))
         self._flags = np.array(due, dtype=np.float64)
-        self._resting = torch.tensor(resting, dtype=torch.int64).to(self._device, non_blocking=True)
+        self._resting = np.array(resting, dtype=np.intp)
 
     def unpack(self, series: SeriesTable) -> list[tuple[TableReader, Columns]]:
         """Return the columns of segments with an output that is due on any rank."""
-        due = self.merged[: self._due] > 0
+        due = self.message[: self._due] > 0
         pattern = due.tobytes()
-        tables = self._tables.get(pattern)
-        if tables is None:
+        if pattern not in self._tables:
             if len(self._tables) == _MAX_PATTERNS:
                 self._tables.clear()
-            tables = self._select(due.tolist(), series)
-            self._tables[pattern] = tables
-        return [(table.reader, table.columns(self.merged)) for table in tables]
+            self._tables[pattern] = self._select(due.tolist(), series)
+        return [(table, table.columns(self.message)) for table in self._tables[pattern]]
 
-    def _select(self, due: Sequence[bool], series: SeriesTable) -> list[_Table]:
+    def _select(self, due: Sequence[bool], series: SeriesTable) -> list[TableReader]:
         """Return a table for all segments with the same columns, with a row for each tensor and its shards."""
-        by_columns: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[SegmentKey, _Row]] = {}
+        by_columns: dict[ColumnNames, dict[SegmentKey, Row]] = {}
         flags = iter(due)
-        for piece in self._pieces:
-            entry = piece.entry
+        for entry, _, sums_at, maxima_at in self._pieces:
             labels = [label for label in entry.outputs if next(flags)]
             if labels:
                 rows = by_columns.setdefault(entry.key.columns, {})
-                row = rows.setdefault(entry.key._replace(shard=None), _Row({}, []))
+                row = rows.setdefault(entry.key._replace(shard=None), Row({}, []))
                 row.labels.update(dict.fromkeys(labels))
-                row.shards.append(piece)
-        tables: list[_Table] = []
-        for (sums, maxima), rows in by_columns.items():
-            reader = TableReader([(key, tuple(row.labels)) for key, row in rows.items()], series)
-            shards = [(piece.sums_at, piece.maxima_at) for row in rows.values() for piece in row.shards]
-            sums_at, maxima_at = np.array(shards, dtype=np.intp).T
-            cells = [sums_at + np.arange(len(sums))[:, None], maxima_at + np.arange(len(maxima))[:, None]]
-            counts = [len(row.shards) for row in rows.values()]
-            tables.append(_Table(reader, sums, maxima, np.concatenate(cells), np.cumsum([0, *counts[:-1]])))
-        return tables
+                row.shards.append((sums_at, maxima_at))
+        return [TableReader(names, rows, series) for names, rows in by_columns.items()]
 
 
 class _Piece(NamedTuple):
-    """Offsets of a segment in the message; ``segment`` is None if this rank has nothing to send for it."""
+    """Positions of a segment in the message; ``segment`` is None if this rank has nothing to send for it."""
 
     entry: SegmentDescription
     segment: SlotRange | None
@@ -406,44 +387,11 @@ class _Piece(NamedTuple):
     maxima_at: int
 
 
-class _Row(NamedTuple):
-    """A tensor: labels of its due statistics, and its shards."""
-
-    labels: dict[str, None]
-    shards: list[_Piece]
-
-
 _MAX_PATTERNS = 16
 """Maximum number of cached combinations of due segments; features with different ``freq`` cause several."""
 
 
-class _Table(NamedTuple):
-    """Due segments with the same columns.
-
-    Attributes:
-        sums, maxima: names of the columns.
-        cells: [columns, segments]: offsets in the message; shards of a tensor are adjacent.
-        begins: [rows]: the first segment of each tensor.
-    """
-
-    reader: TableReader
-    sums: tuple[str, ...]
-    maxima: tuple[str, ...]
-    cells: _Places
-    begins: _Places
-
-    def columns(self, values: Values) -> Columns:
-        """Return the columns, with the shards of replicas added up."""
-        cells = values[self.cells]
-        added = cells[: len(self.sums)]
-        largest = cells[len(self.sums) :]
-        added[added == NOTHING] = 0.0  # no rank has measured this replica
-        if len(self.begins) < cells.shape[1]:
-            added = np.add.reduceat(added, self.begins, axis=1)
-            largest = np.maximum.reduceat(largest, self.begins, axis=1)
-        return dict(zip((*self.sums, *self.maxima), (*added, *largest), strict=True))
-
-
-def _indices(starts: _Places, widths: _Places) -> torch.Tensor:
+def _expand(starts: _Positions, widths: _Positions) -> _Positions:
+    """Return the positions of all elements of ranges."""
     before = np.cumsum(widths) - widths
-    return torch.from_numpy(np.repeat(starts - before, widths) + np.arange(widths.sum()))
+    return np.repeat(starts - before, widths) + np.arange(widths.sum())

@@ -11,9 +11,9 @@ end of the step waits for all streams and merges their vectors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -37,7 +37,10 @@ from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS, StatisticS
 
 _FIRST_CAPACITY = 1024
 
-COLUMNS: Mapping[StatisticSource, tuple[tuple[str, ...], tuple[str, ...]]] = {
+ColumnNames: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
+"""Names of the summed columns, and of the maximum columns."""
+
+COLUMNS: Mapping[StatisticSource, ColumnNames] = {
     StatisticSource.TENSOR: (MOMENT_SUMS, MAXIMA),
     StatisticSource.EXPONENTS: (EXPONENT_COLUMNS, ()),
     StatisticSource.BLOCKS: ((), ("block_range",)),
@@ -49,7 +52,6 @@ COLUMNS: Mapping[StatisticSource, tuple[tuple[str, ...], tuple[str, ...]]] = {
     StatisticSource.GEMM: (KERNEL_SUMS, KERNEL_MAXIMA),
     StatisticSource.GEMM_FORMAT: (FORMAT_SUMS, ()),
 }
-"""Source of a statistic -> the summed columns, and the maximum columns."""
 
 
 class SegmentKey(NamedTuple):
@@ -66,8 +68,7 @@ class SegmentKey(NamedTuple):
     shard: int | None = None
 
     @property
-    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the summed columns, and of the maximum columns."""
+    def columns(self) -> ColumnNames:
         return COLUMNS[StatisticSource[self.kind.partition(" ")[0]]]
 
 
@@ -143,6 +144,7 @@ class DeviceSlots:
         return self.last
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums and the maxima, merged over all streams, for use on the current stream."""
         if not self._vectors:
             self.current()
         for vectors in self._vectors:
@@ -241,11 +243,6 @@ class Segments:
             maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
             merged = vectors.maxima.narrow(0, segment.maximum_start, len(maxima))
             torch.maximum(merged, maxima, out=merged)
-
-    def vectors(self) -> Iterator[tuple[torch.device, torch.Tensor, torch.Tensor]]:
-        """Yield each device with its sums and maxima, merged over its streams, for use on the current stream."""
-        for device, on in self.devices.items():
-            yield device, *on.read()
 
     def reset(self) -> None:
         self.asked.clear()

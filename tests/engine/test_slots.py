@@ -33,7 +33,7 @@ def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
     assert on(CPU) == CPU
     ones = torch.ones(6, dtype=torch.float64)
     slots.merge(slots.segments[key], ones, ones[:3])
-    ((_, sums, maxima),) = (vector for vector in slots.vectors() if vector[0] == CPU)
+    sums, maxima = slots.devices[CPU].read()
     assert (sums[-6:].tolist(), maxima[-3:].tolist()) == ([1.0] * 6, [1.0] * 3)
 
 
@@ -65,7 +65,7 @@ def of_stream(slots: Segments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read(slots: Segments) -> tuple[list[float], list[float]]:
-    ((_, sums, maxima),) = slots.vectors()
+    sums, maxima = slots.devices[CPU].read()
     return sums.tolist(), maxima.tolist()
 
 
