@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -304,7 +304,7 @@ class StatisticsEngine:
             ]
             if self.repeat(launch, sources, self.iteration):
                 return launch
-        plans: dict[torch.device, list[tuple[TensorPlan, Sequence[Pending]]]] = {}
+        plans: dict[torch.device, list[tuple[TensorPlan, Source]]] = {}
         is_complete = True
         failure: Exception | None = None
         for watched, asked in noted:
@@ -316,23 +316,15 @@ class StatisticsEngine:
                 continue
             is_complete &= planning.is_complete
             if plan is not None:
-                plans.setdefault(plan[1][0].values.device, []).append(plan)
-        launch = None
+                source = planning.values, watched.quantized(), watched.quantized(columnwise=True)
+                plans.setdefault(planning.values.device, []).append((plan, source))
         for device, planned in plans.items():
-            slots = self._slots.devices[device]
-            vectors = slots.current()
-            pending = list(itertools.chain.from_iterable(tensors for _, tensors in planned))
-            repeat = kernels.add(pending, vectors.sums, vectors.maxima)
             tensors = [plan for plan, _ in planned]
-            asked_of = [plan.asked for plan in tensors]
-            once = frozenset[SegmentKey]().union(*(plan.once for plan in tensors))
-            self._slots.asked += asked_of
-            self._weights_seen |= once
-            repeats = {len(pending): repeat}
-            launch = PreparedLaunch(requests, tensors, self._slots.generation, slots, asked_of, once, repeats)
+            launch = PreparedLaunch(requests, tensors, self._slots.generation, self._slots.devices[device])
+            self.repeat(launch, [source for _, source in planned], self.iteration)
         if failure is not None:
             raise failure
-        if launch is None or not is_complete or len(plans) > 1:
+        if launch is None or not is_complete or len(plans) != 1:
             return None
         self._launches[key] = launch
         return launch
@@ -484,13 +476,17 @@ class PreparedLaunch:
     tensors: Sequence[TensorPlan]
     generation: int
     slots: DeviceSlots
-    asked: Sequence[Asked]
-    once: frozenset[SegmentKey]
-    repeats: dict[int, Repeat | None]
+    asked: Sequence[Asked] = field(init=False)
+    once: frozenset[SegmentKey] = field(init=False)
+    repeats: dict[int, Repeat | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.asked = [plan.asked for plan in self.tensors]
+        self.once = frozenset().union(*(plan.once for plan in self.tensors))
 
 
 _NOTHING: PreparedLaunch
-_NOTHING = PreparedLaunch((), (), 0, DeviceSlots(torch.device("cpu")), (), frozenset(), {})
+_NOTHING = PreparedLaunch((), (), 0, DeviceSlots(torch.device("cpu")))
 """The launch of no tensors."""
 
 _new = object.__new__
@@ -504,17 +500,15 @@ def _key_of(watched: Watched) -> tuple[object, ...]:
 
 
 def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
-    groups: dict[tuple[StatisticSource, str | None, bool, bool | None, Blocks | None], list[Request]] = {}
+    groups: dict[_SegmentKind, list[Request]] = {}
     for request in itertools.chain.from_iterable(asked):
         if unquantized_as is not None and request.recipe == OWN_RECIPE:
             request = request.under(unquantized_as)
-        key = request.statistic.source, request.recipe, request.columnwise, request.e5m2, request.blocks
-        groups.setdefault(key, []).append(request)
-    wanted: dict[_SegmentKind, Sequence[Request]] = {}
-    for (source, recipe, columnwise, e5m2, blocks), requests in groups.items():
-        form = None if recipe is None else _QuantizedForm(recipe, columnwise, e5m2)
-        wanted[_SegmentKind(source, form, blocks)] = requests
-    return wanted
+        form = None
+        if request.recipe is not None:
+            form = _QuantizedForm(request.recipe, request.columnwise, request.e5m2)
+        groups.setdefault(_SegmentKind(request.statistic.source, form, request.blocks), []).append(request)
+    return groups
 
 
 _OF_CODES = frozenset({StatisticSource.QUANTIZED, StatisticSource.SCALES})
@@ -527,125 +521,96 @@ class _Planning:
     """Plans the passes over a tensor, and measures what no pass covers.
 
     Attributes:
+        values: the tensor in high precision; dequantized if it exists only in quantized form.
         is_complete: whether the passes cover all requests.
     """
 
     def __init__(self, engine: StatisticsEngine, watched: Watched, asked: Sequence[Sequence[Request]]) -> None:
         self._engine = engine
         self._watched = watched
-        self._quantized = watched.quantized()
-        self._recipe = recipe_of(watched.quantizer)
+        quantized = watched.quantized()
+        recipe = recipe_of(watched.quantizer)
         kind = type(watched.quantizer).__name__
         no_quantizer = watched.quantizer is None or kind == IDENTITY_QUANTIZER  # TE's quantizer without a recipe
-        self._unknown_quantizer = None if no_quantizer or self._recipe is not None else kind
+        self._unknown_quantizer = None if no_quantizer or recipe is not None else kind
         if watched.values is not None:
-            self._values = watched.values.detach()
-        elif self._quantized is not None:
-            self._values = self._quantized.dequantize().detach()
+            self.values = watched.values.detach()
+        elif quantized is not None:
+            self.values = quantized.dequantize().detach()
         else:
-            self._values = torch.empty(0)
+            self.values = torch.empty(0)
         placement = engine.placements.get(watched.layer)
         self._contributes = placement is None or placement.contributes(watched.tensor)
         self._shard: int | None = None
         if watched.tensor == _WEIGHT:
             own_shard = 0 if watched.tp_group is None else dist.get_rank(watched.tp_group)
             self._shard = own_shard if placement is None else placement.shard
-        self._requested = _group_by_kind(asked, self._unquantized_as)
+        unquantized_as = None
+        if quantized is None and self._unknown_quantizer is None:
+            unquantized_as = recipe if recipe in SIMULATED else "fp8_current_scaling"
+        self._requested = _group_by_kind(asked, unquantized_as)
         self._wanted: dict[_SegmentKind, Sequence[Request]] = {}
+        self._held: dict[_QuantizedForm, _Held] = {}
         self.is_complete = False
 
-    @property
-    def _unquantized_as(self) -> str | None:
-        """Recipe that is simulated for a tensor that is not quantized: its quantizer's, else current scaling.
-
-        None if the tensor is quantized, or its quantizer is unknown.
-        """
-        if self._quantized is not None or self._unknown_quantizer is not None:
-            return None
-        if self._recipe in SIMULATED:
-            return self._recipe
-        return "fp8_current_scaling"
-
-    def run(self) -> tuple[TensorPlan, Sequence[Pending]] | None:
-        """Return the plan and the passes to launch, if any."""
-        slots = self._engine._slots
+    def run(self) -> TensorPlan | None:
+        """Return the passes to launch, if any."""
         for kind, requests in self._requested.items():
             segment = self._segment(kind)
-            if segment.key in self._engine._weights_seen or not self._values.numel():
-                slots.request(segment, requests, is_measured=False)
+            if segment.key in self._engine._weights_seen or not self.values.numel():
+                self._engine._slots.request(segment, requests, is_measured=False)
             else:
                 self._wanted[kind] = requests
-        if not self._wanted:
-            return None
-        held: dict[_QuantizedForm, _Held] = {}
         for form in dict.fromkeys(kind.form for kind in self._wanted if kind.form is not None):
             try:
-                held[form] = self._read_quantized(form)
+                self._held[form] = self._read_quantized(form)
             except Exception as error:
                 self._report_failure(form, error)
-        fused = [kind for kind in self._wanted if self._is_fusable(kind, held)]
+        fused = [kind for kind in self._wanted if self._is_fusable(kind)]
         rest = [kind for kind in self._wanted if kind not in fused]
-        plan = self._plan_passes(fused, held) if fused else None
-        self._measure_separately(rest, held)
-        if plan is None:
-            return None
+        plan = self._plan_passes(fused) if fused else None
+        for kind in rest:
+            if kind.blocks is not None:
+                self._merge(kind, (None, largest_range(self.values, kind.blocks)))
+        for form in self._held:
+            wanted = {kind.source for kind in rest if kind.form == form}
+            if wanted:
+                self._compare(form, wanted)
         has_values = self._watched.values is not None
         self.is_complete = has_values and not rest and len(self._wanted) == len(self._requested)
-        pending: list[Pending] = []
-        for reading in plan.passes:
-            data = None if reading.form is None else held[reading.form]
-            tensor = Pending(self._values, places=reading.places)
-            if isinstance(data, PerTensor):
-                tensor.codes = data.codes
-                tensor.scale_inv = data.scale_inv
-                tensor.e5m2 = data.e5m2
-            else:
-                tensor.in_blocks = data
-            pending.append(tensor)
-        return plan, pending
+        return plan
 
-    def _plan_passes(self, fused: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, _Held]) -> TensorPlan:
+    def _is_fusable(self, kind: _SegmentKind) -> bool:
+        if kind.form is None:
+            return kind.blocks is None
+        held = self._held.get(kind.form)
+        if self._watched.values is None or held is None:  # codes are compared with values
+            return False
+        if isinstance(held, PerTensor):
+            return kind.source in _OF_CODES
+        return held.fits(self.values)
+
+    def _plan_passes(self, fused: Sequence[_SegmentKind]) -> TensorPlan:
         """Return one pass, or one per form."""
         forms: Sequence[_QuantizedForm | None]
         forms = list(dict.fromkeys(kind.form for kind in fused if kind.form is not None)) or (None,)
         places: dict[_QuantizedForm | None, dict[StatisticSource, tuple[int, int]]] = {form: {} for form in forms}
-        slots = self._engine._slots
         asked: list[tuple[SlotRange, Set[str], bool]] = []
         for kind in fused:
             segment = self._segment(kind)
-            if segment.device != self._values.device:
+            if segment.device != self.values.device:
                 raise QuantizationError("the layer moved to another device within a step")
             form = forms[0] if kind.form is None else kind.form  # the first pass also covers kinds without a form
             places[form][kind.source] = segment.sum_start, segment.maximum_start
-            asked.append((segment, slots.labels(segment, self._wanted[kind]), True))
+            asked.append((segment, self._engine._slots.labels(segment, self._wanted[kind]), True))
         passes: list[_Pass] = []
         for form in forms:
-            data = None if form is None else held[form]
-            e5m2 = isinstance(data, PerTensor) and data.e5m2
-            in_blocks = isinstance(data, BlockScaledTensor)
+            held = None if form is None else self._held[form]
+            e5m2 = isinstance(held, PerTensor) and held.e5m2
+            in_blocks = isinstance(held, BlockScaledTensor)
             passes.append(_Pass(form, e5m2, in_blocks, eager_blocks.places_of(places[form])))
         once = [segment.key for segment, *_ in asked if segment.key.tensor == _WEIGHT]
         return TensorPlan(self._watched.tensor, passes, asked, frozenset(once))
-
-    def _is_fusable(self, kind: _SegmentKind, held: Mapping[_QuantizedForm, _Held]) -> bool:
-        if kind.form is None:
-            return kind.blocks is None
-        data = held.get(kind.form)
-        if self._watched.values is None or data is None:  # codes are compared with values
-            return False
-        if isinstance(data, PerTensor):
-            return kind.source in _OF_CODES
-        return data.fits(self._values)
-
-    def _measure_separately(self, kinds: Sequence[_SegmentKind], held: Mapping[_QuantizedForm, _Held]) -> None:
-        """Measure kinds that no pass covers: ranges of blocks, simulated recipes, scales without the tensor."""
-        for kind in kinds:
-            if kind.blocks is not None:
-                self._merge(kind, (None, largest_range(self._values, kind.blocks)))
-        for form, data in held.items():
-            wanted = {kind.source for kind in kinds if kind.form == form}
-            if wanted:
-                self._compare(form, data, wanted)
 
     def _read_quantized(self, form: _QuantizedForm) -> _Held:
         quantized = self._watched.quantized(columnwise=form.columnwise)
@@ -673,49 +638,48 @@ class _Planning:
                     error,
                 )
             return None
-        if isinstance(held, PerTensor) and self._watched.values is not None and held.codes.shape != self._values.shape:
-            sizes = f"{tuple(held.codes.shape)}, the tensor before quantization {tuple(self._values.shape)}"
+        if isinstance(held, PerTensor) and self._watched.values is not None and held.codes.shape != self.values.shape:
+            sizes = f"{tuple(held.codes.shape)}, the tensor before quantization {tuple(self.values.shape)}"
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(self, form: _QuantizedForm, held: _Held, wanted: Set[StatisticSource]) -> None:
-        its_recipe = form.recipe or recipe_of(self._own_quantizer(form.columnwise)) or ""
+    def _compare(self, form: _QuantizedForm, wanted: Set[StatisticSource]) -> None:
+        """Measure a form that no pass covers: a simulated recipe, or scales without the tensor."""
+        held = self._held[form]
+        recipe = form.recipe or recipe_of(self._own_quantizer(form.columnwise)) or ""
         refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
             missing = wanted - (SCALE_SOURCES if held else set())
             wanted = wanted - missing
             if self._engine.reports_quantized_only:
                 refused["the tensor exists only in quantized form"] = missing
-        if isinstance(held, PerTensor) or (held is None and its_recipe == "fp8_current_scaling"):
-            refused[no_blocks(its_recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
-        wanted = wanted - set().union(*refused.values())
+        if isinstance(held, PerTensor) or (held is None and recipe == "fp8_current_scaling"):
+            refused[no_blocks(recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
+            wanted = wanted - BLOCK_SOURCES
+        columns: Mapping[StatisticSource, SumsAndMaxima] = {}
         try:
-            columns = self._columns(form._replace(recipe=its_recipe), held, wanted) if wanted else {}
+            if wanted and isinstance(held, PerTensor):
+                columns = {StatisticSource.SCALES: scale_columns(held.scale_inv)}
+            elif wanted and isinstance(held, BlockScaledTensor):
+                columns = eager_blocks.columns(held, self._watched.values, wanted)
+            elif wanted:
+                amax = torch.where(self.values.isfinite(), self.values.abs(), 0.0).amax().double()
+                settings = self._settings(form, recipe)
+                columns = simulate(recipe, self.values, amax, wanted, settings, columnwise=form.columnwise)
         except Exception as error:
             self._report_failure(form, error)
             return
         for source in wanted & columns.keys():
             self._merge(_SegmentKind(source, form), columns[source])
-        for reason, kinds in refused.items():
-            if kinds:
-                self._report_failure(form, QuantizationError(reason), kinds)
+        for reason, sources in refused.items():
+            if sources:
+                self._report_failure(form, QuantizationError(reason), sources)
 
-    def _columns(
-        self, form: _QuantizedForm, held: _Held, wanted: Set[StatisticSource]
-    ) -> Mapping[StatisticSource, SumsAndMaxima]:
-        if isinstance(held, PerTensor):
-            return {StatisticSource.SCALES: scale_columns(held.scale_inv)}
-        if isinstance(held, BlockScaledTensor):
-            return eager_blocks.columns(held, self._watched.values, wanted)
-        finite = torch.where(self._values.isfinite(), self._values.abs(), 0.0)
-        settings = self._settings(form)
-        return simulate(form.recipe, self._values, finite.amax().double(), wanted, settings, columnwise=form.columnwise)
-
-    def _settings(self, form: _QuantizedForm) -> QuantizerSettings:
+    def _settings(self, form: _QuantizedForm, recipe: str) -> QuantizerSettings:
         """Return the settings of the layer's quantizer if it has the recipe, else the recipe's defaults."""
         own = self._own_quantizer(form.columnwise)
-        if form.recipe != recipe_of(own):
-            return default_settings(form.recipe, self._watched.tensor, e5m2=form.e5m2)
+        if recipe != recipe_of(own):
+            return default_settings(recipe, self._watched.tensor, e5m2=form.e5m2)
         settings = settings_of(own)
         if form.e5m2 is None:
             return settings
@@ -733,7 +697,7 @@ class _Planning:
 
     def _segment(self, kind: _SegmentKind) -> SlotRange:
         key = SegmentKey(self._watched.layer, self._watched.tensor, _name_of(kind), self._shard)
-        return self._engine._slots.segment(key, self._values.device, contributes=self._contributes)
+        return self._engine._slots.segment(key, self.values.device, contributes=self._contributes)
 
     def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
         segment = self._segment(kind)
