@@ -68,7 +68,9 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     scratch,
     store_comparison,
     store_extremes,
+    store_maximum,
     store_moments,
+    store_sum,
     thread_sum,
     tile_moments,
     total_of,
@@ -323,37 +325,43 @@ def _measure(
     row_in_tile = (tl.arange(0, ROWS) * LANE_ROWS)[:, None, None] + (thread // lane_columns)[None, :, None]
     first_column = (thread % lane_columns * VECTOR)[None, :, None]
 
-    finite_count = tl.full([THREADS], 0, tl.int32)
-    nonzero_count = tl.full([THREADS], 0, tl.int32)
-    total = tl.full([THREADS], 0, tl.float64)
-    square_sum = tl.full([THREADS], 0, tl.float64)
-    abs_sum = tl.full([THREADS], 0, tl.float64)
-    maximum = tl.full([THREADS], float("-inf"), tl.float32)
-    negated_min = tl.full([THREADS], float("-inf"), tl.float32)
-    above_zero = tl.full([THREADS], 0, tl.uint32)
-    underflow_count = tl.full([THREADS], 0, tl.int32)
-    overflow_count = tl.full([THREADS], 0, tl.int32)
-    error_square_sum = tl.full([THREADS], 0, tl.float64)
-    underflow_square_sum = tl.full([THREADS], 0, tl.float64)
+    zero = tl.full([THREADS], 0, tl.int32)
+    zero_sum = tl.full([THREADS], 0, tl.float64)
+    no_maximum = tl.full([THREADS], float("-inf"), tl.float32)
+    finite_count = zero
+    nonzero_count = zero
+    total = zero_sum
+    square_sum = zero_sum
+    abs_sum = zero_sum
+    maximum = no_maximum
+    negated_min = no_maximum
+    above_zero = zero.to(tl.uint32)
+    underflow_count = zero
+    overflow_count = zero
+    error_square_sum = zero_sum
+    underflow_square_sum = zero_sum
     seen = tl.full([], 0, tl.int64)
 
-    block_count = tl.full([PARTS], 0, tl.int32)
-    zero_count = tl.full([PARTS], 0, tl.int32)
-    saturated_count = tl.full([PARTS], 0, tl.int32)
-    flushed_count = tl.full([PARTS], 0, tl.int32)
-    scale_count = tl.full([PARTS], 0, tl.int32)
-    scale_sum = tl.full([PARTS], 0, tl.float64)
-    scale_square_sum = tl.full([PARTS], 0, tl.float64)
-    scale_max = tl.full([PARTS], float("-inf"), tl.float32)
-    negated_scale_min = tl.full([PARTS], float("-inf"), tl.float32)
-    underflow_blocks = tl.full([PARTS], 0, tl.int32)
-    overflow_blocks = tl.full([PARTS], 0, tl.int32)
-    worst = tl.full([PARTS], 0, tl.int32)
+    zero = tl.full([PARTS], 0, tl.int32)
+    zero_sum = tl.full([PARTS], 0, tl.float64)
+    no_maximum = tl.full([PARTS], float("-inf"), tl.float32)
+    block_count = zero
+    zero_count = zero
+    saturated_count = zero
+    flushed_count = zero
+    scale_count = zero
+    scale_sum = zero_sum
+    scale_square_sum = zero_sum
+    scale_max = no_maximum
+    negated_scale_min = no_maximum
+    underflow_blocks = zero
+    overflow_blocks = zero
+    worst = zero
     worst_of = tl.full([PARTS], 1, tl.int32)
-    range_count = tl.full([PARTS], 0, tl.int32)
-    range_sum = tl.full([PARTS], 0, tl.float64)
-    range_max = tl.full([PARTS], float("-inf"), tl.float64)
-    negated_range_min = tl.full([PARTS], float("-inf"), tl.float64)
+    range_count = zero
+    range_sum = zero_sum
+    range_max = no_maximum.to(tl.float64)
+    negated_range_min = no_maximum.to(tl.float64)
     leads = _is_first_of_block(PARTS, HEIGHT, LANE_ROWS, GROUP)
     exponents = tl.full([256], 0, tl.int32)
 
@@ -503,26 +511,26 @@ def _measure(
             underflow_square_sum,
         )
     if SCALE_SOURCES:
-        tl.store(sums + 12, total_of(tl.where(leads, scale_count, 0)))
-        tl.store(sums + 13, total_of(tl.where(leads, scale_sum, 0)))
-        tl.store(sums + 14, total_of(tl.where(leads, scale_square_sum, 0)))
-        tl.store(maxima + 3, tl.max(scale_max, 0).to(tl.float64))
-        tl.store(maxima + 4, tl.max(negated_scale_min, 0).to(tl.float64))
+        store_sum(sums + 12, tl.where(leads, scale_count, 0))
+        store_sum(sums + 13, tl.where(leads, scale_sum, 0))
+        store_sum(sums + 14, tl.where(leads, scale_square_sum, 0))
+        store_maximum(maxima + 3, scale_max)
+        store_maximum(maxima + 4, negated_scale_min)
     if LIMITS:
-        tl.store(sums + 15, total_of(tl.where(leads, block_count, 0)))
-        tl.store(sums + 16, total_of(tl.where(leads, saturated_count, 0)))
-        tl.store(sums + 17, total_of(tl.where(leads, flushed_count, 0)))
-        tl.store(sums + 18, total_of(tl.where(leads, zero_count, 0)))
+        store_sum(sums + 15, tl.where(leads, block_count, 0))
+        store_sum(sums + 16, tl.where(leads, saturated_count, 0))
+        store_sum(sums + 17, tl.where(leads, flushed_count, 0))
+        store_sum(sums + 18, tl.where(leads, zero_count, 0))
     if LOSSES:
-        tl.store(sums + 19, total_of(tl.where(leads, block_count, 0)))
-        tl.store(sums + 20, total_of(tl.where(leads, underflow_blocks, 0)))
-        tl.store(sums + 21, total_of(tl.where(leads, overflow_blocks, 0)))
-        tl.store(maxima + 5, tl.max(worst.to(tl.float64) / worst_of.to(tl.float64), 0))
+        store_sum(sums + 19, tl.where(leads, block_count, 0))
+        store_sum(sums + 20, tl.where(leads, underflow_blocks, 0))
+        store_sum(sums + 21, tl.where(leads, overflow_blocks, 0))
+        store_maximum(maxima + 5, worst.to(tl.float64) / worst_of.to(tl.float64))
     if RANGES:
-        tl.store(sums + 22, total_of(tl.where(leads, range_count, 0)))
-        tl.store(sums + 23, total_of(tl.where(leads, range_sum, 0)))
-        tl.store(maxima + 6, tl.max(range_max, 0))
-        tl.store(maxima + 7, tl.max(negated_range_min, 0))
+        store_sum(sums + 22, tl.where(leads, range_count, 0))
+        store_sum(sums + 23, tl.where(leads, range_sum, 0))
+        store_maximum(maxima + 6, range_max)
+        store_maximum(maxima + 7, negated_range_min)
     if EXPONENTS:
         add_exponents(merged_sums, exponents_at, exponents)
 

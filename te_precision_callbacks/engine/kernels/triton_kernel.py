@@ -439,18 +439,21 @@ def _measure(
     stride = programs.to(tl.int64) * tile
 
     # int32 suffices for a thread's counts: 2^31 elements per thread would be 2^38 per program.
-    finite_count = tl.full([THREADS], 0, tl.int32)
-    nonzero_count = tl.full([THREADS], 0, tl.int32)
-    total = tl.full([THREADS], 0, tl.float64)
-    square_sum = tl.full([THREADS], 0, tl.float64)
-    abs_sum = tl.full([THREADS], 0, tl.float64)
-    maximum = tl.full([THREADS], float("-inf"), tl.float32)
-    negated_min = tl.full([THREADS], float("-inf"), tl.float32)
-    above_zero = tl.full([THREADS], 0, tl.uint32)
-    underflow_count = tl.full([THREADS], 0, tl.int32)
-    overflow_count = tl.full([THREADS], 0, tl.int32)
-    error_square_sum = tl.full([THREADS], 0, tl.float64)
-    underflow_square_sum = tl.full([THREADS], 0, tl.float64)
+    zero = tl.full([THREADS], 0, tl.int32)
+    zero_sum = tl.full([THREADS], 0, tl.float64)
+    no_maximum = tl.full([THREADS], float("-inf"), tl.float32)
+    finite_count = zero
+    nonzero_count = zero
+    total = zero_sum
+    square_sum = zero_sum
+    abs_sum = zero_sum
+    maximum = no_maximum
+    negated_min = no_maximum
+    above_zero = zero.to(tl.uint32)
+    underflow_count = zero
+    overflow_count = zero
+    error_square_sum = zero_sum
+    underflow_square_sum = zero_sum
     histogram = tl.full([256], 0, tl.int64)
     compares = select(which, compared0, compared1, compared2, compared3) >= 0
     if CODES != "":

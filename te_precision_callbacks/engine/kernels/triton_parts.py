@@ -244,6 +244,16 @@ def exponent_counts(x, ELEMENTS: tl.constexpr):
 
 
 @jit
+def store_sum(at, column):
+    tl.store(at, total_of(column))
+
+
+@jit
+def store_maximum(at, column):
+    tl.store(at, tl.max(column, 0).to(tl.float64))
+
+
+@jit
 def store_moments(
     at,
     finite,
@@ -257,9 +267,9 @@ def store_moments(
     tl.store(at + 0, finite)
     tl.store(at + 1, seen.to(tl.float64) - finite)
     tl.store(at + 2, finite - total_of(nonzero_count))
-    tl.store(at + 3, total_of(total))
+    store_sum(at + 3, total)
     tl.store(at + 4, square_total)
-    tl.store(at + 5, total_of(abs_sum))
+    store_sum(at + 5, abs_sum)
 
 
 @jit
@@ -273,18 +283,18 @@ def store_comparison(
     underflow_square_sum,
 ):
     tl.store(at + 0, finite)
-    tl.store(at + 1, total_of(underflow_count))
-    tl.store(at + 2, total_of(overflow_count))
-    tl.store(at + 3, total_of(error_square_sum))
+    store_sum(at + 1, underflow_count)
+    store_sum(at + 2, overflow_count)
+    store_sum(at + 3, error_square_sum)
     tl.store(at + 4, square_total)
-    tl.store(at + 5, total_of(underflow_square_sum))
+    store_sum(at + 5, underflow_square_sum)
 
 
 @jit
 def store_extremes(at, maximum, negated_min, above_zero):
     """Store MAXIMA; ``above_zero`` is the smallest magnitude in the encoding of :func:`from_above`."""
-    tl.store(at + 0, tl.max(maximum, 0).to(tl.float64))
-    tl.store(at + 1, tl.max(negated_min, 0).to(tl.float64))
+    store_maximum(at + 0, maximum)
+    store_maximum(at + 1, negated_min)
     smallest = (-tl.max(above_zero, 0).to(tl.int32)).to(tl.float32, bitcast=True)
     tl.store(at + 2, tl.where(smallest == 0.0, float("-inf"), -smallest).to(tl.float64))
 
