@@ -10,27 +10,15 @@ elements. For a tensor with gaps, gloo sends the elements in the gaps; NCCL reje
 
 **Groups.** Ranks may create disjoint NCCL groups at the same time. torch gives such groups the same name, so gloo would
 connect ranks of different groups.
-
-**Two backends**, such as ``"cpu:gloo,cuda:nccl"``. Asynchronous checkpoints rely on both: a thread gathers objects
-over gloo while the training reduces gradients over NCCL. One gloo for both would mix up their messages, and abort or
-hang. So a group that is requested with two backends gets a second gloo. The default group has two backends unless one
-is named, and other groups inherit that.
-
-The second gloo carries objects and barriers, as on GPUs, and tensors of all threads but the group's creator.
-A pretended GPU's tensors are on the CPU, so a tensor does not show its backend; but all ranks send that thread's
-tensors in the same order (torch/distributed/distributed_c10d.py).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -53,10 +41,6 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", 
 _COUNTING = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")  # gloo reads contiguous memory from the first element on
 _FLOAT8 = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype)]
-_SENDING_OBJECTS = (
-    *("all_gather_object", "barrier", "broadcast_object_list", "gather_object", "recv_object_list"),
-    *("scatter_object_list", "send_object_list"),
-)
 
 
 @contextmanager
@@ -101,7 +85,9 @@ def make_gloo_stand_for_nccl() -> None:
     from torch.distributed import _functional_collectives
 
     for name in (*_MOVING, *_REDUCING):
-        _wrap(name, partial(_on_memory, moves=name in _MOVING))
+        function = getattr(distributed_c10d, name, None)
+        if function is not None:
+            replace(distributed_c10d, torch.distributed, **{name: _on_memory(function, moves=name in _MOVING)})
     replace(distributed_c10d, torch.distributed, _coalescing_manager=one_by_one)
     for single, coalesced in (
         ("all_gather_single", "all_gather_single_coalesced"),
@@ -119,11 +105,6 @@ def replace(*owners: Any, **replacements: Any) -> None:
     for owner in owners:
         for name, replacement in replacements.items():
             setattr(owner, name, replacement)
-
-
-def _wrap(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    if (function := getattr(distributed_c10d, name, None)) is not None:
-        replace(distributed_c10d, torch.distributed, **{name: wrap(function)})
 
 
 def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
@@ -192,65 +173,3 @@ def _with_unique_rendezvous(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(size, rank, ranks, backend, store, *arguments, **options)
 
     return created
-
-
-_RANKS = ("ranks", "sort_ranks", "use_local_synchronization")  # arguments of new_group about its members
-
-
-class _Second(NamedTuple):
-    group: Any
-    made_in: int
-
-
-_seconds: weakref.WeakKeyDictionary[Any, _Second] = weakref.WeakKeyDictionary()
-
-
-def with_second_group(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``init_process_group`` or ``new_group`` to create a second gloo for a group of two backends."""
-    signature = inspect.signature(create)
-    makes_default = "ranks" not in signature.parameters
-
-    @functools.wraps(create)
-    def created(*arguments: Any, **options: Any) -> Any:
-        bound = signature.bind(*arguments, **options).arguments
-        group = create(*arguments, **options)
-        if makes_default:
-            group = distributed_c10d._get_default_group()
-        asked = bound.get("backend")
-        if asked is None:
-            two = bound.get("device_id") is None if makes_default else distributed_c10d._get_default_group() in _seconds
-        else:
-            two = isinstance(asked, str) and "cpu:" in asked.lower() and "," in asked
-        if two:
-            given = {name: bound[name] for name in _RANKS if name in bound}
-            second = distributed_c10d.new_group(**given, backend="gloo")
-            if isinstance(group, distributed_c10d.ProcessGroup):  # this rank is a member
-                _seconds[group] = _Second(second, threading.get_ident())
-        if makes_default:
-            return None
-        return group
-
-    return created
-
-
-def use_second_groups() -> None:
-    """Make functions of torch.distributed use the second gloo of groups, for the rest of the process."""
-    for name in (*_SENDING_OBJECTS, *_MOVING, *_REDUCING, "irecv", "isend", "recv", "send"):
-        _wrap(name, partial(_use_second_group, objects=name in _SENDING_OBJECTS))
-
-
-def _use_second_group(send: Callable[..., Any], objects: bool) -> Callable[..., Any]:
-    signature = inspect.signature(send)
-
-    @functools.wraps(send)
-    def sent(*arguments: Any, **options: Any) -> Any:
-        if not _seconds:
-            return send(*arguments, **options)
-        bound = signature.bind(*arguments, **options)
-        group = bound.arguments.get("group") or distributed_c10d._get_default_group()
-        second = _seconds.get(group) if isinstance(group, distributed_c10d.ProcessGroup) else None
-        if second is not None and (objects or second.made_in != threading.get_ident()):
-            bound.arguments["group"] = second.group
-        return send(*bound.args, **bound.kwargs)
-
-    return sent

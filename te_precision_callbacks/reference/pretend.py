@@ -15,6 +15,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -22,12 +23,7 @@ import torch
 import torch.distributed
 
 from te_precision_callbacks.reference import cuda_on_cpu, pretended_random
-from te_precision_callbacks.reference.collectives import (
-    make_gloo_stand_for_nccl,
-    replace,
-    use_second_groups,
-    with_second_group,
-)
+from te_precision_callbacks.reference.collectives import make_gloo_stand_for_nccl, replace
 from te_precision_callbacks.reference.errors import MissingFunctionError
 from te_precision_callbacks.reference.pretended_types import (
     Device,
@@ -212,9 +208,8 @@ def _communicate_on_cpu() -> None:
         replace(module, ProcessGroupNCCL=ProcessGroupNCCL)
     for name in ("init_process_group", "new_group"):
         function = _with_arguments_on_cpu(_without_devices(getattr(distributed_c10d, name)), _gloo_for_nccl)
-        replace(distributed_c10d, torch.distributed, device_mesh, **{name: with_second_group(function)})
-    use_second_groups()
-    _stage_on_cpu()
+        replace(distributed_c10d, torch.distributed, device_mesh, **{name: function})
+    _save_before_training_goes_on()
     for name in ("barrier", "monitored_barrier"):
         function = _without_devices(getattr(distributed_c10d, name))
         replace(distributed_c10d, torch.distributed, **{name: function})
@@ -230,17 +225,29 @@ def _communicate_on_cpu() -> None:
     replace(FullyShardedDataParallel, __init__=init)
 
 
-def _stage_on_cpu() -> None:
-    """Make torch's checkpoints stage with blocking copies, since other copies need streams of an accelerator."""
+def _save_before_training_goes_on() -> None:
+    """Make torch's asynchronous checkpoints wait: their thread would use the same gloo as the training at once.
+
+    They stage with blocking copies, since other copies need streams of an accelerator. Read from torch 2.13.
+    """
+    from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     original_init: Callable[..., None] = DefaultStager.__init__
+    original_save: Callable[..., Future[Any]] = _ThreadBasedAsyncCheckpointExecutor.execute_save
 
     @functools.wraps(original_init)
     def init(self: Any, config: Any = StagingOptions()) -> None:  # noqa: B008  # as in torch
         original_init(self, dataclasses.replace(config, use_non_blocking_copy=False))
 
+    @functools.wraps(original_save)
+    def save(self: Any, *arguments: Any, **options: Any) -> Future[Any]:
+        future = original_save(self, *arguments, **options)
+        wait([future])
+        return future
+
     replace(DefaultStager, __init__=init)
+    replace(_ThreadBasedAsyncCheckpointExecutor, execute_save=save)
 
 
 def _compile_for_cpu() -> None:

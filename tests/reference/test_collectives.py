@@ -1,6 +1,5 @@
 """Collectives that gloo does not run as NCCL does. One process is enough: gloo copies and checks there as elsewhere."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from te_precision_callbacks.reference import ReferenceBackendError, collectives
+from te_precision_callbacks.reference import ReferenceBackendError
 from te_precision_callbacks.reference.collectives import _on_memory, one_by_one
 from tests.reference.processes import answers
 
@@ -55,40 +54,6 @@ def test_a_manager_that_was_left_keeps_nothing_of_its_group() -> None:
         with one_by_one():
             dist.all_reduce(total)
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
-
-
-@pytest.mark.parametrize(
-    ("options", "apart"), [({}, True), ({"backend": "cpu:gloo,cuda:gloo"}, True), ({"backend": "gloo"}, False)]
-)
-def test_a_group_has_the_backends_that_it_was_requested_with_or_inherits(
-    alone: dict[str, Any], options: dict[str, Any], apart: bool
-) -> None:
-    collectives.with_second_group(dist.init_process_group)(**alone, **options)
-    new_group = collectives.with_second_group(dist.new_group)
-    for group in (dist.group.WORLD, new_group(), new_group([0], use_local_synchronization=True)):
-        assert (group in collectives._seconds) == apart
-    assert new_group(backend="gloo") not in collectives._seconds
-
-
-def test_a_thread_beside_the_training_uses_the_second_of_two_backends(alone: dict[str, Any]) -> None:
-    """An asynchronous checkpoint's collectives, of tensors too, must not pair with the training's."""
-    collectives.with_second_group(dist.init_process_group)(**alone)
-    all_reduce = collectives._use_second_group(dist.all_reduce, objects=False)
-    first = dist.group.WORLD
-    second = collectives._seconds[first].group
-
-    def counts() -> tuple[int, int]:
-        return first._get_sequence_number_for_group(), second._get_sequence_number_for_group()
-
-    before = counts()
-    all_reduce(torch.ones(1))
-    assert counts() == (before[0] + 1, before[1])
-    checkpoint = threading.Thread(target=all_reduce, args=(torch.ones(1),))
-    checkpoint.start()
-    checkpoint.join()
-    assert counts() == (before[0] + 1, before[1] + 1)
-    all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)  # torch warns, as without two backends
-    assert counts() == (before[0] + 1, before[1] + 1)
 
 
 @pytest.mark.processes

@@ -102,8 +102,8 @@ def test_a_script_under_torchrun_trains_and_saves(tmp_path: Path) -> None:
             with open(f"rank{rank}", "w") as file:
                 file.write(str(model.module.weight.grad.double().sum().item()))
 
-            # A checkpoint is written in a thread, which gathers objects, while the training reduces tensors; here in a
-            # group of a mesh, as with FSDP2.
+            # The thread that writes a checkpoint gathers objects; the training waits for it before it reduces tensors.
+            # Here in a group of a mesh, as with FSDP2.
             weight = {"weight": torch.full((4,), 2.0, device="cuda")}
             group = init_device_mesh("cuda", (2,), mesh_dim_names=("dp",)).get_group("dp")
             options = {"planner": LatePlanner(), "process_group": group}

@@ -37,10 +37,13 @@ MISSING: dict[str, tuple[str, ...]] = {
     "userbuffers": (
         "bulk_overlap_ag_with_external_gemm",
         "create_nvshmem_tensor",
+        "device_supports_multicast",
+        "get_stream_priority_range",
         "init_nvshmem_backend",
         "nvshmem_finalize",
         "nvshmem_send_on_current_stream",
         "nvshmem_wait_on_current_stream",
+        "ubuf_built_with_mpi",
     ),
     "grouped tensors": (
         "bgrad_group_quantize",

@@ -23,24 +23,3 @@ def get_cudnn_version() -> int:
 def get_num_cublas_streams() -> int:
     """Streams of a grouped GEMM; each has its own workspace, which the reference backend does not use."""
     return 4
-
-
-@export
-def device_supports_multicast(device_id: int = -1) -> bool:
-    return False
-
-
-@export
-def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """Lowest and highest priority of a stream: there is one."""
-    return (0, 0)
-
-
-@export
-def ubuf_built_with_mpi() -> bool:
-    return False
-
-
-@export
-def nvte_built_with_cublasmp() -> bool:
-    return False
