@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import QuantizationError
-from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.failures import ObservationFailures, Report
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.numerics.formats import E5M2
 from te_precision_callbacks.base.numerics.layouts import PLAIN
@@ -124,8 +124,8 @@ class StatisticsEngine:
     """Collects statistics of tensors during a step.
 
     Args:
-        on_failure: called with the failed operation, the tensor and the exception; by default, each operation is logged
-            once. The tensor's other statistics are still measured.
+        on_failure: called with the failed operation, the tensor and the exception; by default, each kind of failure is
+            logged once. The tensor's other statistics are still measured.
 
     Attributes:
         placements: layer -> its split. Without a placement, a layer counts as not split, except for its weight.
@@ -138,7 +138,7 @@ class StatisticsEngine:
 
     def __init__(self, series: SeriesTable | None = None, on_failure: Report | None = None) -> None:
         self._placements: Mapping[str, Placement] = {}
-        self.on_failure = _log_failure_once() if on_failure is None else on_failure
+        self.on_failure = on_failure or ObservationFailures(strict=False, rank=0).report
         self.has_news = False
         self.iteration = 0
         self.series = SeriesTable() if series is None else series
@@ -384,18 +384,6 @@ def _outside_of_inference() -> AbstractContextManager[object]:
     return _NO_CONTEXT
 
 
-def _log_failure_once() -> Report:
-    notices = Notices()
-
-    def log(operation: str, subject: str, error: Exception) -> None:
-        if notices.first(operation):
-            logger.warning(
-                "%s %s: %s: %s. Training continues without it.", operation, subject, type(error).__name__, error
-            )
-
-    return log
-
-
 class _QuantizedForm(NamedTuple):
     """A quantized form of a tensor; see :class:`Request`."""
 
@@ -599,7 +587,7 @@ class _Planning:
         for kind in fused:
             segment = self._segment(kind)
             if segment.device != self.values.device:
-                raise QuantizationError("the layer moved to another device within a step")
+                raise QuantizationError("the layer moved to another device")
             form = forms[0] if kind.form is None else kind.form  # the first pass also covers kinds without a form
             places[form][kind.source] = segment.sum_start, segment.maximum_start
             asked.append((segment, self._engine._slots.labels(segment, self._wanted[kind]), True))

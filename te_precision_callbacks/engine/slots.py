@@ -10,7 +10,6 @@ end of the step waits for all streams and merges their vectors.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -181,8 +180,8 @@ class Segments:
 
     Attributes:
         segments: in the order in which they were first measured.
-        version: changes with the layout: a new segment, another place, or another requested statistic.
-        generation: changes when places of segments become invalid.
+        version: changes with the layout: a new segment, another contribution, or another requested statistic.
+        generation: changes when contributions of segments may change.
         asked: requests since the last reset.
         devices: the vectors of each device.
     """
@@ -195,33 +194,19 @@ class Segments:
 
     def segment(self, key: SegmentKey, device: torch.device, *, contributes: bool) -> SlotRange:
         segment = self.segments.get(key)
-        if segment is None or (segment.device != device and not self._is_measured(segment)):
-            on = self.devices.get(device)
-            if on is None:
-                on = DeviceSlots(device)
-                self.devices[device] = on
+        if segment is None:
+            on = self.devices.setdefault(device, DeviceSlots(device))
             sum_start, maximum_start = on.used
             sums, maxima = key.columns
             on.used = sum_start + len(sums), maximum_start + len(maxima)
             on.last = None
-            if segment is None:
-                segment = SlotRange(key, device, sum_start, maximum_start, contributes)
-                self.segments[key] = segment
-            else:  # the layer moved to another device
-                segment.device = device
-                segment.sum_start = sum_start
-                segment.maximum_start = maximum_start
-                segment.contributes = contributes
-                self.generation += 1
+            segment = SlotRange(key, device, sum_start, maximum_start, contributes)
+            self.segments[key] = segment
             self.version += 1
         elif segment.contributes != contributes:
             segment.contributes = contributes
             self.version += 1
         return segment
-
-    def _is_measured(self, segment: SlotRange) -> bool:
-        asked = itertools.chain.from_iterable(self.asked)
-        return any(other is segment and is_measured for other, _, is_measured in asked)
 
     def labels(self, segment: SlotRange, requests: Sequence[Request]) -> Set[str]:
         labels = dict.fromkeys([request.label for request in requests])
@@ -235,12 +220,9 @@ class Segments:
 
     def merge(self, segment: SlotRange, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         vectors = self.devices[segment.device].current()
-        # The check is cheaper than a torch call that does nothing.
         if sums is not None:
-            sums = sums if sums.device == segment.device else sums.to(segment.device)
             vectors.sums.narrow(0, segment.sum_start, len(sums)).add_(sums)
         if maxima is not None:
-            maxima = maxima if maxima.device == segment.device else maxima.to(segment.device)
             merged = vectors.maxima.narrow(0, segment.maximum_start, len(maxima))
             torch.maximum(merged, maxima, out=merged)
 

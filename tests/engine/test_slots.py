@@ -9,32 +9,8 @@ import torch
 from te_precision_callbacks.engine import slots as slots_module
 from te_precision_callbacks.engine.kernels.columns import NOTHING
 from te_precision_callbacks.engine.slots import SegmentKey, Segments
-from te_precision_callbacks.statistics.names import tensor_request
 
-CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-def test_a_segment_moves_with_its_layer_but_not_within_a_step() -> None:
-    slots, key = Segments(), SegmentKey("layer", "activation", "TENSOR")
-
-    def on(device: torch.device) -> torch.device:
-        return slots.segment(key, device, contributes=True).device
-
-    assert on(CPU) == CPU
-    segment = slots.segments[key]
-    slots.request(segment, (tensor_request("max"),))
-    slots.merge(segment, torch.arange(6, dtype=torch.float64), torch.full((3,), 3.0, dtype=torch.float64))
-    assert on(META) == CPU, "its numbers are there"
-    slots.reset()
-    before = slots.version
-    assert on(META) == META
-    assert slots.version > before, "who knows where it was must look again"
-    assert list(segment.outputs) == ["max"]
-    assert on(CPU) == CPU
-    ones = torch.ones(6, dtype=torch.float64)
-    slots.merge(slots.segments[key], ones, ones[:3])
-    sums, maxima = slots.devices[CPU].read()
-    assert (sums[-6:].tolist(), maxima[-3:].tolist()) == ([1.0] * 6, [1.0] * 3)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
