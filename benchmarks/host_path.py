@@ -34,6 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu_parts.kernels import layout
 from gpu_parts.rows import Settings
 from gpu_parts.training import PATHS, Training
 from measuring import Case, arguments, report
@@ -51,7 +52,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     LargestOf,
     Pending,
     Repeat,
-    layout,
 )
 from te_precision_callbacks.instrumentation import tap_parts
 from te_precision_callbacks.instrumentation.statistics import StatisticsConsumer

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.engine import StatisticsEngine
-from te_precision_callbacks.engine.kernels.columns import SCALE_SUMS, ColumnPlaces, Pending, Repeat, layout
+from te_precision_callbacks.engine.kernels.columns import SCALE_SUMS, ColumnPlaces, Pending, Repeat
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.statistics.names import quantized_request, tensor_request
 from tests.combinations import half
 from tests.drawn import normal
 from tests.engine import exact
-from tests.engine.exact import columns, measured_by, named, quantized
+from tests.engine.exact import columns, layout, measured_by, named, quantized
 from tests.quantizers import quantizer
 
 triton = pytest.importorskip("triton")

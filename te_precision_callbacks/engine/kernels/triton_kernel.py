@@ -29,7 +29,18 @@ import triton
 import triton.language as tl
 
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import ROUNDING, UNBLOCKED, ColumnPlaces, Pending, Repeat, layout
+from te_precision_callbacks.engine.kernels.columns import (
+    COMPARISON_SUMS,
+    MAXIMA,
+    MOMENT_SUMS,
+    ROUNDING,
+    SCALE_MAXIMA,
+    SCALE_SUMS,
+    UNBLOCKED,
+    ColumnPlaces,
+    Pending,
+    Repeat,
+)
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
@@ -198,7 +209,11 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
     code_name, largest = CODE_FORMATS[e5m2]
     vector = BYTES_PER_LOAD // dtype.itemsize
     rows = min(_MOST_LOADS, _MOST_ELEMENTS // vector)
-    _, columns, extremes = layout(codes=with_codes, histogram=False)
+    columns = len(MOMENT_SUMS)
+    extremes = len(MAXIMA)
+    if with_codes:
+        columns += len((*COMPARISON_SUMS, *SCALE_SUMS))
+        extremes += len(SCALE_MAXIMA)
     constants = {
         "FORMAT": name,
         "NOT_FINITE": not_finite,
