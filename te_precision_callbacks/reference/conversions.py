@@ -20,9 +20,6 @@ from te_precision_callbacks.base.numerics.layouts import pack_fp4, unpack
 SMALLEST = 1 << 15
 """Matrices with fewer elements use plain torch."""
 
-_ELEMENTS_AT_ONCE = 1 << 18
-"""Elements that plain torch transforms at once, so that intermediate results fit the cache."""
-
 _SIZES = (ctypes.c_int64,) * 4
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
@@ -150,20 +147,14 @@ def transform_groups(matrix: torch.Tensor, transform: torch.Tensor) -> torch.Ten
         matrix: bfloat16, [rows, columns], columns a multiple of 16.
         transform: float64, [16, 16].
     """
-    # torch copies a whole transposed matrix in tiles, but a part of it element by element: up to five times as slow.
     source = matrix.contiguous()
+    if not _uses_cpp(source):
+        groups = source.view(-1, len(transform)).double()
+        return torch.matmul(groups, transform).float().view(matrix.shape).to(matrix.dtype)
     result = torch.empty_like(source)
-    if _uses_cpp(source):
-        count = source.numel() // len(transform)
-        numbers = transform.contiguous()
-        FILE.functions[_TRANSFORM](
-            source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads()
-        )
-        return result
-    step = max(1, _ELEMENTS_AT_ONCE // matrix.shape[1])
-    for part, out in zip(torch.split(source, step), torch.split(result, step), strict=True):
-        groups = part.view(-1, len(transform)).double()
-        out.copy_(torch.matmul(groups, transform).float().view(out.shape))
+    numbers = transform.contiguous()
+    count = source.numel() // len(transform)
+    FILE.functions[_TRANSFORM](source.data_ptr(), count, numbers.data_ptr(), result.data_ptr(), torch.get_num_threads())
     return result
 
 

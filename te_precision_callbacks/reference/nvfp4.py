@@ -40,9 +40,6 @@ from te_precision_callbacks.reference.conversions import block_amaxes, encode_bl
 BLOCK = 16
 """Number of elements that share a scale, and the side of a square block."""
 
-# Elements that are quantized at once, so that intermediate results fit the cache.
-_ELEMENTS_AT_ONCE = 1 << 18
-
 
 @dataclass(frozen=True)
 class Nvfp4Rules:
@@ -74,29 +71,14 @@ def quantize(matrix: torch.Tensor, amax: torch.Tensor, rules: Nvfp4Rules) -> tup
     Returns:
         E2M1 codes, uint8, [rows, columns / 2], two per byte; and E4M3 scale codes, uint8, [rows, columns / 16].
     """
-    rows, columns = matrix.shape
-    matrix = matrix.contiguous()  # torch copies a whole transposed matrix in tiles, but parts element by element
-    codes = matrix.new_empty((rows, columns // 2), dtype=torch.uint8)
-    scales = matrix.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
-    encode_scale = nvfp4_encode_scale(amax.view(-1, 1), rules.largest_scale, nan_spreads=rules.nan_spreads)
-    step = -(-max(1, _ELEMENTS_AT_ONCE // columns) // BLOCK) * BLOCK
-    for first in range(0, rows, step):
-        part = slice(first, first + step)
-        rows_of = slice(None) if amax.numel() == 1 else part
-        if rules.better_of_two is None:
-            codes[part], scales[part] = _quantize_with_one_scale(matrix[part], encode_scale[rows_of], rules)
-        else:
-            tensor_scales = amax.view(-1, 1)[rows_of], encode_scale[rows_of]
-            codes[part], scales[part] = _quantize_with_better_scale(matrix[part], *tensor_scales, rules)
-    return codes, scales
-
-
-def _quantize_with_one_scale(
-    rows: torch.Tensor, encode_scale: torch.Tensor, rules: Nvfp4Rules
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = E4M3.encode(nvfp4_block_scales(_block_amax(rows, rules), encode_scale))
-    random = torch.rand(rows.shape, dtype=torch.float32, device=rows.device) if rules.stochastic else None
-    return encode_blocks(rows, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
+    matrix = matrix.contiguous()
+    amax = amax.view(-1, 1)
+    encode_scale = nvfp4_encode_scale(amax, rules.largest_scale, nan_spreads=rules.nan_spreads)
+    if rules.better_of_two is not None:
+        return _quantize_with_better_scale(matrix, amax, encode_scale, rules)
+    scales = E4M3.encode(nvfp4_block_scales(_block_amax(matrix, rules), encode_scale))
+    random = torch.rand(matrix.shape, dtype=torch.float32, device=matrix.device) if rules.stochastic else None
+    return encode_blocks(matrix, _multiplier(scales, encode_scale, rules), (1, BLOCK), E2M1, random), scales
 
 
 def _quantize_with_better_scale(

@@ -41,9 +41,6 @@ from te_precision_callbacks.reference.extension.multi_tensor import TensorLists
 BLOCK = 32
 """Elements that share a scale."""
 
-_ELEMENTS_AT_ONCE = 1 << 20
-"""Elements that are quantized at once: all intermediate results fit into a cache."""
-
 
 class Mxfp8Casting(Casting):
     """Casting to MXFP8: an E8M0 scale for 32 elements of a row or a column."""
@@ -92,16 +89,11 @@ class Mxfp8Casting(Casting):
         for columnwise, data, scales in written(out):
             block = (BLOCK, 1) if columnwise else (1, BLOCK)
             square = quantizer.with_2d_quantization
-            scales_inv = []
-            step = max(1, _ELEMENTS_AT_ONCE // (BLOCK * matrix.shape[1])) * BLOCK
-            for part, into in zip(torch.split(matrix, step), torch.split(data.view(matrix.shape), step), strict=True):
-                scale_inv = mxfp8_scale_inv(block_amaxes(part, (BLOCK, BLOCK) if square else block), fmt)
-                if square:
-                    # Repeated for each row, or for each column, of a block.
-                    scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
-                overwrite(into, encode_blocks(part, torch.reciprocal(scale_inv), block, fmt))
-                scales_inv.append(scale_inv)
-            scale_inv = torch.cat(scales_inv)
+            scale_inv = mxfp8_scale_inv(block_amaxes(matrix, (BLOCK, BLOCK) if square else block), fmt)
+            if square:
+                # Repeated for each row, or for each column, of a block.
+                scale_inv = scale_inv.repeat_interleave(BLOCK, 1 if columnwise else 0)
+            overwrite(data, encode_blocks(matrix, torch.reciprocal(scale_inv), block, fmt).view(data.shape))
             swizzled = bool(out._with_gemm_swizzled_scales)
             overwrite(
                 scales, as_stored(e8m0_codes(scale_inv), scales.shape, along_columns=columnwise, swizzled=swizzled)
