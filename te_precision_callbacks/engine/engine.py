@@ -216,7 +216,13 @@ class StatisticsEngine:
         noted = self._noted
         self._noted = []
         if is_capturing():  # the captured pass would add the values again in each replay
-            self._warn_captured(noted[0][0])
+            if self.notices.first("captured"):
+                logger.warning(
+                    "%s %s is not measured, because a CUDA graph is being captured: capture after the steps that you"
+                    " want to observe. Other tensors are not listed.",
+                    noted[0][0].layer,
+                    noted[0][0].tensor,
+                )
             return None
         self.has_news = True
         self.iteration = noted[-1][0].iteration
@@ -284,15 +290,6 @@ class StatisticsEngine:
         self._slots.asked += launch.asked
         self._weights_seen |= launch.once
         return True
-
-    def _warn_captured(self, watched: Watched) -> None:
-        if self.notices.first("captured"):
-            logger.warning(
-                "%s %s is not measured, because a CUDA graph is being captured: capture after the steps that you"
-                " want to observe. Other tensors are not listed.",
-                watched.layer,
-                watched.tensor,
-            )
 
     def _measure(self, noted: Sequence[tuple[Watched, Sequence[Sequence[Request]]]]) -> PreparedLaunch | None:
         key = tuple(_key_of(watched) for watched, _ in noted)
@@ -579,26 +576,25 @@ class _Planning:
         return held.fits(self.values)
 
     def _plan_passes(self, fused: Sequence[_SegmentKind]) -> TensorPlan:
-        """Return one pass, or one per form."""
-        forms: Sequence[_QuantizedForm | None]
-        forms = list(dict.fromkeys(kind.form for kind in fused if kind.form is not None)) or (None,)
-        places: dict[_QuantizedForm | None, dict[StatisticSource, tuple[int, int]]] = {form: {} for form in forms}
+        """Return one pass, or one per form. The first one also covers kinds without a form."""
+        first = next((kind.form for kind in fused if kind.form is not None), None)
+        places: dict[_QuantizedForm | None, dict[StatisticSource, tuple[int, int]]] = {}
         asked: list[tuple[SlotRange, Set[str], bool]] = []
         for kind in fused:
             segment = self._segment(kind)
             if segment.device != self.values.device:
                 raise QuantizationError("the layer moved to another device")
-            form = forms[0] if kind.form is None else kind.form  # the first pass also covers kinds without a form
-            places[form][kind.source] = segment.sum_start, segment.maximum_start
+            columns_at = places.setdefault(first if kind.form is None else kind.form, {})
+            columns_at[kind.source] = segment.sum_start, segment.maximum_start
             asked.append((segment, self._engine._slots.labels(segment, self._wanted[kind]), True))
         passes: list[_Pass] = []
-        for form in forms:
+        for form, columns_at in places.items():
             held = None if form is None else self._held[form]
             e5m2 = isinstance(held, PerTensor) and held.e5m2
-            in_blocks = isinstance(held, BlockScaledTensor)
-            passes.append(_Pass(form, e5m2, in_blocks, eager_blocks.places_of(places[form])))
-        once = [segment.key for segment, *_ in asked if segment.key.tensor == _WEIGHT]
-        return TensorPlan(self._watched.tensor, passes, asked, frozenset(once))
+            passes.append(_Pass(form, e5m2, isinstance(held, BlockScaledTensor), eager_blocks.places_of(columns_at)))
+        is_weight = self._watched.tensor == _WEIGHT
+        once = frozenset(segment.key for segment, *_ in asked if is_weight)
+        return TensorPlan(self._watched.tensor, passes, asked, once)
 
     def _read_quantized(self, form: _QuantizedForm) -> _Held:
         quantized = self._watched.quantized(columnwise=form.columnwise)

@@ -8,7 +8,6 @@ its scale depends on earlier steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,8 +72,6 @@ class Recipe:
 
     Attributes:
         side: number of elements along a block; None for the whole tensor.
-        rounded: rounds blocks, given x [blocks, elements], the blocks' amaxes [blocks, 1], the tensor's amax, settings,
-            and the largest float32 scale of a block.
         limits: lower and upper limit of the stored scales.
         square_weights: whether the blocks of a weight are squares by default.
         hybrid: whether gradients are E5M2 by default (``Format.HYBRID``). Read from TE 2.20.2,
@@ -83,7 +80,6 @@ class Recipe:
     """
 
     side: int | None
-    rounded: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, QuantizerSettings, float], Rounded]
     limits: tuple[float, float] = (0.0, math.inf)
     square_weights: bool = False
     hybrid: bool = False
@@ -103,47 +99,11 @@ class Recipe:
         )
 
 
-def _current(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
-) -> Rounded:
-    return _block_fp8(x, tensor_amax.reshape(1, 1), tensor_amax, settings, FLOAT32_MAX)
-
-
-def _block_fp8(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
-) -> Rounded:
-    scale = fp8_scale(
-        amax,
-        settings.fp8.max,
-        power_of_two=settings.power_of_two,
-        epsilon=settings.amax_epsilon,
-        largest_scale=cap,
-    )
-    scale_inv = torch.reciprocal(scale)
-    return Rounded(settings.fp8.round(x * scale) * scale_inv, scale_inv, scale_inv)
-
-
-def _mxfp8(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
-) -> Rounded:
-    scale_inv = mxfp8_scale_inv(amax, settings.fp8)
-    return Rounded(settings.fp8.round(x * torch.reciprocal(scale_inv)) * scale_inv, scale_inv, scale_inv)
-
-
-def _nvfp4(
-    x: torch.Tensor, amax: torch.Tensor, tensor_amax: torch.Tensor, settings: QuantizerSettings, cap: float
-) -> Rounded:
-    encode = nvfp4_encode_scale(tensor_amax)
-    scales = E4M3.round(nvfp4_block_scales(amax, encode))
-    factors = nvfp4_factors(scales, tensor_amax)
-    return Rounded(E2M1.round(x * nvfp4_multiplier(scales, encode)) * factors, factors, scales)
-
-
 SIMULATED: dict[str, Recipe] = {
-    "fp8_current_scaling": Recipe(None, _current, hybrid=True),
-    "mxfp8": Recipe(32, _mxfp8, FLOAT32_SCALES),
-    "fp8_block_scaling": Recipe(128, _block_fp8, FLOAT32_SCALES, square_weights=True, power_of_two=True),
-    "nvfp4": Recipe(16, _nvfp4, (0.0, E4M3.max), square_weights=True),
+    "fp8_current_scaling": Recipe(None, hybrid=True),
+    "mxfp8": Recipe(32, FLOAT32_SCALES),
+    "fp8_block_scaling": Recipe(128, FLOAT32_SCALES, square_weights=True, power_of_two=True),
+    "nvfp4": Recipe(16, (0.0, E4M3.max), square_weights=True),
 }
 
 
@@ -158,9 +118,32 @@ def round_blocks(recipe: str, blocks: torch.Tensor, tensor_amax: torch.Tensor, s
     x = blocks if blocks.dtype == torch.float64 else blocks.to(torch.float32)
     x = torch.where(x.abs() < math.inf, x, 0.0).clamp(-FLOAT32_MAX, FLOAT32_MAX).to(torch.float32)
     amax = x.abs().amax(1, keepdim=True)
-    # FP8 block scaling clamps a scale beyond float32 to the largest number of the tensor's dtype.
-    cap = min(torch.finfo(blocks.dtype).max, FLOAT32_MAX)
-    return SIMULATED[recipe].rounded(x, amax, tensor_amax, settings, cap)
+    if recipe == "mxfp8":
+        return _round_mxfp8(x, amax, settings.fp8)
+    if recipe == "nvfp4":
+        encode = nvfp4_encode_scale(tensor_amax)
+        scales = E4M3.round(nvfp4_block_scales(amax, encode))
+        factors = nvfp4_factors(scales, tensor_amax)
+        return Rounded(E2M1.round(x * nvfp4_multiplier(scales, encode)) * factors, factors, scales)
+    largest_scale = FLOAT32_MAX
+    if recipe == "fp8_current_scaling":
+        amax = tensor_amax.reshape(1, 1)
+    else:  # FP8 block scaling clamps a scale beyond float32 to the largest number of the tensor's dtype
+        largest_scale = min(torch.finfo(blocks.dtype).max, FLOAT32_MAX)
+    scale = fp8_scale(
+        amax,
+        settings.fp8.max,
+        power_of_two=settings.power_of_two,
+        epsilon=settings.amax_epsilon,
+        largest_scale=largest_scale,
+    )
+    scale_inv = torch.reciprocal(scale)
+    return Rounded(settings.fp8.round(x * scale) * scale_inv, scale_inv, scale_inv)
+
+
+def _round_mxfp8(x: torch.Tensor, amax: torch.Tensor, fp8: FloatFormat) -> Rounded:
+    scale_inv = mxfp8_scale_inv(amax, fp8)
+    return Rounded(fp8.round(x * torch.reciprocal(scale_inv)) * scale_inv, scale_inv, scale_inv)
 
 
 def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> torch.Tensor:
@@ -176,5 +159,5 @@ def round_to_mxfp8(values: torch.Tensor, *, e5m2: bool, columnwise: bool) -> tor
     block = (32, 1) if columnwise else (1, 32)
     blocks = split_into_blocks(matrix, block, 0.0)
     amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(1, keepdim=True)
-    rounded = _mxfp8(blocks, amax, amax, QuantizerSettings(e5m2), FLOAT32_MAX)
+    rounded = _round_mxfp8(blocks, amax, QuantizerSettings(e5m2).fp8)
     return join_blocks(rounded.values, block, (matrix.shape[0], matrix.shape[1])).reshape(values.shape)

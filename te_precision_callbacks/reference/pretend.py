@@ -230,14 +230,14 @@ def _save_before_training_goes_on() -> None:
 
     They stage with blocking copies, since other copies need streams of an accelerator. Read from torch 2.13.
     """
-    from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint import _async_thread_executor, staging
 
-    original_init: Callable[..., None] = DefaultStager.__init__
-    original_save: Callable[..., Future[Any]] = _ThreadBasedAsyncCheckpointExecutor.execute_save
+    executor = _async_thread_executor._ThreadBasedAsyncCheckpointExecutor
+    original_init: Callable[..., None] = staging.DefaultStager.__init__
+    original_save: Callable[..., Future[Any]] = executor.execute_save
 
     @functools.wraps(original_init)
-    def init(self: Any, config: Any = StagingOptions()) -> None:  # noqa: B008  # as in torch
+    def init(self: Any, config: Any = staging.StagingOptions()) -> None:  # noqa: B008  # as in torch
         original_init(self, dataclasses.replace(config, use_non_blocking_copy=False))
 
     @functools.wraps(original_save)
@@ -246,8 +246,8 @@ def _save_before_training_goes_on() -> None:
         wait([future])
         return future
 
-    replace(DefaultStager, __init__=init)
-    replace(_ThreadBasedAsyncCheckpointExecutor, execute_save=save)
+    replace(staging.DefaultStager, __init__=init)
+    replace(executor, execute_save=save)
 
 
 def _compile_for_cpu() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from te_precision_callbacks.base.devices import raw_stream_of
 from te_precision_callbacks.base.numerics.layouts import SWIZZLE_ROWS
@@ -39,14 +40,14 @@ from te_precision_callbacks.engine.kernels.columns import (
     ROUNDING,
     SCALE_MAXIMA,
     SCALE_SUMS,
-    BlockScaledTensor,
     ColumnPlaces,
     Pending,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
-    MEASURING,
+    PROGRAM_THREADS,
     THREADS,
+    WARPS,
     Jit,
     Launcher,
     add_exponents,
@@ -83,7 +84,7 @@ _EXTREMES = len((*MAXIMA, *SCALE_MAXIMA, *LOSS_MAXIMA, *RANGE_MAXIMA))
 _TILE_ROWS = 16
 _TILE_COLUMNS = 128
 _COLUMN_VECTOR = 4
-_PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // THREADS
+_PER_THREAD = _TILE_ROWS * _TILE_COLUMNS // PROGRAM_THREADS
 
 _GENERAL = [
     *("tiles", "tiles_across", "tile_stride"),
@@ -124,25 +125,38 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     programs = min(program_count(values.device), tiles)
     places = pending.places
     matrix, decoding = loadable(matrix)
-    memory = quantized.part.scale_memory
+    part = quantized.part
+    memory = part.scale_memory
     compares = places.compared >= 0 or places.losses >= 0
-    tensors = matrix, *_quantized(quantized, compares=compares)
+    scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
+    tensors = matrix, part.codes if compares else None, scales, part.amax
     numbers = [
         *places,
         rows,
         columns,
         *matrix.stride(),
-        *_turned(quantized.part.codes.stride(), turned),
+        *_turned(part.codes.stride(), turned),
         *_turned(memory.matrix.stride(), turned),
         memory.matrix.shape[1] * SWIZZLE_ROWS,
-        0 if quantized.part.amax is None or quantized.part.amax.numel() == 1 else 1,
+        0 if part.amax is None or part.amax.numel() == 1 else 1,
         tiles,
         across,
     ]
+    low, high = quantized.limits
+    down, along = _turned(quantized.stored_again, turned)
     constants = {
-        **_formats(quantized, compares=compares, turned=turned),
+        "CODES": part.element_format.name.lower() if compares else "",
+        "LARGEST": part.element_format.max * ROUNDING,
+        "SCALES": "float32" if part.scale_format is None else part.scale_format.name.lower(),
+        "SWIZZLED": memory.swizzled,
+        "SWIZZLED_TURNED": memory.transposed != turned,
+        "AMAX_FACTOR": 0.0 if part.largest_scale is None else 1.0 / (part.element_format.max * part.largest_scale),
+        "LOW": low,
+        "HIGH": high,
+        "DOWN": down,
+        "ALONG": along,
         **decoding,
-        **MEASURING,
+        "num_warps": WARPS,
         **_threads(width, height, matrix.element_size()),
         "MOMENTS": max(places.moments, places.maxima) >= 0,
         "LOSSES": max(places.losses, places.loss_maxima) >= 0,
@@ -179,7 +193,7 @@ def _threads(width: int, height: int, element_size: int) -> dict[str, int]:
         "VECTOR": vector,
         "LANE_ROWS": _TILE_ROWS * vector // _PER_THREAD,
         "GROUP": max(1, width // vector),  # threads of a tile's row that share a block
-        "PARTS": THREADS * parts,
+        "PARTS": PROGRAM_THREADS * parts,
     }
 
 
@@ -212,33 +226,8 @@ def _launch(
         _known[key] = launcher, [*numbers, *[constants[name] for name in _measure.arg_names if name in constants]]
 
 
-def _quantized(tensor: BlockScaledTensor, *, compares: bool) -> tuple[torch.Tensor | None, ...]:
-    memory = tensor.part.scale_memory
-    scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
-    return tensor.part.codes if compares else None, scales, tensor.part.amax
-
-
 def _turned(pair: Sequence[int], turned: bool) -> Sequence[int]:
     return pair[::-1] if turned else pair
-
-
-def _formats(tensor: BlockScaledTensor, *, compares: bool, turned: bool) -> dict[str, Any]:
-    part = tensor.part
-    memory = part.scale_memory
-    low, high = tensor.limits
-    down, along = _turned(tensor.stored_again, turned)
-    return {
-        "CODES": part.element_format.name.lower() if compares else "",
-        "LARGEST": part.element_format.max * ROUNDING,
-        "SCALES": "float32" if part.scale_format is None else part.scale_format.name.lower(),
-        "SWIZZLED": memory.swizzled,
-        "SWIZZLED_TURNED": memory.transposed != turned,
-        "AMAX_FACTOR": 0.0 if part.largest_scale is None else 1.0 / (part.element_format.max * part.largest_scale),
-        "LOW": low,
-        "HIGH": high,
-        "DOWN": down,
-        "ALONG": along,
-    }
 
 
 @_jit
@@ -274,38 +263,35 @@ def _measure(
     amax_stride,
     tiles,
     tiles_across,
-    CODES: tl.constexpr,  # "" if unread
-    LARGEST: tl.constexpr,
-    SCALES: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    SWIZZLED_TURNED: tl.constexpr,  # of the transpose
-    AMAX_FACTOR: tl.constexpr,  # 0 without amax
-    LOW: tl.constexpr,  # the limits of stored scales
-    HIGH: tl.constexpr,
-    HEIGHT: tl.constexpr,  # rows and columns of a block
-    WIDTH: tl.constexpr,
-    DOWN: tl.constexpr,  # stored scales per block, in rows and columns
-    ALONG: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NOT_FINITE: tl.constexpr,
-    SMALLEST_PLAIN: tl.constexpr,
-    LARGEST_PLAIN: tl.constexpr,
-    MOMENTS: tl.constexpr,  # wanted kinds
-    LOSSES: tl.constexpr,
-    LIMITS: tl.constexpr,
-    SCALE_SOURCES: tl.constexpr,
-    RANGES: tl.constexpr,
-    EXPONENTS: tl.constexpr,
-    STEPS: tl.constexpr,
-    TURNED: tl.constexpr,  # rows here are columns of the codes in memory
-    ROWS: tl.constexpr,
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    LANE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,  # results per thread and block
-    COLUMNS: tl.constexpr,
-    EXTREMES: tl.constexpr,
+    CODES: constexpr,  # "" if unread
+    LARGEST: constexpr,
+    SCALES: constexpr,
+    SWIZZLED: constexpr,
+    SWIZZLED_TURNED: constexpr,  # of the transpose
+    AMAX_FACTOR: constexpr,  # 0 without amax
+    LOW: constexpr,  # the limits of stored scales
+    HIGH: constexpr,
+    HEIGHT: constexpr,  # rows and columns of a block
+    WIDTH: constexpr,
+    DOWN: constexpr,  # stored scales per block, in rows and columns
+    ALONG: constexpr,
+    FORMAT: constexpr,
+    NOT_FINITE: constexpr,
+    MOMENTS: constexpr,  # wanted kinds
+    LOSSES: constexpr,
+    LIMITS: constexpr,
+    SCALE_SOURCES: constexpr,
+    RANGES: constexpr,
+    EXPONENTS: constexpr,
+    STEPS: constexpr,
+    TURNED: constexpr,  # rows here are columns of the codes in memory
+    ROWS: constexpr,
+    VECTOR: constexpr,
+    LANE_ROWS: constexpr,
+    GROUP: constexpr,
+    PARTS: constexpr,  # results per thread and block
+    COLUMNS: constexpr,
+    EXTREMES: constexpr,
 ):
     """Measure a matrix, and merge its columns into ``merged_sums`` and ``merged_maxima``.
 
@@ -316,10 +302,10 @@ def _measure(
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    tile_rows: tl.constexpr = ROWS * LANE_ROWS
-    lane_columns: tl.constexpr = THREADS // LANE_ROWS
-    tile_columns: tl.constexpr = lane_columns * VECTOR
-    elements: tl.constexpr = ROWS * THREADS * VECTOR
+    tile_rows: constexpr = ROWS * LANE_ROWS
+    lane_columns: constexpr = THREADS // LANE_ROWS
+    tile_columns: constexpr = lane_columns * VECTOR
+    elements: constexpr = ROWS * THREADS * VECTOR
 
     thread = tl.arange(0, THREADS)
     row_in_tile = (tl.arange(0, ROWS) * LANE_ROWS)[:, None, None] + (thread // lane_columns)[None, :, None]
@@ -392,7 +378,7 @@ def _measure(
         largest = tl.where(factor == 0.0, float("inf"), factor * LARGEST)
 
         # Per block and thread, the inputs of the columns.
-        nothing = _nothing(HEIGHT, WIDTH, ROWS, THREADS, VECTOR)
+        nothing = _nothing(HEIGHT, WIDTH, ROWS, VECTOR)
         inside = nothing
         finite_here = nothing
         underflows_here = nothing
@@ -406,9 +392,7 @@ def _measure(
             offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
             # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
             x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
-            count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(
-                x, ROWS * VECTOR, SMALLEST_PLAIN, LARGEST_PLAIN
-            )
+            count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(x, ROWS * VECTOR)
             finite_count += count
             nonzero_count += nonzero
             total += sum_
@@ -557,7 +541,7 @@ def _swizzled(row, column, tile_stride):
 
 
 @jit
-def _decode_scale(loaded, FORMAT: tl.constexpr):
+def _decode_scale(loaded, FORMAT: constexpr):
     """Decode a stored scale to float32, exactly."""
     if FORMAT == "e8m0":
         code = loaded.to(tl.int32)
@@ -589,11 +573,10 @@ def _log2_of_ratio(largest, smallest):
 
 @jit
 def _nothing(
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    HEIGHT: constexpr,
+    WIDTH: constexpr,
+    ROWS: constexpr,
+    VECTOR: constexpr,
 ):
     """Return 0 for each block of each thread, in the shape of :func:`_in_thread`."""
     if HEIGHT == 1:
@@ -606,12 +589,12 @@ def _nothing(
 
 
 @jit
-def _reduce(tile, AXIS: tl.constexpr, IS_MAX: tl.constexpr):
+def _reduce(tile, AXIS: constexpr, IS_MAX: constexpr):
     return tl.max(tile, AXIS) if IS_MAX else tl.sum(tile, AXIS)
 
 
 @jit
-def _in_thread(tile, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def _in_thread(tile, IS_MAX: constexpr, HEIGHT: constexpr, WIDTH: constexpr):
     """Reduce each thread's elements of a block, by sum or maximum."""
     if HEIGHT == 1:
         reduced = _reduce(tile, 2, IS_MAX)
@@ -625,32 +608,32 @@ def _in_thread(tile, IS_MAX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.const
 @jit
 def _in_block(
     tensor,
-    IS_MAX: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LANE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
+    IS_MAX: constexpr,
+    HEIGHT: constexpr,
+    WIDTH: constexpr,
+    LANE_ROWS: constexpr,
+    GROUP: constexpr,
 ):
     """Reduce over the threads of a block, by sum or maximum; each thread gets the result: [PARTS]."""
     if HEIGHT == 1:
-        rows: tl.constexpr = tensor.shape[0]
-        groups: tl.constexpr = tensor.shape[1] // GROUP
+        rows: constexpr = tensor.shape[0]
+        groups: constexpr = tensor.shape[1] // GROUP
         reshaped = tl.reshape(tensor, [rows, groups, GROUP])
         blocks = _reduce(reshaped, 2, IS_MAX)[:, :, None]
     elif WIDTH == 1:
-        vector: tl.constexpr = tensor.shape[1]
-        lanes: tl.constexpr = tensor.shape[0] // LANE_ROWS
+        vector: constexpr = tensor.shape[1]
+        lanes: constexpr = tensor.shape[0] // LANE_ROWS
         reshaped = tl.reshape(tensor, [LANE_ROWS, lanes, vector])
         blocks = _reduce(reshaped, 0, IS_MAX)[None, :, :]
     else:
-        across: tl.constexpr = tensor.shape[0] // (LANE_ROWS * GROUP)
+        across: constexpr = tensor.shape[0] // (LANE_ROWS * GROUP)
         reshaped = tl.reshape(tensor, [LANE_ROWS, across, GROUP])
         blocks = _reduce(_reduce(reshaped, 2, IS_MAX), 0, IS_MAX)[None, :, None]
     return tl.reshape(tl.broadcast_to(blocks, reshaped.shape), [tensor.numel])
 
 
 @jit
-def _is_first_of_block(PARTS: tl.constexpr, HEIGHT: tl.constexpr, LANE_ROWS: tl.constexpr, GROUP: tl.constexpr):
+def _is_first_of_block(PARTS: constexpr, HEIGHT: constexpr, LANE_ROWS: constexpr, GROUP: constexpr):
     part = tl.arange(0, PARTS)
     return part % GROUP == 0 if HEIGHT == 1 else (part < PARTS // LANE_ROWS) & (part % GROUP == 0)
 
@@ -659,10 +642,10 @@ def _is_first_of_block(PARTS: tl.constexpr, HEIGHT: tl.constexpr, LANE_ROWS: tl.
 def _of_block(
     scale,
     there,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LANE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEIGHT: constexpr,
+    WIDTH: constexpr,
+    LANE_ROWS: constexpr,
+    GROUP: constexpr,
 ):
     """Reduce float32 scales, equal within a block, to one per block: [PARTS]. Compares bits, so that nan survives."""
     bits = tl.where(there, scale.to(tl.int32, bitcast=True), -0x80000000)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import (
@@ -45,9 +46,10 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
     CODE_FORMATS,
     FORMATS,
-    MEASURING,
     MOST_TOGETHER,
+    PROGRAM_THREADS,
     THREADS,
+    WARPS,
     Jit,
     Launcher,
     add_exponents,
@@ -227,13 +229,13 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
         "VECTOR": vector,
         "COLUMNS": columns,
         "EXTREMES": extremes,
-        **MEASURING,
+        "num_warps": WARPS,
         "maxnreg": _REGISTERS,
         # An FMA would not round the product of code and scale before subtracting it, and a tensor has the same bits in
         # a launch with codes and without.
         "enable_fp_fusion": False,
     }
-    return _Form(rows * vector * THREADS, columns + extremes, constants)
+    return _Form(rows * vector * PROGRAM_THREADS, columns + extremes, constants)
 
 
 def add_group(
@@ -408,21 +410,18 @@ def _measure(
     scales3,
     scale_maxima3,
     exponents3,
-    FORMAT: tl.constexpr,
-    NOT_FINITE: tl.constexpr,
-    CODES: tl.constexpr,  # format of the tensors that are compared with their codes; "" if none is
-    LARGEST: tl.constexpr,
-    SMALLEST_PLAIN: tl.constexpr,
-    LARGEST_PLAIN: tl.constexpr,
-    HISTOGRAM: tl.constexpr,
-    CONVERTS: tl.constexpr,  # the GPU converts FP8
-    ALIGNED: tl.constexpr,  # sizes and addresses are multiples of 16, as of all tensors that share a launch
-    ROWS: tl.constexpr,
-    PER_THREAD: tl.constexpr,  # ROWS * VECTOR
-    THREADS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EXTREMES: tl.constexpr,
+    FORMAT: constexpr,
+    NOT_FINITE: constexpr,
+    CODES: constexpr,  # format of the tensors that are compared with their codes; "" if none is
+    LARGEST: constexpr,
+    HISTOGRAM: constexpr,
+    CONVERTS: constexpr,  # the GPU converts FP8
+    ALIGNED: constexpr,  # sizes and addresses are multiples of 16, as of all tensors that share a launch
+    ROWS: constexpr,
+    PER_THREAD: constexpr,  # ROWS * VECTOR
+    VECTOR: constexpr,
+    COLUMNS: constexpr,
+    EXTREMES: constexpr,
 ):
     """Measure tensors, and merge their columns into ``merged_sums`` and ``merged_maxima``.
 
@@ -447,8 +446,8 @@ def _measure(
         if CODES != "":
             codes = tl.multiple_of(codes, 16)
 
-    run: tl.constexpr = THREADS * VECTOR
-    tile: tl.constexpr = ROWS * run
+    run: constexpr = THREADS * VECTOR
+    tile: constexpr = ROWS * run
     lane = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     first_tile = program.to(tl.int64) * tile
     stride = programs.to(tl.int64) * tile
@@ -504,7 +503,7 @@ def _measure(
         if HISTOGRAM:
             histogram += exponent_counts(x, tile)
         whole += 1
-    holds = are_plain(maximum, negated_min, abs_sum, SMALLEST_PLAIN, LARGEST_PLAIN)
+    holds = are_plain(maximum, negated_min, abs_sum)
     if CODES != "":
         has_errors = compares & (tl.max(tl.maximum(maximum, negated_min), 0) != 0.0)
         holds &= is_exact(error_square_sum, has_errors)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from te_precision_callbacks.base.devices import raw_stream_of
 from te_precision_callbacks.engine.kernels.columns import (
@@ -45,13 +46,13 @@ TOGETHER = 5
 _WORDS = 2048
 """Words that a program reads at a time."""
 
-_INFINITE = tl.constexpr(INFINITE)
-_FLOAT32 = tl.constexpr(FLOAT32)
-_FLOAT16 = tl.constexpr(2)
-_E4M3 = tl.constexpr(3)
-_E5M2 = tl.constexpr(4)
-_E8M0 = tl.constexpr(E8M0)
-_RECIPROCAL = tl.constexpr(RECIPROCAL)
+_INFINITE = constexpr(INFINITE)
+_FLOAT32 = constexpr(FLOAT32)
+_FLOAT16 = constexpr(2)
+_E4M3 = constexpr(3)
+_E5M2 = constexpr(4)
+_E8M0 = constexpr(E8M0)
+_RECIPROCAL = constexpr(RECIPROCAL)
 
 _OF_TENSOR = ("scale", "words", "number", "at", "first", "order")
 _GENERAL = [
@@ -158,7 +159,7 @@ def _add(
     at4,
     first4,
     order4,
-    WORDS: tl.constexpr,
+    WORDS: constexpr,
 ):
     """Each program reads every n-th piece of a tensor, and raises the tensor's number in the row."""
     program = tl.program_id(0)

@@ -38,6 +38,7 @@ from typing import Any, TypeAlias
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from te_precision_callbacks.base.devices import is_capturing, is_lost, raw_stream_of
 
@@ -57,23 +58,19 @@ CODE_FORMATS = {False: ("e4m3", 448.0), True: ("e5m2", 57344.0)}  # whether E5M2
 # Range of a tile's largest magnitude for :func:`plain_moments`. Above it, a sum of 32 squares of twice the magnitude
 # might overflow. Below it, squared distances under 2^-126, which float32 cannot represent, might matter, since a number
 # has digits down to 2^-24 of its magnitude.
-PLAIN = (2.0**-36, 2.0**60)
+SMALLEST_PLAIN = constexpr(2.0**-36)
+LARGEST_PLAIN = constexpr(2.0**60)
 
 # A program has fewer than 2^22 elements per thread, and a square below 2^-126 is off by at most 2^-150.
-SMALLEST_SQUARES = tl.constexpr(2.0**-96)
+SMALLEST_SQUARES = constexpr(2.0**-96)
 
-THREADS = 128
+PROGRAM_THREADS = 128
+THREADS = constexpr(PROGRAM_THREADS)
 BYTES_PER_LOAD = 16
 _PROGRAMS_PER_PROCESSOR = 4
 PROGRAMS_OF_INTERPRETER = 4
 
-MEASURING: Mapping[str, Any] = {
-    "SMALLEST_PLAIN": PLAIN[0],
-    "LARGEST_PLAIN": PLAIN[1],
-    "THREADS": THREADS,
-    "num_warps": THREADS // 32,
-}
-"""Settings of all launches."""
+WARPS = PROGRAM_THREADS // 32
 
 MOST_TOGETHER = 4
 """Maximum number of tensors per launch; a GEMM has three."""
@@ -82,8 +79,8 @@ kept_scratch: dict[
     tuple[int, int], tuple[torch.Tensor, torch.Tensor]
 ] = {}  # device and stream -> partials and counters
 
-MERGED_COLUMNS = tl.constexpr(32)
-MERGED_ROWS = tl.constexpr(64)
+MERGED_COLUMNS = constexpr(32)
+MERGED_ROWS = constexpr(64)
 """Tile of the merge; a program's row of results has at most so many columns."""
 
 _needs_binder = False
@@ -193,7 +190,7 @@ def loadable(values: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
 
 
 @jit
-def tile_moments(x, PER_THREAD: tl.constexpr, SMALLEST_PLAIN: tl.constexpr, LARGEST_PLAIN: tl.constexpr):
+def tile_moments(x, PER_THREAD: constexpr):
     """Moments of a tile, [rows, threads, elements], per thread, in the order of :func:`careful_moments`.
 
     Elements beyond the end must be inf or NaN.
@@ -235,7 +232,7 @@ def _squares(x):
 
 
 @jit
-def exponent_counts(x, ELEMENTS: tl.constexpr):
+def exponent_counts(x, ELEMENTS: constexpr):
     """Count elements of a tile per exponent, [256]; the last bin has zeros and non-finite elements."""
     # tl.histogram has a mask only since Triton 3.2; no finite number has the exponent 255.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -312,7 +309,7 @@ def is_last(counter, programs):
 
 
 @jit
-def merge_rows(partials, first, end, COLUMNS: tl.constexpr, EXTREMES: tl.constexpr):
+def merge_rows(partials, first, end, COLUMNS: constexpr, EXTREMES: constexpr):
     """Sum and maximum of columns, [32], over the rows ``first`` to ``end`` of ``partials``, exclusive.
 
     The order of the additions depends on the number of rows alone. Loads bypass the L1 cache, which may hold older
@@ -335,7 +332,7 @@ def merge_rows(partials, first, end, COLUMNS: tl.constexpr, EXTREMES: tl.constex
 
 
 @jit
-def placed(places, place, BEGIN: tl.constexpr, NUMBER: tl.constexpr):
+def placed(places, place, BEGIN: constexpr, NUMBER: constexpr):
     """Set the offsets of ``NUMBER`` columns from ``BEGIN`` on to ``place`` and the following, unless it is -1."""
     column = tl.arange(0, MERGED_COLUMNS)
     is_set = (column >= BEGIN) & (column < BEGIN + NUMBER) & (place >= 0)
@@ -377,7 +374,7 @@ def add_exponents(sums, place, counts):
 
 
 @jit
-def decode(loaded, FORMAT: tl.constexpr):
+def decode(loaded, FORMAT: constexpr):
     """Convert loaded elements to float32, exactly."""
     if FORMAT == "bfloat16":
         x = (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -395,7 +392,7 @@ def decode(loaded, FORMAT: tl.constexpr):
 
 
 @jit
-def decode_codes(loaded, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
+def decode_codes(loaded, FORMAT: constexpr, CONVERTS: constexpr):
     """Convert FP8 codes to float32, exactly. ``CONVERTS``: by the GPU's instruction."""
     if not CONVERTS:
         y = decode(loaded, FORMAT)
@@ -407,7 +404,7 @@ def decode_codes(loaded, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
 
 
 @jit
-def plain_moments(x, PER_THREAD: tl.constexpr):
+def plain_moments(x, PER_THREAD: constexpr):
     """Moments of a tile without inf and NaN, if the squares fit float32, in the order of :func:`careful_moments`,
     without the count.
     """
@@ -433,8 +430,6 @@ def are_plain(
     maximum,
     negated_min,
     abs_sum,
-    SMALLEST_PLAIN: tl.constexpr,
-    LARGEST_PLAIN: tl.constexpr,
 ):
     """Return whether :func:`plain_moments` is right for all tiles of a program, from the results of its threads."""
     top = tl.max(tl.maximum(maximum, negated_min), 0)
