@@ -46,21 +46,12 @@ def no_step_note(run: RecordedRun) -> list[str]:
     return [f"The run has no step{yet}, so it has no statistics and no coverage."]
 
 
-def multiply_adds(run: RecordedRun) -> dict[tuple[str, bool], int]:
-    """Return (precision or "", whether in the backward) -> multiply-adds per step."""
-    counts: dict[tuple[str, bool], int] = defaultdict(int)
-    for row in facts_at_end(run.gemms).select(["precision", "backward", "macs"]).to_pylist():
-        if row["macs"]:
-            counts[row["precision"] or "", bool(row["backward"])] += row["macs"]
-    return dict(counts)
-
-
 def precision_shares(run: RecordedRun) -> dict[str, float]:
     """Return precision -> share of the multiply-adds, from 0 to 1, largest first."""
     macs: dict[str, int] = defaultdict(int)
-    for (precision, _), count in multiply_adds(run).items():
-        if precision:
-            macs[precision] += count
+    for row in facts_at_end(run.gemms).select(["precision", "macs"]).to_pylist():
+        if row["precision"] and row["macs"]:
+            macs[row["precision"]] += row["macs"]
     whole = sum(macs.values())
     return {name: macs[name] / whole for name in sorted(macs, key=lambda name: -macs[name])}
 

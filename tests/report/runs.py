@@ -25,6 +25,7 @@ from te_precision_callbacks.runs.tables import (
     STATES,
     STEPS,
 )
+from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 
 PARTS = ("self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2")
@@ -136,6 +137,11 @@ class _Made:
             {**alike, "series": number, "layer": layer, "tensor": tensor, "statistic": statistic, "rank": rank}
             for number, (layer, tensor, statistic, rank) in enumerate(self.subjects)
         ]
+        for row, (_, tensor, statistic, _) in zip(rows, self.scalars, strict=False):
+            curve = self.curve(row["series"])
+            badness = list(map(family_of(tensor, statistic).badness, curve))
+            at = badness.index(max(badness))
+            row |= {"worst": curve[at], "worst_at": at}
         return pa.Table.from_pylist(rows, SERIES)
 
 

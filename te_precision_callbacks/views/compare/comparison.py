@@ -71,16 +71,14 @@ def _ends(name: str) -> list[str]:
 
 
 def _with_prefix(table: pa.Table, new: str, old: str) -> pa.Table:
-    names = table["layer"].cast(pa.string())
-    renamed = pc.binary_join_element_wise(new, pc.utf8_slice_codeunits(names, len(old)), "")
-    names = pc.if_else(pc.starts_with(names, old), renamed, names)
     number = table.schema.get_field_index("layer")
     field = table.schema.field(number)
+    names = pc.replace_substring_regex(table["layer"].cast(pa.string()), f"^{re.escape(old)}", new)
     return table.set_column(number, field, names.cast(field.type))
 
 
-_OF_EVERY_RUN = frozenset(
-    {"run_id", "segment", "parent_segment", "status", "host", "pid", "pid_namespace", "pid_started"}
+_OF_EVERY_RUN = re.compile(
+    "run_id|segment|parent_segment|status|host|pid|pid_namespace|pid_started|config_hash|.*_at|first_.*|last_.*"
 )
 """Facts that differ between any two runs."""
 
@@ -92,21 +90,17 @@ _ROWS = "rows in a step of"
 
 def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
     """Compare the facts of the last process starts of two runs, then their matrix products."""
-    settings_a = _settings(a)
-    settings_b = _settings(b)
     differences = []
-    if settings_a and settings_b:  # a log of plain nvidia-dlfw-inspect has none
-        names = dict(settings_a.items() ^ settings_b.items()).keys() - {"config_hash"}
-        ordered = sorted(names, key=_rank)
-        differences += [FactDifference(name, settings_a.get(name, ""), settings_b.get(name, "")) for name in ordered]
-    precision_b = _precision(b)
-    for name, text in _precision(a).items():
-        if precision_b.get(name, text) != text:
-            differences.append(FactDifference(name, text, precision_b[name]))
+    for facts_of in (_settings, _precision):
+        facts_a = facts_of(a)
+        facts_b = facts_of(b)
+        if facts_a and facts_b:  # a log of plain nvidia-dlfw-inspect has none
+            names = sorted(facts_a.keys() | facts_b.keys(), key=_rank)
+            differences += [FactDifference(name, facts_a.get(name, ""), facts_b.get(name, "")) for name in names]
     for (what, text_a, text_b), layers in _changed_layer_facts(a, b).items():
         name = f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}"
         differences.append(FactDifference(name, text_a, text_b))
-    return differences
+    return [difference for difference in differences if difference.a != difference.b]
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -117,11 +111,7 @@ def _rank(name: str) -> tuple[int, str]:
 def _settings(run: RecordedRun) -> dict[str, str]:
     facts = readable(run.segments[-1].facts) if run.segments else {}
     config = yaml.safe_load(facts.pop("config_text", None) or "{}")
-    names = [name for name in facts if name not in _OF_EVERY_RUN and not _CHANGES_BY_RUN.search(name)]
-    return dict(_flat({"config": config, **{name: facts[name] for name in names}}))
-
-
-_CHANGES_BY_RUN = re.compile("_at$|^first_|^last_")
+    return dict(_flat({"config": config, **{name: facts[name] for name in facts if not _OF_EVERY_RUN.fullmatch(name)}}))
 
 
 def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

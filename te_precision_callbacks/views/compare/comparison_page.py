@@ -29,9 +29,9 @@ from te_precision_callbacks.views.compare.wording import (
     origin,
 )
 from te_precision_callbacks.views.report.data import finding_on_page
+from te_precision_callbacks.views.report.families import Subjects, layer_name
 from te_precision_callbacks.views.report.packing import PackedArrays
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
-from te_precision_callbacks.views.report.subjects import Subjects, layer_name
 
 _MOST_POINTS = 1000
 

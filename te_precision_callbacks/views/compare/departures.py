@@ -16,7 +16,7 @@ from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.compare.noise import MAGNITUDE, NO_NUMBER, Families, NoiseFloor, family
 from te_precision_callbacks.views.compare.result import StatisticDeparture
 from te_precision_callbacks.views.compare.values import Joined, Side, join
-from te_precision_callbacks.views.report.overview import pieces
+from te_precision_callbacks.views.report.families import pieces
 
 _PART_OF_BOUND = 0.5
 _LEAST_BEGIN = 4.0

@@ -82,6 +82,8 @@ def loss_curves(a: RecordedRun, b: RecordedRun) -> LossCurves | None:
 
 
 def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
+    if name not in b.metrics:
+        return None
     curve_a, curve_b = (_last_values(run.metrics[name]) for run in (a, b))
     iterations, rows_a, rows_b = np.intersect1d(
         curve_a.iterations, curve_b.iterations, assume_unique=True, return_indices=True
@@ -124,8 +126,7 @@ def compare_losses(
     curves = loss_curves(a, b)
     if curves is None:
         return None
-    baselines = [_curves(a, run, curves.name) for run in noise if curves.name in run.metrics]
-    known_baselines = [baseline for baseline in baselines if baseline is not None]
+    baselines = [baseline for run in noise if (baseline := _curves(a, run, curves.name)) is not None]
     stable = curves.stable
     stable_since = largest_at = int(curves.iterations[0])
     largest = math.nan
@@ -154,9 +155,9 @@ def compare_losses(
         relative=curves.difference,
         largest=largest,
         largest_at=largest_at,
-        floor=max((abs(baseline.difference) for baseline in known_baselines), default=None),
+        floor=max((abs(baseline.difference) for baseline in baselines), default=None),
         yardsticks=tuple(yardsticks),
-        spike=_spike(curves, known_baselines),
+        spike=_spike(curves, baselines),
         precisions=(_precision(shares[0]), _precision(shares[1])),
         lost_a=curves.lost_a,
         lost_b=curves.lost_b,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from te_precision_callbacks.views.report.families import ReportError
     from te_precision_callbacks.views.report.page import write_report
-    from te_precision_callbacks.views.report.subjects import ReportError
 
 __all__ = ["ReportError", "write_report"]
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
@@ -25,7 +24,6 @@ from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.summary import (
     last_steps,
     loss_first,
-    multiply_adds,
     no_step_note,
     outcome_notes,
     why_nothing_to_show,
@@ -33,16 +31,20 @@ from te_precision_callbacks.runs.summary import (
 from te_precision_callbacks.runs.tables import facts_at_end
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.table import Worse
-from te_precision_callbacks.views.report.overview import (
+from te_precision_callbacks.views.report.families import (
     Columns,
-    Overview,
+    FamilySeries,
+    HeatMap,
+    ReportError,
+    ReportLayer,
+    Subjects,
     curves_of,
-    heat_map_columns,
+    folder_name,
+    heat_maps,
     histograms,
-    overviews,
+    layer_name,
 )
 from te_precision_callbacks.views.report.packing import PackedArrays, bfloat16
-from te_precision_callbacks.views.report.subjects import ReportError, ReportLayer, Subjects, folder_name, layer_name
 
 _HISTOGRAM_COLUMNS = 60
 
@@ -50,10 +52,6 @@ WORST = 5
 """The number of worst layers of each statistic."""
 
 _FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_scales%", "flushed_scales%")
-
-_FORMATS = {form.name: {"max": form.max, "least": form.min_subnormal, "reach": 1.0} for form in (E4M3, E5M2, E2M1)}
-# Blocks of NVFP4 have E4M3 scales, which extend the range of a tensor downwards.
-_FORMATS[E2M1.name]["reach"] = E4M3.min_subnormal / E4M3.max
 
 _MOST_MISSES = 500
 """After so many curves in a row that do not fit, no other is tried."""
@@ -69,46 +67,43 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     subjects = Subjects(run)
     verdict = diagnose(run)
     packed = PackedArrays(most)
-    columns = heat_map_columns(run, subjects.families)
-    heat_maps: list[Overview] = []
-    contents: list[dict[str, Any]] = []
-    for overview in overviews(run, subjects.families, columns):
-        contents.append(_family(overview, packed))
-        del overview.cells, overview.present
-        heat_maps.append(overview)
+    families = subjects.families
+    columns = Columns.of_heat_maps(run, families)
+    maps = heat_maps(run, families, columns)
+    contents = [_family(family, heat_map, packed) for family, heat_map in zip(families, maps, strict=True)]
     findings = [finding_on_page(finding, subjects) for finding in verdict]
+    worst = worst_layers(families)
     content: dict[str, Any] = {
         "run": _run(run),
         "notes": [*no_step_note(run), *run.notes],
         "layers": _layers(run, subjects.layers),
         "scalars": _scalars(run, subjects, packed),
-        "formats": _FORMATS,
         "verdict": {**verdict.as_json(), "findings": findings},
-        "worst_layers": worst_layers(heat_maps),
+        "worst_layers": worst,
         "last_steps": _last_steps(run, packed),
         "families": contents,
     }
     layers = {layer for finding in findings for layer in finding["places"]}
-    layers.update(item["layer"] for listed in content["worst_layers"] for item in listed["items"])
+    layers.update(item["layer"] for listed in worst for item in listed["items"])
     content["histograms"] = _histograms(run, subjects, packed, layers)
     content["exact"] = {
-        "curves": _put_curves(run, heat_maps, verdict, contents, packed),
-        "series": sum(len(overview.places) for overview in heat_maps),
+        "curves": _put_curves(run, families, verdict, contents, packed),
+        "series": sum(len(family.series) for family in families),
         "widest": int(np.max(columns.last - columns.first, initial=-1) + 1),
     }
     return content, packed.texts
 
 
-def worst_layers(heat_maps: Sequence[Overview]) -> list[dict[str, Any]]:
+def worst_layers(families: Sequence[FamilySeries]) -> list[dict[str, Any]]:
     """The worst layers of each statistic with a bad direction, most severe first, without perfect values."""
     listed = []
     priorities = {}
-    for number, overview in enumerate(heat_maps):
-        family = overview.family
+    for number, series in enumerate(families):
+        family = series.family
         if not family.has_direction or family.request is None:
             continue
         perfect = 0.0 if family.worse is Worse.HIGH else np.inf
-        worst = overview.worst_layers(WORST)
+        worst = series.worst_layers(WORST)
         items = [item._asdict() for item in worst if item.value != perfect]
         listed.append({"family": number, "items": items, "counted": bool(worst)})
         name = family.request.statistic.name
@@ -123,18 +118,20 @@ def finding_on_page(finding: Finding, subjects: Subjects) -> dict[str, Any]:
     return {**content, "places": layers[:_MOST_LAYERS_OF_FINDING], "layers_total": len(finding.layers)}
 
 
-def _family(overview: Overview, packed: PackedArrays) -> dict[str, Any]:
-    family = overview.family
+def _family(series: FamilySeries, heat_map: HeatMap, packed: PackedArrays) -> dict[str, Any]:
+    family = series.family
     request = family.request
     row = None if request is None else request.statistic
-    cells = {}
-    for rank, values, present in zip(overview.ranks, overview.cells, overview.present, strict=True):
-        nans = np.flatnonzero(present & np.isnan(values)).astype(np.int32)
-        cells[str(rank)] = {"values": packed.put(bfloat16(values)), "nans": packed.put(nans)}
-
-    def put_by_rank(values: npt.NDArray[Any]) -> dict[str, Any]:
-        return {str(rank): packed.put(array) for rank, array in zip(overview.ranks, values, strict=True)}
-
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "layer": series.layer.astype(np.int32),
+        "rank": series.rank.astype(np.int32),
+        "worst": series.worst,
+        "worst_at": series.worst_at,
+        "first": heat_map.columns.first,
+        "last": heat_map.columns.last,
+        "cells": bfloat16(heat_map.cells),
+        "nans": np.flatnonzero(heat_map.present & np.isnan(heat_map.cells)).astype(np.int32),
+    }
     return {
         "tensor": family.tensor,
         "statistic": family.statistic,
@@ -145,21 +142,16 @@ def _family(overview: Overview, packed: PackedArrays) -> dict[str, Any]:
         "unit": "" if row is None else row.unit,
         "formula": "" if row is None else row.formula,
         "worse": None if family.worse is None else family.worse.value,
-        "ranks": overview.ranks,
-        "rows": packed.put(overview.layers.astype(np.int32)),
-        "first": packed.put(overview.columns.first),
-        "last": packed.put(overview.columns.last),
         "signed": row is not None and row.signed,
-        "cells": cells,
-        "worst": put_by_rank(overview.worst),
-        "worst_at": put_by_rank(overview.worst_at),
+        "ranks": series.ranks,
+        "arrays": {name: packed.put(array) for name, array in arrays.items()},
         "curves": {},
     }
 
 
 def _put_curves(
     run: RecordedRun,
-    heat_maps: Sequence[Overview],
+    families: Sequence[FamilySeries],
     verdict: Verdict,
     contents: Sequence[dict[str, Any]],
     packed: PackedArrays,
@@ -171,35 +163,30 @@ def _put_curves(
     """
     with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
     severity_of: dict[int, int] = {}
-    for overview in heat_maps:
-        for severity, item in enumerate(overview.worst_layers(WORST)):
+    for family in families:
+        for severity, item in enumerate(family.worst_layers(WORST)):
             severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
-    counts = run.series["count"].to_pylist()
-    order: list[tuple[tuple[int, ...], int]] = []
-    family_of: dict[int, int] = {}
-    for number, overview in enumerate(heat_maps):
-        for series, (rank, row) in overview.places.items():
+    order: list[tuple[bool, int, int, int, int]] = []
+    for number, family in enumerate(families):
+        for row, (series, layer) in enumerate(zip(family.series.tolist(), family.layer.tolist(), strict=True)):
             subject = run.subjects[series]
             is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
-            if counts[series]:
-                severity = severity_of.get(int(overview.layers[row]), WORST)
-                order.append(((is_other, severity, number, rank, row), series))
-                family_of[series] = number
-    numbers = [series for _, series in sorted(order)]
+            order.append((is_other, severity_of.get(layer, WORST), number, row, series))
+    order.sort()
     exact = 0
     misses = 0
-    for series, curve in zip(numbers, curves_of(run, numbers), strict=True):
+    for (_, _, number, row, _), curve in zip(order, curves_of(run, [entry[-1] for entry in order]), strict=True):
+        if not len(curve.values):
+            continue
         references = packed.try_put_curve(*curve)
-        if references is not None:
-            overview = heat_maps[family_of[series]]
-            rank, row = overview.places[series]
-            contents[family_of[series]]["curves"][f"{row}:{overview.ranks[rank]}"] = references
-            exact += 1
-            misses = 0
-        else:
+        if references is None:
             misses += 1
-        if misses == _MOST_MISSES:
-            break
+            if misses == _MOST_MISSES:
+                break
+            continue
+        contents[number]["curves"][row] = references
+        exact += 1
+        misses = 0
     return exact
 
 
@@ -211,17 +198,13 @@ def _histograms(
     order: list[tuple[tuple[int, ...], int]] = []
     keys: dict[int, tuple[int, str]] = {}
     for family in subjects.histograms:
-        if (family.layer < 0).any():
-            continue
         for series, layer, rank in zip(
             family.series.tolist(), family.layer.tolist(), family.rank.tolist(), strict=True
         ):
             order.append(((layer not in layers, len(content), layer), series))
             keys[series] = len(content), f"{layer}:{rank}"
         names = {"tensor": family.family.tensor, "statistic": family.family.statistic, "ranks": family.ranks}
-        content.append({**names, "layers": family.rows.tolist(), "counts": {}})
-    if not order:
-        return []
+        content.append({**names, "layers": np.unique(family.layer).tolist(), "counts": {}})
     most = packed.size + (packed.most - packed.size) // 3
     columns = Columns.of(run, _HISTOGRAM_COLUMNS)
     for histogram in histograms(run, [series for _, series in sorted(order)], columns):
@@ -243,7 +226,6 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "name": folder_name(run),
         "duration": duration(run),
         "trainer": _trainer_steps(run),
-        "coverage": _coverage(run),
         "outcome": outcome_notes(run),
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
@@ -295,11 +277,6 @@ def _downsample(values: Floats) -> Ints:
     return np.array(sorted(kept))
 
 
-def _coverage(run: RecordedRun) -> list[dict[str, Any]]:
-    sums = sorted(multiply_adds(run).items())
-    return [{"precision": name, "backward": backward, "macs": macs} for (name, backward), macs in sums]
-
-
 _LAYER_FACTS = ("given", "class", "family", "exec_fwd", "params", "weight_dtype", "primary_weights")
 _GEMM_FACTS = ("gemm", "backward", "runs", "not_run", "precision", "n", "m", "k", "batch", "calls", "macs")
 
@@ -344,15 +321,11 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     if not len(run.steps):
         return {}
     iterations = run.steps["iteration"].to_numpy()
-    facts: dict[str, Any] = {
-        "steps": len(np.unique(iterations)),
-        "first": int(iterations.min()),
-        "last": int(iterations.max()),
-    }
+    facts: dict[str, Any] = {"steps": len(iterations), "first": int(iterations[0]), "last": int(iterations[-1])}
     timed = run.steps.filter(pc.field("wall_time").is_valid())
     count = np.diff(timed["iteration"].to_numpy())  # not every step has records
     seconds = np.diff(timed["wall_time"].to_numpy()) / np.timedelta64(1, "s")
-    in_segment = (count > 0) & (np.diff(timed["segment"].to_numpy()) == 0)
+    in_segment = np.diff(timed["segment"].to_numpy()) == 0
     if in_segment.any():
         facts["median_step_seconds"] = float(np.median(seconds[in_segment] / count[in_segment]))
     return facts

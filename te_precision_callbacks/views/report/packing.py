@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import zlib
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -42,37 +43,33 @@ class PackedArrays:
 
     def put(self, values: npt.NDArray[Any]) -> dict[str, Any]:
         """Store an array, ignoring the budget. Returns the reference for the page."""
-        values = _narrow(values)
-        return self._store(_pack(values), values)
+        return self._store(*_pack(values))
 
     def try_put(self, *arrays: npt.NDArray[Any]) -> list[dict[str, Any]] | None:
         """Store arrays if all of them are within the budget."""
-        narrow = list(map(_narrow, arrays))
-        texts = list(map(_pack, narrow))
-        if self.size + sum(len(text) for text in texts if text not in self._numbers) > self.most:
+        packed = list(map(_pack, arrays))
+        if self.size + sum(len(text) for text, _ in packed if text not in self._numbers) > self.most:
             return None
-        return list(map(self._store, texts, narrow))
+        return list(starmap(self._store, packed))
 
     def try_put_curve(self, iterations: Ints, *columns: Floats) -> list[dict[str, Any]] | None:
         """Store columns over iterations, which are stored as the first one and the steps between them."""
         return self.try_put(np.diff(iterations, prepend=0).astype(np.int32), *columns)
 
-    def _store(self, text: str, values: npt.NDArray[Any]) -> dict[str, Any]:
+    def _store(self, text: str, layout: dict[str, Any]) -> dict[str, Any]:
         if text not in self._numbers:
             self._numbers[text] = len(self._numbers)
             self.size += len(text) + 1
-        return {"id": self._numbers[text], "dtype": values.dtype.name, "shape": values.shape}
+        return {"id": self._numbers[text], **layout}
 
 
-def _pack(values: npt.NDArray[Any]) -> str:
+def _pack(values: npt.NDArray[Any]) -> tuple[str, dict[str, Any]]:
+    """Return the text of an array, and its layout. Float64 values become float32 if that changes none of them."""
+    if values.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            narrow = values.astype(np.float32)
+        if np.array_equal(narrow, values, equal_nan=True):
+            values = narrow
     flat = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
-    return compress(flat.reshape(-1).view(np.uint8).reshape(-1, flat.itemsize).T.tobytes())
-
-
-def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return float64 values as float32 if that changes none of them."""
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    if values.dtype == np.float64 and np.array_equal(narrow, values, equal_nan=True):
-        return narrow
-    return values
+    text = compress(flat.reshape(-1).view(np.uint8).reshape(-1, flat.itemsize).T.tobytes())
+    return text, {"dtype": values.dtype.name, "shape": values.shape}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import shell_command
@@ -26,7 +26,7 @@ from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
 from te_precision_callbacks.statistics.table import StatisticSource, Worse
-from te_precision_callbacks.views.report.overview import curves_of
+from te_precision_callbacks.views.report.families import curves_of
 
 MOST_LAYERS = 3
 
@@ -188,31 +188,22 @@ def _summarize_facts(run: RecordedRun) -> dict[str, str]:
     return {**texts, "ranks": str(segment.world)}
 
 
-@dataclass
-class _Group:
-    """The series with values of a statistic.
-
-    Attributes:
-        worst, worst_at: the worst value of each series and its iteration, without delayed scaling's first step.
-    """
+class _Group(NamedTuple):
+    """The series with values of a statistic; ``worst``: series -> worst value, without delayed scaling's first step."""
 
     family: Family
-    worst: dict[int, float] = field(default_factory=dict)
-    worst_at: dict[int, int] = field(default_factory=dict)
+    worst: dict[int, float]
 
 
 def _group_series(run: RecordedRun) -> dict[str, _Group]:
     """Return statistic -> its series, the most important statistic first, without histograms."""
     groups: dict[str, _Group] = {}
     for row in run.series.to_pylist():
-        if not row["count"]:
-            continue
-        name = row["statistic"] or ""
-        if name not in groups:
-            groups[name] = _Group(family_of(row["tensor"] or "", name))
-        if row["worst"] is not None:
-            groups[name].worst[row["series"]] = row["worst"]
-            groups[name].worst_at[row["series"]] = row["worst_at"]
+        if row["count"]:
+            name = row["statistic"] or ""
+            group = groups.setdefault(name, _Group(family_of(row["tensor"] or "", name), {}))
+            if row["worst"] is not None:
+                group.worst[row["series"]] = row["worst"]
     ordered = sorted(groups, key=lambda name: _priority(groups[name].family.request))
     return {name: groups[name] for name in ordered if not _is_histogram(groups[name].family.request)}
 
@@ -261,7 +252,8 @@ def _worst_series(run: RecordedRun, group: _Group, most: int) -> Iterator[WorstS
     for number, curve in zip(chosen, curves_of(run, chosen), strict=True):
         if len(curve.values):
             is_low = group.family.worse is Worse.LOW
-            yield WorstSeries(run.subjects[number], group.worst[number], group.worst_at[number], is_low, curve)
+            worst_at = run.series["worst_at"][number].as_py()
+            yield WorstSeries(run.subjects[number], group.worst[number], worst_at, is_low, curve)
 
 
 def _shown_event(row: Mapping[str, Any]) -> ShownEvent:

@@ -118,7 +118,7 @@ async function byRank(report, family) {
   const cells = new Array(height * ranks.length).fill(null);
   const exact = [];
   for (const [column, rank] of ranks.entries()) {
-    const [values, at] = await Promise.all([family.worst[rank], family.worst_at[rank]].map((each) => report.arrays.get(each)));
+    const { values, at } = await family.worstOf(rank);
     exact.push({ values, at });
     for (let row = 0; row < height; row++)
       if (at[row] >= 0) cells[row * ranks.length + column] = values[row];
@@ -161,7 +161,7 @@ async function heatmapPage(report) {
     buttons("Rows", folds, fold(), (name) => change({ fold: name, open: "" })),
     el("label", { class: "grow" }, "Layer name contains", search));
   const word = extreme(family.worse);
-  const exactAll = Object.keys(family.curves).length >= family.layers.length * family.ranks.length;
+  const exactAll = Object.keys(family.curves).length >= family.seriesOf.size;
   const widest = Math.max(1, ...Array.from(family.begins, (begin, at) => family.ends[at] - begin + 1));
   const how = ranksShown ? [true, `exact: the ${word} of the run`]
     : [exactAll && widest === 1, exactAll && widest === 1 ? "all values are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the ${word} of up to ${widest} steps`];

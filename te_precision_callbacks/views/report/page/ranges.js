@@ -1,6 +1,14 @@
 // The windows of number formats: what a format can hold at a scale.
 
-const WINDOWS = ["E4M3", "E5M2", "E2M1"];
+// The largest and the least magnitude above 0 of each, and what its scales within a tensor add downwards: blocks of
+// NVFP4 have E4M3 scales.
+const FORMATS = {
+  E4M3: { max: 448, least: 2 ** -9, reach: 1 },
+  E5M2: { max: 57344, least: 2 ** -16, reach: 1 },
+  E2M1: { max: 6, least: 0.5, reach: 2 ** -9 / 448 },
+};
+
+const WINDOWS = Object.keys(FORMATS);
 
 const windowTitle = (format) => format === "E2M1" ? "E2M1 (blocks)" : format;
 
@@ -13,7 +21,7 @@ function ownFormat(layer, tensor) {
 // The window of a format in a layer at a step, as powers of two: {top, bottom, recorded}; null if nothing is known. With no
 // recorded scale, it is the one for which the largest magnitude becomes the format's largest number.
 async function windowOf(report, name, index, tensor, step, amax, chosenRank) {
-  const format = report.formats[name];
+  const format = FORMATS[name];
   const window = (low, high, recorded) => ({ top: Math.log2(format.max * high), bottom: Math.log2(format.least * low), recorded });
   const read = async (base) => {
     const family = report.families.find((one) => one.base === base && one.tensor === tensor && !one.recipe && !one.columnwise && one.rowOf.has(index));

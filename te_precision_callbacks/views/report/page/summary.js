@@ -30,10 +30,22 @@ function stepsRecorded({ run: { duration: { steps, first, last }, trainer } }) {
   return steps ? `${shown(first)} to ${shown(last)}${own}` : "";
 }
 
+// The multiply-adds of a step by precision and pass: {precision, backward, macs}.
+function coverageOf(report) {
+  const sums = new Map();
+  for (const { precision, backward, macs } of report.layers.flatMap((layer) => layer.gemms)) {
+    if (!macs) continue;
+    const key = `${precision ?? ""} ${backward ?? false}`;
+    if (!sums.has(key)) sums.set(key, { precision: precision ?? "", backward: backward ?? false, macs: 0 });
+    sums.get(key).macs += macs;
+  }
+  return [...sums.values()].sort((a, b) => a.precision.localeCompare(b.precision) || a.backward - b.backward);
+}
+
 const PASSES = [["backward", true], ["forward", false], ["all", null]];
 
 function coverageCard(report) {
-  const rows = report.run.coverage;
+  const rows = coverageOf(report);
   const total = (pass) => rows.filter((row) => pass === null || row.backward === pass).reduce((sum, row) => sum + row.macs, 0);
   if (!rows.length) {
     return [card("Coverage", {}, el("p", { class: "quiet" },
@@ -144,10 +156,10 @@ function worstCard(report, { family: index, items }) {
       csvButton(`worst ${family.label}`, ["layer", "value", "step", "rank"], async () => {
         await family.open();
         const rows = [];
-        for (const [rank, packed] of Object.entries(family.worst)) {
-          const [values, at] = await Promise.all([packed, family.worst_at[rank]].map((each) => report.arrays.get(each)));
+        for (const rank of family.ranks) {
+          const { values, at } = await family.worstOf(rank);
           family.layers.forEach((layer, row) => at[row] >= 0 &&
-            rows.push([report.layers[layer].name, values[row], at[row], Number(rank) === REDUCED ? "" : Number(rank)]));
+            rows.push([report.layers[layer].name, values[row], at[row], rank === REDUCED ? "" : rank]));
         }
         return rows.sort((a, b) => badness(b[1], family.worse) - badness(a[1], family.worse));
       })),

@@ -125,22 +125,32 @@ class Family {
   // What every use of it needs; the cells of a rank are unpacked when they are asked for.
   async open() {
     if (!this.opened) {
-      const arrays = this.report.arrays;
-      this.opened = Promise.all([this.rows, this.first, this.last].map((each) => arrays.get(each)));
-      const [layers, begins, ends] = await this.opened;
-      this.layers = layers;
+      this.opened = Promise.all(["layer", "rank", "first", "last"].map((name) => this.unpacked(name)));
+      const [layers, ranks, begins, ends] = await this.opened;
+      this.layers = [...new Set(layers)].sort((a, b) => a - b);
       this.begins = begins;
       this.ends = ends;
-      this.rowOf = new Map(Array.from(layers, (layer, row) => [layer, row]));
+      this.rowOf = new Map(this.layers.map((layer, row) => [layer, row]));
+      this.seriesOf = new Map(Array.from(layers, (layer, series) => [`${this.rowOf.get(layer)}:${ranks[series]}`, series]));
     }
     await this.opened;
     return this;
   }
 
+  unpacked(name) {
+    return this.report.arrays.get(this.arrays[name]);
+  }
+
   // The rank that is shown: the chosen one where it has numbers, else the first one.
   rankFor(chosen) {
-    if (chosen !== "" && this.cells[chosen]) return Number(chosen);
-    return this.ranks[0];
+    return chosen !== "" && this.ranks.includes(Number(chosen)) ? Number(chosen) : this.ranks[0];
+  }
+
+  // The exact worst number of each row, and its step, -1 where there is none: {values, at}.
+  async worstOf(rank) {
+    const [values, at] = await Promise.all([this.unpacked("worst"), this.unpacked("worst_at")]);
+    const series = this.layers.map((_, row) => this.seriesOf.get(`${row}:${rank}`));
+    return { values: series.map((each) => values[each]), at: series.map((each) => at[each] ?? -1) };
   }
 
   // The numbers of the overview, of all rows and columns; null where there is none.
@@ -150,12 +160,15 @@ class Family {
   }
 
   async unpackedCells(rank) {
-    const { values, nans } = this.cells[rank];
-    const [halves, places] = await Promise.all([values, nans].map((each) => this.report.arrays.get(each)));
+    const [halves, places] = await Promise.all([this.unpacked("cells"), this.unpacked("nans")]);
     const numbers = new Float32Array(Uint32Array.from(halves, (half) => half << 16).buffer); // bfloat16
-    const cells = Array.from(numbers, (value) => Number.isNaN(value) ? null : value);
-    for (const place of places) cells[place] = NaN;
-    return cells;
+    const all = Array.from(numbers, (value) => Number.isNaN(value) ? null : value);
+    for (const place of places) all[place] = NaN;
+    const width = this.begins.length;
+    return this.layers.flatMap((_, row) => {
+      const series = this.seriesOf.get(`${row}:${rank}`);
+      return series === undefined ? new Array(width).fill(null) : all.slice(series * width, (series + 1) * width);
+    });
   }
 
   // The scale of its numbers in all ranks.
@@ -175,7 +188,7 @@ class Family {
 
   // The whole curve of a row, {steps, values}; null where the page has none.
   async curve(row, rank) {
-    const packed = this.curves[`${row}:${rank}`];
+    const packed = this.curves[this.seriesOf.get(`${row}:${rank}`)];
     if (!packed) return null;
     const [steps, values] = await unpackedCurve(this.report, packed);
     return { steps, values, exact: true };
