@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 _KEPT_FREE = 1 << 30
 """The bytes that stay free on the disk; a twentieth of a small disk."""
@@ -31,3 +33,17 @@ def why_full(folder: Path, nbytes: int = 0) -> str | None:
     if disk.free - nbytes < min(_KEPT_FREE, disk.total // 20):
         return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"
     return None
+
+
+class AppendedFile(io.FileIO):
+    """A file that is only appended to. Writes are unbuffered, so that a forked process does not repeat them."""
+
+    def write(self, data: Any, /) -> int:
+        """Append data; raises OSError, also if the file was deleted."""
+        left = memoryview(data).cast("B")
+        count = len(left)
+        while left:
+            left = left[super().write(left) :]
+        if os.fstat(self.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self.name))
+        return count

@@ -23,9 +23,8 @@ from te_precision_callbacks.diagnosis.numbers import Splitter
 from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck
 from te_precision_callbacks.diagnosis.rules import ROWS
 from te_precision_callbacks.runs import RecordedRun, open_run
-from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.summary import failed_starts
-from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.runs.tables import REDUCED, STEP0
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.names import logged_request

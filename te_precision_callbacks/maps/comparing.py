@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -94,30 +95,27 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
     """Compare the quantization of weights and activations, after aligning names; raises MapError."""
     given = alignment or Alignment()
     partners = align(a.modules, b.modules, given)
-    pairs: list[tuple[str, str]] = []
-    for name, others in partners.items():
-        pairs += product([name], others)
-    not_said: dict[str, int] = {}
+    pairs = [(name, other) for name, others in partners.items() for other in others]
+    not_said: Counter[str] = Counter()
     allowed: dict[str, None] = {}
     differences: list[Difference] = []
     for name, other in pairs:
-        tensors: list[str] = []
-        in_a: dict[str, None] = {}
-        in_b: dict[str, None] = {}
+        ours = a.modules[name]
+        theirs = b.modules[other]
+        differing: dict[str, tuple[str, str]] = {}
         for tensor in ("weight", "activation"):
-            first = getattr(a.modules[name], tensor)
-            second = getattr(b.modules[other], tensor)
+            first = getattr(ours, tensor)
+            second = getattr(theirs, tensor)
             if not first or not second:
-                not_said[tensor] = not_said.get(tensor, 0) + 1
+                not_said[tensor] += 1
             elif first != second and (is_quantized(first) or is_quantized(second)):
-                tensors.append(tensor)
-                in_a[first] = None
-                in_b[second] = None
-        if tensors and given.allows(name, other):
+                differing[tensor] = first, second
+        if differing and given.allows(name, other):
             allowed[name] = None
-        elif tensors:
-            texts = (" and ".join(tensors), " and ".join(in_a), " and ".join(in_b))
-            differences.append(Difference(name, other, *texts, a.modules[name].said, b.modules[other].said))
+        elif differing:
+            in_a, in_b = (" and ".join(dict.fromkeys(side)) for side in zip(*differing.values(), strict=True))
+            tensors = " and ".join(differing)
+            differences.append(Difference(name, other, tensors, in_a, in_b, ours.said, theirs.said))
     matched = set(chain(*partners.values()))
     only_a = tuple(name for name, others in partners.items() if not others)
     only_b = tuple(name for name in b.modules if name not in matched)

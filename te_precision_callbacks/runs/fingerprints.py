@@ -245,15 +245,17 @@ def with_recipes(
     recipes: list[RecipeFingerprint] = []
     layers = []
     for layer in fingerprint.layers:
-        recipe = None
         in_force = recipe_of_module(module_of[layer.name]) if layer.name in module_of else None
         if trained_in_fp8(layer.name) is False:
             recipe = RecipeFingerprint(HIGH_PRECISION, {})
         elif in_force is not None:
             recipe = recipe_fingerprint(in_force)
-        if recipe is not None and recipe not in recipes:
+        else:
+            layers.append(layer)
+            continue
+        if recipe not in recipes:
             recipes.append(recipe)
-        layers.append(replace(layer, recipe=None if recipe is None else recipes.index(recipe)))
+        layers.append(replace(layer, recipe=recipes.index(recipe)))
     return replace(fingerprint, recipes=tuple(recipes), layers=tuple(layers))
 
 
@@ -301,15 +303,15 @@ def _weights(module: Any, number: int) -> Weights:
     quantized = [weight for weight in local if not QUANTIZED.isdisjoint(class_names(weight))]
     hashes = {}
     for direction, columnwise in (("rowwise", False), ("columnwise", True)):
-        parts = [_data(weight, columnwise=columnwise) for weight in quantized]
-        if any(parts):
-            hashes[direction] = content_hash(*itertools.chain(*parts))
+        parts = itertools.chain(*(_data(weight, columnwise=columnwise) for weight in quantized))
+        if tensors := list(parts):
+            hashes[direction] = content_hash(*tensors)
     sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
     if quantized:
         names = dict.fromkeys(type(weight).__name__ for weight in quantized)
-        return Weights("quantized", ", ".join(names), hashes, sharded)
-    dtypes = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in local)
-    return Weights("high", ", ".join(dtypes), hashes, sharded)
+    else:
+        names = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in local)
+    return Weights("quantized" if quantized else "high", ", ".join(names), hashes, sharded)
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
@@ -428,19 +430,15 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
         saved: the fingerprint of this rank, or of rank 0.
         now: states and weights as restored, before any forward, and the recipes of the first step.
     """
-    layers = {(layer.scope, layer.name): layer for layer in saved.layers}
-    layers_with: dict[tuple[str, bool], list[str]] = {}
-    compared = 0
-    for layer in now.layers:
-        before = layers.get((layer.scope, layer.name))
-        if before is not None:
-            compared += 1
-            for difference in _differences(saved, before, now, layer):
-                layers_with.setdefault(difference, []).append(layer.name)
+    before = {(layer.scope, layer.name): layer for layer in saved.layers}
+    common = [layer for layer in now.layers if (layer.scope, layer.name) in before]
+    differences: list[tuple[tuple[str, bool], str]] = []
+    for layer in common:
+        own = _differences(saved, before[layer.scope, layer.name], now, layer)
+        differences += [(difference, layer.name) for difference in own]
     findings = []
-    for (what, of_rank), names in layers_with.items():
-        is_everywhere = len(names) == compared
-        findings.append(ResumeFinding(what, tuple(names), all_layers=is_everywhere, of_rank=of_rank))
+    for (what, of_rank), names in group_by_key(differences).items():
+        findings.append(ResumeFinding(what, tuple(names), len(names) == len(common), of_rank))
     changed = _changes(saved.versions, now.versions, "none")
     if changed:
         findings.append(ResumeFinding(f"Other versions: {changed}"))
@@ -519,14 +517,9 @@ def _scaling_differences(
 
 
 def unsaved_layers(fingerprint: Fingerprint) -> ResumeFinding | None:
-    with_state = 0
-    lacking = []
-    for layer in fingerprint.layers:
-        if layer.forward is not None and not layer.forward.is_new:
-            with_state += 1
-            if layer.unsaved:
-                lacking.append(layer.name)
+    with_state = [layer for layer in fingerprint.layers if layer.forward is not None and not layer.forward.is_new]
+    lacking = tuple(layer.name for layer in with_state if layer.unsaved)
+    if not lacking:
+        return None
     what = "The checkpoint does not have the scales and amax histories of these layers"
-    if lacking:
-        return ResumeFinding(what, tuple(lacking), all_layers=len(lacking) == with_state)
-    return None
+    return ResumeFinding(what, lacking, all_layers=len(lacking) == len(with_state))

@@ -15,8 +15,6 @@ so all statistics of quantized tensors in iteration 0 are flagged as the first s
 from __future__ import annotations
 
 import re
-import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,10 +27,20 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.vocabulary import TENSORS
-from te_precision_callbacks.runs.index import VALUE_ROWS, VECTOR_ROWS, SeriesIndex, Subject
 from te_precision_callbacks.runs.recorded import NotARunError, RecordedRun, RunError, Segment
 from te_precision_callbacks.runs.run_files import gaps
-from te_precision_callbacks.runs.tables import EVENTS, FACTS, LAYERS, SCALARS, STEP0, STEPS
+from te_precision_callbacks.runs.tables import (
+    EVENTS,
+    FACTS,
+    LAYERS,
+    SCALARS,
+    STEP0,
+    STEPS,
+    VALUE_ROWS,
+    VECTOR_ROWS,
+    SeriesIndex,
+    Subject,
+)
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.statistics.series import parse_log_name
 
@@ -43,7 +51,6 @@ EVENTS_FOLDER = "nvdlfw_inspect_logs"
 _NAME = re.compile(r"nvdlfw_inspect_globalrank-(\d{1,9})\.log")
 
 _PIECE = 1 << 23  # bytes read at once
-_PROGRESS_BYTES = 1 << 26  # smaller logs show no progress bar
 
 # A value; ``rank=`` is in logs of a session.
 _LINE = re.compile(
@@ -128,14 +135,7 @@ def import_logs(path: Path, logs: Logs) -> RecordedRun:
 
 
 def _lines_of(file: Path) -> Iterator[bytes]:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import open as open_with_bar
-
-    is_hidden = regular_file(file).stat().st_size < _PROGRESS_BYTES or not sys.stderr.isatty()
-    console = Console(stderr=True)
-    text = escape(f"Reading {file}")
-    with open_with_bar(file, "rb", description=text, console=console, transient=True, disable=is_hidden) as log:
+    with regular_file(file).open("rb") as log:
         while lines := log.readlines(_PIECE):
             if not lines[-1].endswith(b"\n"):
                 lines.pop()
@@ -193,17 +193,14 @@ def _assemble(rows: _Rows, names: list[str], layers: Iterable[str]) -> tuple[Ser
     rows = rows[np.lexsort((rows["iteration"], rows["rank"], rows["name"]))]
     changes = np.stack([np.diff(rows[name]) != 0 for name in ("name", "rank", "iteration")])
     rows = rows[np.append(changes.any(0), True)]  # without those of iterations that ran again
-    ends = np.flatnonzero(np.diff(rows["name"]) | np.diff(rows["rank"])) + 1
-    parts_of: dict[int, list[_Rows]] = defaultdict(list)  # name -> the rows of each rank
-    for part in np.split(rows, ends):
-        parts_of[int(part["name"][0])].append(part)
+    by_name = np.split(rows, np.flatnonzero(np.diff(rows["name"])) + 1)
     index = SeriesIndex()
     parts: list[_Rows] = []
     numbers: list[int] = []
-    for number, (layer, tensor, statistic) in enumerate(parse_names(names, layers).values()):
-        of_ranks = parts_of[number]
-        ranks: list[int | None] = [int(part["rank"][0]) for part in of_ranks]
-        if len({(part["iteration"].tobytes(), part["value"].tobytes()) for part in of_ranks}) == 1:
+    for part, (layer, tensor, statistic) in zip(by_name, parse_names(names, layers).values(), strict=True):
+        of_ranks = np.split(part, np.flatnonzero(np.diff(part["rank"])) + 1)
+        ranks: list[int | None] = [int(own["rank"][0]) for own in of_ranks]
+        if len({(own["iteration"].tobytes(), own["value"].tobytes()) for own in of_ranks}) == 1:
             of_ranks = of_ranks[:1]
             ranks = [None]
         parts += of_ranks

@@ -25,13 +25,6 @@ import pyarrow.compute as pc
 from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.base.files import StrPath
 from te_precision_callbacks.runs.importing import STATISTICS_FOLDER, find_logs, import_logs
-from te_precision_callbacks.runs.index import (
-    VALUE_ROWS,
-    VECTOR_ROWS,
-    SeriesIndex,
-    Subject,
-    subjects_of,
-)
 from te_precision_callbacks.runs.recorded import (
     NotARunError,
     RecordedRun,
@@ -64,7 +57,12 @@ from te_precision_callbacks.runs.tables import (
     STEP0,
     TABLES,
     UNREADABLE,
+    VALUE_ROWS,
+    VECTOR_ROWS,
+    SeriesIndex,
+    Subject,
     read_table,
+    subjects_of,
 )
 from te_precision_callbacks.statistics.arrays import Ints
 from te_precision_callbacks.statistics.series import MOST_ITERATION

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
-from te_precision_callbacks.runs.index import Subject, subjects_of
+from te_precision_callbacks.runs.tables import Subject, subjects_of
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 
 
@@ -235,7 +235,13 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
-        return {name: curve for name, curve in self.curves.items() if not _SPEED_METRIC.search(name)}
+        """The curves that are no speeds; of several values in an iteration the last one."""
+        metrics = {}
+        for name, (iterations, values) in self.curves.items():
+            if not _SPEED_METRIC.search(name):
+                unique, from_end = np.unique(iterations[::-1], return_index=True)
+                metrics[name] = Curve(unique, values[::-1][from_end])
+        return metrics
 
     def select(self, **wanted: str | int | None) -> list[int]:
         """Return the series with the given ``layer``, ``tensor``, ``statistic``, ``gemm``, ``scope`` and ``rank``.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import io
 import json
 import os
 import re
@@ -185,23 +184,6 @@ def overwrite(path: Path, data: bytes) -> None:
         file.write(data.ljust(room))
         file.flush()
         os.fsync(file.fileno())
-
-
-class AppendedFile(io.FileIO):
-    """An append-only file. Writes are unbuffered, so that a forked process does not repeat them."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "x")
-
-    def write(self, data: Any, /) -> int:
-        """Append data; raises OSError, also if the file was deleted."""
-        left = memoryview(data).cast("B")
-        count = len(left)
-        while left:
-            left = left[super().write(left) :]
-        if os.fstat(self.fileno()).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self.name))
-        return count
 
 
 # ---------------------------------------------------------------------- processes

@@ -14,7 +14,6 @@ from typing import Any
 
 from te_precision_callbacks.base.errors import PrecisionDebugError, SessionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.runs.recording import End, FactTables, Job, Recording, StepJob, local_mask
 from te_precision_callbacks.runs.run_files import (
     DEFAULT_LIMIT,
     FOLDER,
@@ -23,6 +22,7 @@ from te_precision_callbacks.runs.run_files import (
     new_run_id,
     untrace_sigterm,
 )
+from te_precision_callbacks.runs.writing import End, FactTables, Job, Recording, StepJob, local_mask
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 
@@ -72,7 +72,6 @@ class RecordSink(EventSink):
         self.has_content = False
         self._notices = Notices()
         self._last_records: StepRecords | None = None
-        self._last_step: float | None = None
         self._made_at = time.time()
         self._searching_since = 0.0
         self.keys: Any = None
@@ -115,11 +114,8 @@ class RecordSink(EventSink):
         self._raise_failure()
         if records is self._last_records:
             return
-        now = time.perf_counter()
-        seconds = None if self._last_step is None else now - self._last_step
         self._last_records = records
-        self._last_step = now
-        job = StepJob(records, time.time(), seconds)
+        job = StepJob(records, time.time())
         if self._run is not None and not self.thread.put(job, len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so values of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
 import itertools
 import logging
 import os
@@ -16,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.files import AppendedFile
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _CHUNK = 1 << 22
 class LogFileError(PrecisionDebugError, OSError): ...
 
 
-def claim(path: Path) -> io.FileIO:
+def claim(path: Path) -> AppendedFile:
     """Open a file for appending, unbuffered, and lock it.
 
     If another running process has locked it, ``<name>.1``, ``<name>.2`` and so on are tried. On a file system without
@@ -34,7 +34,7 @@ def claim(path: Path) -> io.FileIO:
     """
     for count in itertools.count():
         name = path.name + (f".{count}" if count else "")
-        file = io.FileIO(path.with_name(name), "ab+")
+        file = AppendedFile(path.with_name(name), "a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,7 +70,7 @@ class LogFile:
         self._path = path
         self._limit = limit
         self._advice = advice
-        self._file: io.FileIO | None = None
+        self._file: AppendedFile | None = None
         self._size = 0
         self._is_full = False
         self._lines = bytearray()
@@ -102,18 +102,16 @@ class LogFile:
                     f"{self._limit:,}",
                     self._advice,
                 )
-            self._write(file, data)
+            self._size += file.write(data)
         except OSError as error:
             raise LogFileError(
                 f"{self._path} cannot be written: {error}. The run continues without this log. Set log_dir= to a disk"
                 " with free space that supports appending."
             ) from error
 
-    def _current(self) -> io.FileIO:
+    def _current(self) -> AppendedFile:
         """Return the open file; on opening an existing file, mark the start of the new part."""
         if self._file is not None:
-            if os.fstat(self._file.fileno()).st_nlink == 0:
-                raise FileNotFoundError("it was deleted while it was written")
             return self._file
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = claim(self._path)
@@ -123,14 +121,8 @@ class LogFile:
             mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
             if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while writing
                 mark = b"\n" + mark
-            self._write(file, mark)
+            self._size += file.write(mark)
         return file
-
-    def _write(self, file: io.FileIO, data: bytes) -> None:
-        while len(data):
-            written = os.write(file.fileno(), data)
-            self._size += written
-            data = data[written:]
 
     def leave(self) -> None:
         if self._file is not None:

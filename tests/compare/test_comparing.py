@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun, open_run
-from te_precision_callbacks.runs.index import Subject as RunSubject
 from te_precision_callbacks.runs.tables import STATES
+from te_precision_callbacks.runs.tables import Subject as RunSubject
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
 from te_precision_callbacks.views.compare.noise import Families, NoiseFloor

@@ -18,8 +18,7 @@ from te_precision_callbacks import InspectSession
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_run
-from te_precision_callbacks.runs.index import REDUCED
-from te_precision_callbacks.runs.tables import STEP0
+from te_precision_callbacks.runs.tables import REDUCED, STEP0
 from te_precision_callbacks.sinks.metrics import SeriesChoice
 from te_precision_callbacks.sinks.worst import comparable_values
 from te_precision_callbacks.statistics.series import family_of

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.runs import writing
-from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.run_files import FOLDER, make_segment, new_run_id
+from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
 from te_precision_callbacks.statistics.series import SeriesTable
 

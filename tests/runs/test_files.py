@@ -27,10 +27,10 @@ from te_precision_callbacks.runs import (
     open_run,
     writing,
 )
-from te_precision_callbacks.runs.recording import Recording
 from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, new_run_id
 from te_precision_callbacks.runs.sink import RecordingError, RecordSink
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
+from te_precision_callbacks.runs.writing import Recording
 from te_precision_callbacks.sinks import writer_thread
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.series import SeriesTable

@@ -1,8 +1,6 @@
 """Reading runs: which one of a folder, logs of plain nvidia-dlfw-inspect, and the code of docs/records.md."""
 
-import io
 import json
-import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,12 +12,11 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from rich.console import Console
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from typer.testing import CliRunner, Result
 
 from te_precision_callbacks import InspectSession, cli
-from te_precision_callbacks.runs import NotARunError, importing, list_runs, open_run, writing
+from te_precision_callbacks.runs import NotARunError, list_runs, open_run, writing
 from te_precision_callbacks.runs.importing import parse_names
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, STEP0, STEPS, VALUES, VECTORS
 from te_precision_callbacks.views.show.view import read_view
@@ -307,20 +304,6 @@ def test_iteration_0_counts_as_the_first_step_of_delayed_scaling(tmp_path: Path)
     (worst,) = (series for series in shown if series.subject.layer == "model.head")
     assert worst.worst_iteration > 0
     assert worst.curve.iterations.tolist() == [1, 2]
-
-
-def test_a_bar_on_a_terminal_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log(tmp_path, "".join(line("a_weight_max", it, 1) for it in range(100)))
-    monkeypatch.setattr(importing, "_PROGRESS_BYTES", 1)
-    open_run(tmp_path)
-    assert capsys.readouterr() == ("", "")
-    terminal = io.StringIO()
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=terminal, force_terminal=True, width=200))
-    open_run(tmp_path)
-    assert "Reading" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
 
 
 # --- the code of docs/records.md ---

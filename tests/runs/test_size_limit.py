@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.runs.recording import End, Recording, StepJob
 from te_precision_callbacks.runs.run_files import Place, make_segment
+from te_precision_callbacks.runs.writing import End, Recording, StepJob
 from te_precision_callbacks.sinks.step_records import Event, Scalars
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.runs.making import info, records
@@ -28,7 +28,7 @@ def record(recording: Recording, iterations: range) -> None:
     table = SeriesTable()
     chance = np.random.default_rng(0)
     for iteration in iterations:
-        recording.take(StepJob(records(iteration, table, list(chance.random(500))), 1.0, 0.1))
+        recording.take(StepJob(records(iteration, table, list(chance.random(500))), 1.0))
         recording.take(Scalars(iteration, iteration, {"loss": 1 / (1 + iteration)}))
         recording.flush()
 

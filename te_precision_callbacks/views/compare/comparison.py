@@ -17,9 +17,8 @@ from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.coverage import percent
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.summary import precision_shares
-from te_precision_callbacks.runs.tables import facts_at_end
+from te_precision_callbacks.runs.tables import Subject, facts_at_end
 from te_precision_callbacks.views.compare.departures import Search
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.origins import Order, partings

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.compare.departures import ComparedValues
 from te_precision_callbacks.views.compare.loss import loss_curves
@@ -80,8 +80,10 @@ class ComparedNumbers:
 
     @property
     def curves(self) -> list[ComparedSeries]:
-        in_order = sorted(self._curves, key=lambda curve: self.a.place_in_records(curve.subject))
-        return sorted(in_order, key=lambda curve: (not curve.departs, -curve.strength))
+        def order(curve: ComparedSeries) -> tuple[bool, float, float]:
+            return not curve.departs, -curve.strength, self.a.place_in_records(curve.subject)
+
+        return sorted(self._curves, key=order)
 
     def _collect(self, values: ComparedValues) -> None:
         series, iterations, a, b = values.joined

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.compare.noise import MAGNITUDE, NO_NUMBER, Families, NoiseFloor, family
 from te_precision_callbacks.views.compare.result import StatisticDeparture

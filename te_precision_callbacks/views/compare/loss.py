@@ -84,7 +84,8 @@ def loss_curves(a: RecordedRun, b: RecordedRun) -> LossCurves | None:
 def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
     if name not in b.metrics:
         return None
-    curve_a, curve_b = (_last_values(run.metrics[name]) for run in (a, b))
+    curve_a = a.metrics[name]
+    curve_b = b.metrics[name]
     iterations, rows_a, rows_b = np.intersect1d(
         curve_a.iterations, curve_b.iterations, assume_unique=True, return_indices=True
     )
@@ -104,14 +105,8 @@ def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
     return LossCurves(name, iterations, values_a, values_b, steps, window, smooth_a, smooth_b, relative, lost_a, lost_b)
 
 
-def _last_values(curve: Curve) -> Curve:
-    """Sort by step; of a step that was recorded twice the last value counts."""
-    iterations, from_end = np.unique(curve.iterations[::-1], return_index=True)
-    return Curve(iterations, curve.values[::-1][from_end])
-
-
 def _lost(curve: Curve) -> LostLoss | None:
-    iterations, values = _last_values(curve)
+    iterations, values = curve
     since = int(np.flatnonzero(np.isfinite(values)).max(initial=-1)) + 1
     if since == len(values):
         return None

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.views.compare.values import Joined, Numbers

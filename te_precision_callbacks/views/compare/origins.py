@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.views.compare.result import Parting, StatisticDeparture
 
 FORWARD = 0

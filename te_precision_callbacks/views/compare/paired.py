@@ -64,8 +64,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float =
     """
     if not 0 < tolerance < 1:
         raise OptionError(f"tolerance={tolerance} must be a share of the loss between 0 and 1, such as 0.0025.")
-    if not a or len(a) != len(b):
-        raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
+    _require_pairs(a, b)
     count = len(a)
     mean_a = float(np.mean(a))
     mean_b = float(np.mean(b))
@@ -94,6 +93,11 @@ def paired_difference(a: Sequence[float], b: Sequence[float], tolerance: float =
         needed = next((pairs for pairs in range(count, _MOST_PAIRS + 1) if decide(pairs) != "undecided"), None)
     wide = interval(0.95, count)
     return PairedDifference(count, mean_a, mean_b, mean, wide, interval(0.9, count), tolerance, decision, needed)
+
+
+def _require_pairs(a: Sequence[object], b: Sequence[object]) -> None:
+    if not a or len(a) != len(b):
+        raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
 
 
 def _quantile(probability: float, freedom: int) -> float:
@@ -141,8 +145,7 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
         loss, lost_runs = _final_losses(run_a, run_b)
         losses.append(loss)
         lost += lost_runs
-    if len(a) != len(b):
-        raise OptionError(f"Pairs need the same number of runs on both sides, not {len(a)} and {len(b)}.")
+    _require_pairs(a, b)
     return SeedComparison(
         a=tuple(f"{run.path} ({run.run_id})" for run in a),
         b=tuple(f"{run.path} ({run.run_id})" for run in b),
@@ -163,13 +166,11 @@ def _final_losses(a: RecordedRun, b: RecordedRun) -> tuple[LossComparison, list[
     final = loss
     if (loss.lost_a is None) != (loss.lost_b is None):
         # The other run against itself: all its steps, not only those before the loss is lost.
-        run = a if loss.lost_a is None else b
-        final = compare_losses(run, run) or loss
+        finite = a if loss.lost_a is None else b
+        final = compare_losses(finite, finite) or loss
     lines = []
-    if loss.lost_a is not None:
-        final = replace(final, a=math.nan)
-        lines.append(f"The {loss.name} of {a.path} is {loss.lost_a.what} from step {loss.lost_a.since} on.")
-    if loss.lost_b is not None:
-        final = replace(final, b=math.nan)
-        lines.append(f"The {loss.name} of {b.path} is {loss.lost_b.what} from step {loss.lost_b.since} on.")
+    for side, run, lost in (("a", a, loss.lost_a), ("b", b, loss.lost_b)):
+        if lost is not None:
+            final = replace(final, **{side: math.nan})
+            lines.append(f"The {loss.name} of {run.path} is {lost.what} from step {lost.since} on.")
     return final, lines

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from te_precision_callbacks.runs import RecordedRun
-from te_precision_callbacks.runs.index import Subject
+from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.names import logged_request
 from te_precision_callbacks.views.compare.result import ComparisonError
@@ -80,7 +80,7 @@ class Side:
         return int(self.run.series["count"][number].as_py())
 
     def read(self, subjects: Sequence[Subject]) -> Numbers:
-        """Read the values of subjects that this side has; of a step that was recorded twice the last value."""
+        """Read the values of subjects that this side has."""
         parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
         index_of: dict[int, int] = {}
         for index, subject in enumerate(subjects):
@@ -97,7 +97,5 @@ class Side:
             series = indices[table["series"].to_numpy()]
             parts.append((series, table["iteration"].to_numpy(), table["value"].to_numpy()))
         series, iterations, values = map(np.concatenate, zip(*parts, strict=True))
-        keys = series * (1 + iterations.max(initial=0)) + iterations
-        _, from_end = np.unique(keys[::-1], return_index=True)
-        last = len(keys) - 1 - from_end
-        return Numbers(series[last], iterations[last], values[last])
+        order = np.lexsort((iterations, series))
+        return Numbers(series[order], iterations[order], values[order])

@@ -19,7 +19,6 @@ from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.summary import (
     last_steps,
@@ -28,7 +27,7 @@ from te_precision_callbacks.runs.summary import (
     outcome_notes,
     why_nothing_to_show,
 )
-from te_precision_callbacks.runs.tables import facts_at_end
+from te_precision_callbacks.runs.tables import REDUCED, facts_at_end
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report.families import (
@@ -193,27 +192,22 @@ def _put_curves(
 def _histograms(
     run: RecordedRun, subjects: Subjects, packed: PackedArrays, layers: Collection[int]
 ) -> list[dict[str, Any]]:
-    """The histograms that fit in a third of the remaining room, first of some layers."""
-    content: list[dict[str, Any]] = []
-    order: list[tuple[tuple[int, ...], int]] = []
-    keys: dict[int, tuple[int, str]] = {}
+    """The series with histograms, those of some layers first. Their arrays get a third of the remaining room."""
+    listed: list[dict[str, Any]] = []
     for family in subjects.histograms:
-        for series, layer, rank in zip(
-            family.series.tolist(), family.layer.tolist(), family.rank.tolist(), strict=True
-        ):
-            order.append(((layer not in layers, len(content), layer), series))
-            keys[series] = len(content), f"{layer}:{rank}"
-        names = {"tensor": family.family.tensor, "statistic": family.family.statistic, "ranks": family.ranks}
-        content.append({**names, "layers": np.unique(family.layer).tolist(), "counts": {}})
+        names = {"tensor": family.family.tensor, "statistic": family.family.statistic}
+        for series, layer, rank in np.stack([family.series, family.layer, family.rank], 1).tolist():
+            listed.append({**names, "series": series, "layer": layer, "rank": rank, "arrays": None})
+    listed.sort(key=lambda item: item["layer"] not in layers)
     most = packed.size + (packed.most - packed.size) // 3
     columns = Columns.of(run, _HISTOGRAM_COLUMNS)
-    for histogram in histograms(run, [series for _, series in sorted(order)], columns):
+    item_of = {item["series"]: item for item in listed}
+    for histogram in histograms(run, list(item_of), columns):
         arrays = packed.try_put(histogram.counts, histogram.columns.first, histogram.columns.last)
         if arrays is None or packed.size > most:
             break
-        number, key = keys[histogram.series]
-        content[number]["counts"][key] = {"arrays": arrays, "lowest": histogram.lowest}
-    return content
+        item_of[histogram.series] |= {"arrays": arrays, "lowest": histogram.lowest}
+    return listed
 
 
 def _run(run: RecordedRun) -> dict[str, Any]:

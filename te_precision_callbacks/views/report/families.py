@@ -17,9 +17,9 @@ from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.terminal import visible
 from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.layers.folding import ShortNames
-from te_precision_callbacks.runs.index import REDUCED
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun, sort_by_position
 from te_precision_callbacks.runs.run_files import FOLDER
+from te_precision_callbacks.runs.tables import REDUCED
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.series import Family, badness, family_of, sign_of

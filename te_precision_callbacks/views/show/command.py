@@ -72,8 +72,7 @@ def show_command(
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.runs.summary import why_nothing_to_show
-    from te_precision_callbacks.views.show.last_steps import LastStepsView
-    from te_precision_callbacks.views.show.screen import Screen
+    from te_precision_callbacks.views.show.screen import LastStepsView, Screen
     from te_precision_callbacks.views.show.view import NothingToShowError, read_view
 
     recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)
@@ -93,7 +92,7 @@ def show_command(
     is_live = follow and not as_json and terminal.is_terminal()
     if follow:
         view = _follow(view, read, every, is_live=is_live)
-    why = why_nothing_to_show(view.run) if view.is_empty else ""
+    why = why_nothing_to_show(view.run)
     if why:
         raise NothingToShowError(why + view.run.notes_sentence)
     if not is_live:

@@ -12,7 +12,6 @@ from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs import RecordedRun, list_runs
-from te_precision_callbacks.runs.index import Subject
 from te_precision_callbacks.runs.recorded import Curve, format_known_names
 from te_precision_callbacks.runs.summary import (
     format_status,
@@ -22,6 +21,7 @@ from te_precision_callbacks.runs.summary import (
     outcome_notes,
     precision_shares,
 )
+from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.sinks.worst import worst_first
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
@@ -90,10 +90,6 @@ class RunView:
     more_statistics: Sequence[str]
     events: Sequence[ShownEvent]
     notes: Sequence[str]
-
-    @property
-    def is_empty(self) -> bool:
-        return not (len(self.run.series) or self.scalars or self.coverage)
 
     def as_json(self) -> dict[str, Any]:
         """The output of ``te-precision show --json``, beginning with :meth:`Verdict.as_json`."""

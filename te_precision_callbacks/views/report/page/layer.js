@@ -37,13 +37,13 @@ function layerHead(report, index) {
 }
 
 // A histogram over time.
-function histogramCard(report, histogram, key) {
-  const packed = histogram.counts[key], title = `Exponents of ${histogram.tensor}`;
+function histogramCard(report, histogram) {
+  const title = `Exponents of ${histogram.tensor}`;
   const node = plotNode(360, `${title} over steps`);
-  const from = (bin) => packed.lowest + bin - 127;
+  const from = (bin) => histogram.lowest + bin - 127;
   const read = async () => {
-    const [counts, begins, ends] = await Promise.all(packed.arrays.map((each) => report.arrays.get(each)));
-    const width = packed.arrays[0].shape[1];
+    const [counts, begins, ends] = await Promise.all(histogram.arrays.map((each) => report.arrays.get(each)));
+    const width = histogram.arrays[0].shape[1];
     return { begins, ends, rows: Array.from(begins, (_, column) => counts.subarray(column * width, (column + 1) * width)), width };
   };
   const made = card(title, {
@@ -121,12 +121,14 @@ async function layerPage(report) {
   const renders = [];
   const add = ([node, render]) => { renders.push([node, render]); return node; };
 
-  const histograms = report.histograms.flatMap((histogram) => {
-    const key = histogram.ranks.map((rank) => `${index}:${rank}`).find((each) => histogram.counts[each] && (state.now.rank === "" || each.endsWith(`:${state.now.rank}`)))
-      ?? histogram.ranks.map((rank) => `${index}:${rank}`).find((each) => histogram.counts[each]);
-    return key ? [{ histogram, key }] : [];
-  });
-  const missing = report.histograms.filter((histogram) => histogram.layers.includes(index) && !histograms.some((each) => each.histogram === histogram));
+  // One of each tensor: of the chosen rank where the page has it, else of the first rank.
+  const ofLayer = report.histograms.filter((histogram) => histogram.layer === index).sort((a, b) => a.rank - b.rank);
+  const alike = (one) => (other) => one.tensor === other.tensor && one.statistic === other.statistic;
+  const isChosen = (histogram) => state.now.rank !== "" && String(histogram.rank) === state.now.rank;
+  const carried = ofLayer.filter((histogram) => histogram.arrays).sort((a, b) => isChosen(b) - isChosen(a));
+  const firstOfTensor = (all) => all.filter((one, at) => all.findIndex(alike(one)) === at);
+  const histograms = firstOfTensor(carried).sort((a, b) => ofLayer.findIndex(alike(a)) - ofLayer.findIndex(alike(b)));
+  const missing = firstOfTensor(ofLayer).filter((one) => !carried.some(alike(one)));
   const isScale = (family) => /^scale_inv|^cur_amax$/.test(family.base ?? "");
   const byTensor = [...new Set(own.filter(isScale).map((family) => family.tensor))];
   const others = new Map();
@@ -143,7 +145,7 @@ async function layerPage(report) {
           () => layer.gemms.map((gemm) => [gemm.gemm, gemm.backward, gemm.precision, JSON.stringify(gemm.operands), gemm.why, gemm.n, gemm.m, gemm.k, gemm.batch, gemm.calls, gemm.macs]))] }, gemmTable(layer.gemms))
       : card("Matrix products", {}, el("p", { class: "quiet" }, "The precision of this layer's products was not recorded.")),
     histograms.length > 0 && el("div", {}, el("h2", {}, "Magnitudes"), el("p", { class: "quiet" }, "Elements by magnitude, summed over the steps of a column.")),
-    histograms.length > 0 && el("div", { class: "magnitudes" }, histograms.map(({ histogram, key }) => add(histogramCard(report, histogram, key)))),
+    histograms.length > 0 && el("div", { class: "magnitudes" }, histograms.map((histogram) => add(histogramCard(report, histogram)))),
     missing.length > 0 && el("p", { class: "quiet" }, `Not in this file, to limit its size: ${missing.map((each) => `${each.statistic} of ${each.tensor}`).join(", ")}.`),
     byTensor.length > 0 && el("h2", {}, "Scales and amax"),
     byTensor.length > 0 && el("div", { class: "three" }, byTensor.map((tensor) => add(curvesCard(report, index, tensor, own.filter((family) => isScale(family) && family.tensor === tensor), { name: (family) => family.statistic, log: true })))),
