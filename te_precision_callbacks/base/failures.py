@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from te_precision_callbacks.base.devices import is_lost, lost_message
@@ -25,18 +27,23 @@ MAX_REPORTS = 20
 """Maximum number of kinds of failures reported; further kinds are only counted."""
 
 
-class _Guard:
-    """The context of :meth:`ObservationFailures.guard`: some are entered in each step, so it is no generator."""
+@dataclass(frozen=True)
+class Guard:
+    """Gives an exception of the block to a function, and goes on after it; no generator, for use in each module.
 
-    where: tuple[ObservationFailures, str, str]
+    Attributes:
+        raised: the exceptions that leave the block.
+    """
+
+    fail: Callable[[Exception], None]
+    raised: type[Exception] | tuple[type[Exception], ...] = RaisedInTraining
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, RaisedInTraining):
+        if not isinstance(error, Exception) or isinstance(error, self.raised):
             return False
-        failures, operation, subject = self.where
-        failures.report(operation, subject, error)
+        self.fail(error)
         return True
 
 
@@ -68,11 +75,9 @@ class ObservationFailures:
         self._new = []
         return new
 
-    def guard(self, operation: str, subject: str) -> _Guard:
+    def guard(self, operation: str, subject: str) -> Guard:
         """Report an exception of the block, as :meth:`report` does, and go on after it. Not for what runs per GEMM."""
-        guard = _Guard()
-        guard.where = self, operation, subject
-        return guard
+        return Guard(functools.partial(self.report, operation, subject))
 
     def report(self, operation: str, subject: str, error: BaseException) -> None:
         """Report a failure.

@@ -18,8 +18,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-from te_precision_callbacks.base.former_names import check_import
-
 
 def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package that imports its names under ``if TYPE_CHECKING:``."""
@@ -34,7 +32,6 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
         return imported
 
     def getattr_(name: str) -> object:
-        check_import(f"{package}.{name}")
         if name.startswith("__") or name not in origins():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, own = origins()[name]

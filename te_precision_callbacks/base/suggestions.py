@@ -8,7 +8,6 @@ import reprlib
 from collections.abc import Iterable, Mapping
 
 from te_precision_callbacks.base.counts import first_of
-from te_precision_callbacks.base.former_names import FORMER_NAMES
 
 _LONGEST_WORD = 200
 
@@ -87,12 +86,7 @@ def meant_for(key: str, present: Iterable[object]) -> str:
 
 
 def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
-    """Return ``" Did you mean ...?"`` if a known word is similar, else a sentence that lists known words.
-
-    Of a name that no longer exists, the sentence says what to use instead.
-    """
-    if word in FORMER_NAMES:
-        return f" It no longer exists. {FORMER_NAMES[word]}"
+    """Return ``" Did you mean ...?"`` if a known word is similar, else a sentence that lists known words."""
     known = list(known)
     close = nearest(word, known)
     if close:

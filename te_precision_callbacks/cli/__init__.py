@@ -17,7 +17,6 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.base.former_names import former_command
 from te_precision_callbacks.check.command import check_command
 from te_precision_callbacks.check.maps import map_command
 from te_precision_callbacks.cli.doctor.command import doctor_command
@@ -157,9 +156,6 @@ def main() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
-    former = former_command(sys.argv[1:])
-    if former is not None:
-        _end(former)
     reads = bool(_READERS.intersection(sys.argv[1:2]))
     # In a pipe to head, the exit code 1 would mean that a problem was found in the run.
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if reads and hasattr(signal, "SIGPIPE") else None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from te_precision_callbacks.base.former_names import FORMER_NAMES
 from te_precision_callbacks.base.suggestions import meant_for, nearest, shown
 from te_precision_callbacks.base.vocabulary import LayerNames
 from te_precision_callbacks.config.checking import read_features
@@ -190,9 +189,6 @@ def load_config(
 
 
 def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *, others: bool) -> Section:
-    is_section = isinstance(body, Mapping) and not body.keys().isdisjoint(_SECTION_KEYS)
-    if name in FORMER_NAMES and not is_section:
-        raise ConfigError(f"{places(name)}: {name!r} no longer exists. {FORMER_NAMES[name]}")
     if not isinstance(body, Mapping):
         raise ConfigError(
             f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."

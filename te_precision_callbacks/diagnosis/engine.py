@@ -321,7 +321,6 @@ def read_reactions(on_finding: OnFinding) -> Mapping[str, str | OfFinding]:
             raise OptionError(
                 f"on_finding= must be 'warn', 'stop', 'stop: ' with severities or rules, such as 'stop: error', a"
                 f" function of the finding, or a mapping of rules to 'warn', 'stop' or a function, not {on_finding!r}."
-                f"{suggestion(word.strip(), ())}"
             )
         names = [*SEVERITIES, *names]
         reactions = dict.fromkeys(chosen or ["warning"], "stop")
@@ -329,10 +328,9 @@ def read_reactions(on_finding: OnFinding) -> Mapping[str, str | OfFinding]:
         if rule not in names:
             raise OptionError(f"on_finding=: there is no rule {rule!r}.{suggestion(str(rule), names)}")
         if not callable(reaction) and reaction not in ("warn", "stop"):
-            first = str(reaction).partition(",")[0].partition(":")[0]
             raise OptionError(
                 f"on_finding=: the reaction to {rule!r} must be 'warn', 'stop' or a function of the finding, not"
-                f" {reaction!r}.{suggestion(first, ())}"
+                f" {reaction!r}."
             )
     return reactions
 

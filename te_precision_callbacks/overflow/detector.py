@@ -327,7 +327,7 @@ class DebugActivationOverflow:
     ) -> Finding | None:
         """Return the first overflow, or else a failure of detection."""
         finding = None
-        with self._recorder.guarded():
+        with self._recorder.guard:
             finding = self._reader.first_overflow(
                 frames,
                 evaluation=evaluation,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_message
+from te_precision_callbacks.base.failures import Guard
 from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, is_in_backward, outside_of_dynamo
@@ -164,6 +165,7 @@ class FrameRecorder:
         self._classify = ForwardClassifier(precision_features_in_eval=False)
         self._classify.eval_mode_counts = False
         self._thread = _Thread()
+        self.guard = Guard(self._fail, STOPS)
         self._records: dict[int, _Record] = {}  # by the id of the tensor
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -216,7 +218,7 @@ class FrameRecorder:
 
     def is_stepped_by(self, optimizer: Any) -> bool:
         stepped: set[int] | None = None
-        with self.guarded():
+        with self.guard:
             stepped = set(held_ids(optimizer))
             if self._held.isdisjoint(stepped):  # a wrapper of the model may have replaced its parameters
                 self._held = {id(parameter) for parameter in parameters_of([root for _, root in self._roots])}
@@ -242,21 +244,15 @@ class FrameRecorder:
     def _rests(self) -> bool:
         return self.is_over or self.failure is not None
 
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Keep a failure in the block for the next check."""
-        try:
-            yield
-        except STOPS:
-            raise
-        except Exception as error:
-            if self._rests:
-                return
-            if is_lost(error):  # the next operation of training raises it
-                self.is_over = True
-                logger.warning("%s", lost_message(error, "Activation overflow detection"))
-            else:
-                self.failure = error
+    def _fail(self, error: Exception) -> None:
+        """Keep a failure for the next check."""
+        if self._rests:
+            return
+        if is_lost(error):  # the next operation of training raises it
+            self.is_over = True
+            logger.warning("%s", lost_message(error, "Activation overflow detection"))
+        else:
+            self.failure = error
 
     # ------------------------------------------------------------------ a forward
 
@@ -265,7 +261,7 @@ class FrameRecorder:
     ) -> None:
         if self.is_over:
             return
-        with self.guarded():
+        with self.guard:
             call = self._thread.call or self._begin(watched, module)
             # The containers of the arguments do not count as nesting.
             tensors = tensors_in({**dict(enumerate(arguments)), **keywords}, "input", -1)
@@ -278,7 +274,7 @@ class FrameRecorder:
         # After an exception torch calls the hook without an output, while it handles the exception.
         failed = output is None and sys.exc_info()[0] is not None
         inputs = call.close(watched)
-        with self.guarded():
+        with self.guard:
             if inputs is not None and not failed:
                 outputs = self._frames_of(call, "<", watched, tensors_in(output, "output"), inputs)
                 if call.frames is not None:
@@ -348,7 +344,7 @@ class FrameRecorder:
         call = self._thread.call
         if call is None or call.frames is None or self._rests:
             return
-        with self.guarded():
+        with self.guard:
             extremes = self._extremes(self._record_of(tensor), tensor)
             call.frames.append(Frame("label", "=", NO_MODULE, label, call.batch, extremes))
 
@@ -375,7 +371,7 @@ class FrameRecorder:
     def note_gradient(self, frames: Sequence[Frame], gradient: torch.Tensor | None) -> None:
         if gradient is None or self._rests:  # None: of an autograd Function, such as DDP's for unused outputs
             return
-        with self.guarded():
+        with self.guard:
             extremes = self._extremes(self._record_of(gradient), gradient)
             for frame in frames:  # _replace() would be slow
                 self.frames.append(Frame("gradient", frame.sign, frame.module, frame.role, frame.batch, extremes))
