@@ -221,7 +221,7 @@ class ParameterWatch:
             gradients = gradients_of(stepped.held)
         are_present = [*map(_IS_THERE, gradients)]
         names = [*itertools.compress(map(_NAME, stepped.parameters), are_present)]
-        self.had_gradients = bool(names)
+        self.had_gradients = bool(names) or any(tensor.grad is not None for tensor in stepped.tensors)  # sparse ones
         self.sizes.before_step(optimizer, names, [gradient for gradient in gradients if gradient is not None], order)
         if not (has_all and all(map(_AT_STEP, stepped.parameters))) or any(map(_GAP, stepped.parameters)):
             self.ended_gaps += check_gradients(zip(stepped.parameters, stepped.tensors, strict=True), iteration)

@@ -80,6 +80,20 @@ class RuleChecks:
         reactions = read_reactions(context.options.on_finding)
         self.stops_for_nonfinite = "stop" in map(reactions.get, ("nonfinite", *SEVERITIES))
         self._stopping: list[Finding] = []
+        self._without_update = 0
+        self._held: list[Finding] = []  # of inf and nan in steps without an update
+
+    def begin_step(self, without_update: int) -> None:
+        """Begin the checks of a step, given the number of steps since the last update.
+
+        A script that drops bad batches by itself is not stopped: the next update is checked before it is made. One that
+        drops batch after batch is.
+        """
+        self._without_update = without_update
+        if without_update > FINITE_AGAIN:
+            self._stopping += self._held
+        if not 0 < without_update <= FINITE_AGAIN:
+            self._held.clear()
 
     def facts(self, facts: FactTables, iteration: int) -> None:
         checked = Facts.from_tables(facts.tables, iteration, Settings.from_run(facts.run))
@@ -152,7 +166,12 @@ class RuleChecks:
             self._context.events.append(
                 Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
             )
-            if self._calls_for_stop(finding):
+            stops = self._calls_for_stop(finding)
+            is_dropped = self.stops_for_nonfinite and 0 < self._without_update <= FINITE_AGAIN
+            if stops and is_dropped and finding.rule == "nonfinite":
+                self._held.append(finding)
+                stops = False
+            if stops:
                 self._stopping.append(finding)
                 # The error that stops the run has the details; on several ranks it is raised in a later step.
                 logger.warning("The finding %s stops the training.", finding.in_short)

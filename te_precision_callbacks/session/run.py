@@ -107,6 +107,7 @@ class Run:
         self.model = model
         self._loop_checks = LoopChecks(context, model)
         self._optimizer_hooks: list[RemovableHandle | ScaledStepHook] = []
+        self._updated_at: int | None = None  # the last iteration in which an optimizer has stepped with gradients
         self._logs_updates = options.config.is_default
         self._collector = StepCollector(
             context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
@@ -175,7 +176,7 @@ class Run:
         context = self.context
         ranks = context.ranks
         gradients = self._parameters.watch.sizes
-        if not self.model.is_trained_by(optimizer):
+        if not self.model.is_trained_by(optimizer) or not self._parameters.watch.had_gradients:
             return
         is_broken = False
         with context.failures.guard("looking for", "inf and nan"):
@@ -199,6 +200,7 @@ class Run:
         self.hooks.products.note_optimizer_step(optimizer)
         self._parameters.watch.after_step(optimizer)
         if self._parameters.watch.last_update == self.context.iteration and self._parameters.watch.had_gradients:
+            self._updated_at = self.context.iteration
             self.hooks.every_step.note_update()
         # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
         table = self.context.results.table
@@ -277,6 +279,7 @@ class Run:
     def _run_step(self, ending: EndingStep) -> StepRecords | None:
         """Run the parts of a step in order: collect, reduce, check, deliver, record."""
         iteration = ending.iteration
+        self._rules.begin_step(0 if self._updated_at is None else iteration - self._updated_at)
         # Collect what this rank has seen in the step.
         self.resume_audit.compare_restored()
         self._scale_restore.end_step()

@@ -1,5 +1,6 @@
 """The watch of every step: where inf and nan begin, and what changes between two steps."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -381,6 +382,31 @@ def test_a_stop_for_inf_and_nan_comes_before_the_step_of_the_optimizer(tensor: s
     assert (finding.layers, finding.tensor, finding.since) == ((layer,), tensor, 3)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert [str(recorded) for recorded in diagnose(tmp_path).wrong] == [str(finding)]
+
+
+@pytest.mark.parametrize(("last_bad", "last"), [(9, 20), (99, 10)])
+def test_a_script_that_drops_bad_batches_goes_on_unless_it_drops_all(last_bad: int, last: int, tmp_path: Path) -> None:
+    """Batches 7 to ``last_bad`` have nan."""
+    model = Blocks("current")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    with (
+        contextlib.suppress(PrecisionFindingError),
+        InspectSession(log_dir=tmp_path, model=model, on_finding="stop") as session,
+    ):
+        for step in range(21):
+            batch = torch.randn(32, 64)
+            if 7 <= step <= last_bad:
+                batch[3, 5] = math.nan
+            loss = model(batch).square().mean()
+            session.log({"loss": loss})
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    assert step == last
+    assert [finding.severity for finding in diagnose(tmp_path).findings] == ["note" if last == 20 else "error"] * 2
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])

@@ -171,6 +171,6 @@ def _final_losses(a: RecordedRun, b: RecordedRun) -> tuple[LossComparison, list[
     lines = []
     for side, run, lost in (("a", a, loss.lost_a), ("b", b, loss.lost_b)):
         if lost is not None:
-            final = replace(final, **{side: math.nan})
+            final = replace(final, a=math.nan) if side == "a" else replace(final, b=math.nan)
             lines.append(f"The {loss.name} of {run.path} is {lost.what} from step {lost.since} on.")
     return final, lines
