@@ -40,7 +40,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     Repeat,
 )
 from te_precision_callbacks.engine.kernels.eager import scale_columns
-from te_precision_callbacks.engine.kernels.eager_blocks import SumsAndMaxima, largest_range
+from te_precision_callbacks.engine.kernels.eager_blocks import PLACES, largest_range
 from te_precision_callbacks.engine.quantization import (
     PerTensor,
     default_settings,
@@ -556,7 +556,7 @@ class _Planning:
         plan = self._plan_passes(fused) if fused else None
         for kind in rest:
             if kind.blocks is not None:
-                self._merge(kind, (None, largest_range(self.values, kind.blocks)))
+                self._merge(kind, None, largest_range(self.values, kind.blocks))
         for form in self._held:
             wanted = {kind.source for kind in rest if kind.form == form}
             if wanted:
@@ -640,10 +640,10 @@ class _Planning:
         if isinstance(held, PerTensor) or (held is None and recipe == "fp8_current_scaling"):
             refused[no_blocks(recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
             wanted = wanted - BLOCK_SOURCES
-        columns: Mapping[StatisticSource, SumsAndMaxima] = {}
+        columns: Mapping[str, torch.Tensor] = {}
         try:
             if wanted and isinstance(held, PerTensor):
-                columns = {StatisticSource.SCALES: scale_columns(held.scale_inv)}
+                columns = dict(zip(PLACES[StatisticSource.SCALES], scale_columns(held.scale_inv), strict=True))
             elif wanted and isinstance(held, BlockScaledTensor):
                 columns = eager_blocks.columns(held, self._watched.values, wanted)
             elif wanted:
@@ -653,8 +653,10 @@ class _Planning:
         except Exception as error:
             self._report_failure(form, error)
             return
-        for source in wanted & columns.keys():
-            self._merge(_SegmentKind(source, form), columns[source])
+        for source in wanted:
+            sums, maxima = map(columns.get, PLACES[source])
+            if sums is not None:
+                self._merge(_SegmentKind(source, form), sums, maxima)
         for reason, sources in refused.items():
             if sources:
                 self._report_failure(form, QuantizationError(reason), sources)
@@ -683,9 +685,9 @@ class _Planning:
         key = SegmentKey(self._watched.layer, self._watched.tensor, _name_of(kind), self._shard)
         return self._engine._slots.segment(key, self.values.device, contributes=self._contributes)
 
-    def _merge(self, kind: _SegmentKind, columns: SumsAndMaxima) -> None:
+    def _merge(self, kind: _SegmentKind, sums: torch.Tensor | None, maxima: torch.Tensor | None) -> None:
         segment = self._segment(kind)
-        self._engine._slots.merge(segment, *columns)
+        self._engine._slots.merge(segment, sums, maxima)
         self._engine._slots.request(segment, self._wanted[kind])
         if self._watched.tensor == _WEIGHT:  # a step's micro-batches share the weight
             self._engine._weights_seen.add(segment.key)

@@ -26,8 +26,8 @@ from te_precision_callbacks.base.vocabulary import direction_name
 from te_precision_callbacks.engine.kernels import eager
 from te_precision_callbacks.engine.kernels.columns import BlockScaledTensor
 from te_precision_callbacks.engine.kernels.eager_blocks import (
+    PLACES,
     Scales,
-    SumsAndMaxima,
     columns_of,
     compare_piece,
     join_comparisons,
@@ -136,8 +136,8 @@ def simulate(
     settings: QuantizerSettings,
     *,
     columnwise: bool,
-) -> Mapping[StatisticSource, SumsAndMaxima]:
-    """Simulate a recipe on a tensor.
+) -> Mapping[str, torch.Tensor]:
+    """Simulate a recipe on a tensor; return the columns by the names of their places.
 
     Args:
         values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
@@ -162,7 +162,7 @@ def simulate(
         matrix = as_matrix(values)
         blocks = split_into_blocks(matrix.t() if columnwise else matrix, block)
     if set(wanted) == {StatisticSource.RANGES}:
-        return {StatisticSource.RANGES: range_columns(blocks)}
+        return dict(zip(PLACES[StatisticSource.RANGES], range_columns(blocks), strict=True))
     tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
     number_format = E2M1 if recipe == "nvfp4" else settings.fp8

@@ -202,21 +202,18 @@ class Reduction:
 def _out_of_step_error(stamps: Mapping[int, Stamp]) -> RanksDifferError:
     """Return the error for a mismatch: global rank -> stamp."""
 
-    def values_by_rank(part: str) -> dict[int, int]:
-        return {rank: getattr(stamp, part) for rank, stamp in stamps.items() if getattr(stamp, part) >= 0}
-
     local = "Statistics are not reduced"
-    schedules = list(dict.fromkeys(values_by_rank("schedule").values()))
+    schedules = list(dict.fromkeys(stamp.schedule for stamp in stamps.values()))
     if len(schedules) > 1:
-        names = {rank: f"schedule {schedules.index(number) + 1}" for rank, number in values_by_rank("schedule").items()}
+        names = {rank: f"schedule {schedules.index(stamp.schedule) + 1}" for rank, stamp in stamps.items()}
         return RanksDifferError(
             "The ranks have different configs that collect statistics in different iterations:"
             f" {format_by_rank(names)}. Give all ranks the same config. {local}: from now on rank 0 reports local"
             " values."
         )
-    parts = [format_by_rank({rank: f"iteration {number}" for rank, number in values_by_rank("iteration").items()})]
-    if len(set(values_by_rank("optimizer_steps").values())) > 1:
-        done = {rank: f"{number} steps" for rank, number in values_by_rank("optimizer_steps").items()}
+    parts = [format_by_rank({rank: f"iteration {stamp.iteration}" for rank, stamp in stamps.items()})]
+    done = {rank: f"{stamp.optimizer_steps} steps" for rank, stamp in stamps.items() if stamp.optimizer_steps >= 0}
+    if len(set(done.values())) > 1:
         parts.append(f"optimizer steps since the start: {format_by_rank(done)}")
     return RanksDifferError(
         f"The ranks are out of step: {'; '.join(parts)}. Call step() on all ranks after the same optimizer steps,"

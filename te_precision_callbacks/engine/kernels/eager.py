@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     EXPONENT_BINS,
     NOTHING,
     ROUNDING,
+    ColumnPlaces,
     Pending,
 )
 
@@ -182,14 +183,28 @@ def _counts(bins: torch.Tensor, number: int) -> torch.Tensor:
 
 def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
     for tensor in pending:
-        for name, part in _columns(tensor).items():
-            place = getattr(tensor.places, name)
-            if place >= 0:
-                _merge(name, (maxima if name in _KEPT else sums).narrow(0, place, len(part)), part)
+        add_columns(_columns(tensor), tensor.places, sums, maxima)
 
 
-_KEPT = ("maxima", "scale_maxima")
-"""Columns of :class:`ColumnPlaces` merged by maximum; the others are added."""
+def add_columns(
+    columns: Mapping[str, torch.Tensor], places: ColumnPlaces, sums: torch.Tensor, maxima: torch.Tensor
+) -> None:
+    """Merge columns, by the names of their places, into vectors."""
+    for name, part in columns.items():
+        place = getattr(places, name)
+        if place >= 0:
+            _merge(name, (maxima if name.endswith("maxima") else sums).narrow(0, place, len(part)), part)
+
+
+def accumulate(merged: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:
+    for name, part in parts.items():
+        merged[name] = _merge(name, merged[name], part) if name in merged else part
+
+
+def _merge(name: str, merged: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if name.endswith("maxima"):
+        return torch.maximum(merged, part, out=merged)
+    return merged.add_(part)
 
 
 def _columns(pending: Pending) -> dict[str, torch.Tensor]:
@@ -214,14 +229,7 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
             of_piece["compared"] = comparison(row, quantized, limit)[:, 0]
         if pending.places.exponents >= 0:
             of_piece["exponents"] = exponents(piece)
-        for name, part in of_piece.items():
-            merged[name] = _merge(name, merged[name], part) if name in merged else part
+        accumulate(merged, of_piece)
     if scale is not None:
         merged["scales"], merged["scale_maxima"] = scale_columns(scale)
     return merged
-
-
-def _merge(name: str, kept: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    if name in _KEPT:
-        return torch.maximum(kept, part, out=kept)
-    return kept.add_(part)

@@ -9,7 +9,7 @@ the tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,9 +28,6 @@ from te_precision_callbacks.engine.kernels.columns import (
 from te_precision_callbacks.statistics.names import Blocks
 from te_precision_callbacks.statistics.table import StatisticSource
 
-SumsAndMaxima = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Summed columns, and maximum columns."""
-
 _BAND = 2**24
 """Elements of a band, unless a row of blocks has more: 64 MiB decoded. A band takes some 100 operations."""
 
@@ -42,29 +39,23 @@ _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL, _ = range(len(COMPARISON_SUMS))
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
-    places = pending.places._asdict()
-    wanted = [source for source in _OF_FORM if places[_PLACES[source][0]] >= 0]
-    for source, (found_sums, found_maxima) in columns(pending.in_blocks, pending.values.detach(), wanted).items():
-        of_sums, of_maxima = _PLACES[source]
-        if found_sums is not None:
-            sums.narrow(0, places[of_sums], len(found_sums)).add_(found_sums)
-        if found_maxima is not None and of_maxima is not None:
-            merged = maxima.narrow(0, places[of_maxima], len(found_maxima))
-            torch.maximum(merged, found_maxima, out=merged)
+    wanted = [source for source in _OF_FORM if getattr(pending.places, PLACES[source][0]) >= 0]
+    found = columns(pending.in_blocks, pending.values.detach(), wanted)
+    eager.add_columns(found, pending.places, sums, maxima)
 
 
-_PLACES: Mapping[StatisticSource, tuple[str, str | None]] = {
+PLACES: Mapping[StatisticSource, tuple[str, str]] = {
     StatisticSource.TENSOR: ("moments", "maxima"),
-    StatisticSource.EXPONENTS: ("exponents", None),
-    StatisticSource.QUANTIZED: ("compared", None),
+    StatisticSource.EXPONENTS: ("exponents", ""),
+    StatisticSource.QUANTIZED: ("compared", ""),
     StatisticSource.SCALES: ("scales", "scale_maxima"),
-    StatisticSource.SCALE_LIMITS: ("limits", None),
+    StatisticSource.SCALE_LIMITS: ("limits", ""),
     StatisticSource.LOSSES: ("losses", "loss_maxima"),
     StatisticSource.RANGES: ("ranges", "range_maxima"),
 }
-"""Source of statistics -> fields of :class:`ColumnPlaces` with the offsets of its sums and of its maxima."""
+"""Source of statistics -> fields of :class:`ColumnPlaces` with the offsets of its sums and of its maxima, if any."""
 
-_OF_FORM = tuple(_PLACES)[2:]
+_OF_FORM = tuple(PLACES)[2:]
 """Sources that a quantized form has."""
 
 
@@ -72,17 +63,17 @@ def places_of(segments: Mapping[StatisticSource, tuple[int, int]]) -> ColumnPlac
     """Return the places of sources, given the offsets of their sums and maxima."""
     places: dict[str, int] = {}
     for source, (sums_at, maxima_at) in segments.items():
-        sums, maxima = _PLACES[source]
+        sums, maxima = PLACES[source]
         places[sums] = sums_at
-        if maxima is not None:
+        if maxima:
             places[maxima] = maxima_at
     return ColumnPlaces(**places)
 
 
 def columns(
     tensor: BlockScaledTensor, values: torch.Tensor | None, wanted: Collection[StatisticSource]
-) -> dict[StatisticSource, SumsAndMaxima]:
-    """Compute the columns of the wanted kinds.
+) -> dict[str, torch.Tensor]:
+    """Compute the columns of the wanted kinds, by the names of their places.
 
     Args:
         values: the tensor before quantization, any shape and float dtype, if available.
@@ -96,7 +87,7 @@ def columns(
     matrix = None if values is None else tensor.matrix(values)
     factors = part.factors()[::down, ::along]
     scales = part.block_scales()[::down, ::along]
-    merged: dict[StatisticSource, SumsAndMaxima] = {}
+    merged: dict[str, torch.Tensor] = {}
     for of_rows, of_blocks in _bands(tensor):
         band = matrix if matrix is None else split_into_blocks(matrix[of_rows], tensor.block)
         its_factors = factors[of_blocks].reshape(-1, 1)
@@ -109,10 +100,7 @@ def columns(
             blocks = split_into_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band
             occupied = ((blocks != 0) & blocks.isfinite()).any(1)
         its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
-        for source, (sums, maxima) in columns_of(wanted, compared, its_scales, occupied, band).items():
-            before = merged.get(source, (None, None))
-            all_sums = _merge_optional(torch.add, before[0], sums)
-            merged[source] = all_sums, _merge_optional(torch.maximum, before[1], maxima)
+        eager.accumulate(merged, columns_of(wanted, compared, its_scales, occupied, band))
     return merged
 
 
@@ -122,14 +110,6 @@ def _bands(tensor: BlockScaledTensor) -> Iterator[tuple[slice, slice]]:
     step = max(1, _BAND // max(1, height * row))
     for first in range(0, -(-rows // height), step):
         yield slice(first * height, (first + step) * height), slice(first, first + step)
-
-
-def _merge_optional(
-    merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first: torch.Tensor | None, other: torch.Tensor | None
-) -> torch.Tensor | None:
-    if first is None or other is None:
-        return other
-    return merge(first, other)
 
 
 class Scales(NamedTuple):
@@ -178,33 +158,33 @@ def columns_of(
     scales: Scales,
     occupied: torch.Tensor | None,
     blocks: torch.Tensor | None,
-) -> dict[StatisticSource, SumsAndMaxima]:
-    """Compute the columns of the wanted kinds.
+) -> dict[str, torch.Tensor]:
+    """Compute the columns of the wanted kinds, by the names of their places.
 
     Args:
         compared: COMPARISON_SUMS, [6, blocks] if a kind needs single blocks, else [6, 1].
         occupied: bool, [blocks]: true for a block with an element other than 0; None to derive it from ``compared``.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
-    kinds: dict[StatisticSource, SumsAndMaxima] = {}
+    found: dict[str, torch.Tensor] = {}
     if occupied is None and compared is not None and needs_blocks(wanted):
         occupied = compared[_SIGNAL] > 0
     # The scale of a block of zeros says nothing about the tensor: it follows from the recipe.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, math.inf)
     if StatisticSource.SCALES in wanted:
-        kinds[StatisticSource.SCALES] = eager.scale_columns(factors)
+        found["scales"], found["scale_maxima"] = eager.scale_columns(factors)
     if compared is not None and StatisticSource.QUANTIZED in wanted:
-        kinds[StatisticSource.QUANTIZED] = compared.sum(1), None
+        found["compared"] = compared.sum(1)
     if compared is not None and StatisticSource.LOSSES in wanted:
-        kinds[StatisticSource.LOSSES] = _loss_columns(compared)
+        found["losses"], found["loss_maxima"] = _loss_columns(compared)
     if StatisticSource.SCALE_LIMITS in wanted and occupied is not None:
-        kinds[StatisticSource.SCALE_LIMITS] = _limit_sums(scales, occupied), None
+        found["limits"] = _limit_sums(scales, occupied)
     if blocks is not None and StatisticSource.RANGES in wanted:
-        kinds[StatisticSource.RANGES] = range_columns(blocks)
-    return kinds
+        found["ranges"], found["range_maxima"] = range_columns(blocks)
+    return found
 
 
-def _loss_columns(compared: torch.Tensor) -> SumsAndMaxima:
+def _loss_columns(compared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     underflows = compared[_UNDERFLOWS]
     number = torch.ones_like(underflows).sum()
     sums = torch.stack([number, (underflows > 0).sum(), (compared[_OVERFLOWS] > 0).sum()]).to(torch.float64)
@@ -219,7 +199,7 @@ def _limit_sums(scales: Scales, occupied: torch.Tensor) -> torch.Tensor:
     return torch.stack([number, saturated.sum(), flushed.sum(), number - occupied.sum()]).to(torch.float64)
 
 
-def range_columns(blocks: torch.Tensor) -> SumsAndMaxima:
+def range_columns(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """RANGE_SUMS and RANGE_MAXIMA, float64: the blocks' dynamic ranges log2(max(abs(x)) / min(abs(x))) over x != 0.
 
     Args:
