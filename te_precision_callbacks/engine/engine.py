@@ -143,7 +143,7 @@ class StatisticsEngine:
         self.iteration = 0
         self.series = SeriesTable() if series is None else series
         self._slots = Segments()
-        self._reduction = Reduction(self.series, None, self._report)
+        self._reduction = Reduction(self.series, None, self.on_failure)
         self._noted: list[tuple[Watched, list[Sequence[Request]]]] = []
         self._launches: dict[tuple[object, ...], PreparedLaunch] = {}
         self._broken: set[tuple[str, str]] = set()  # (layer, tensor) with inf or nan so far
@@ -152,12 +152,9 @@ class StatisticsEngine:
         self.keep_operand: Callable[[str, str, torch.Tensor], None] | None = None
         self.reports_quantized_only = True
 
-    def _report(self, operation: str, subject: str, error: Exception) -> None:
-        self.on_failure(operation, subject, error)
-
     def reduce_over(self, messages: Messages | None) -> None:
         if self._reduction.messages is not messages:
-            self._reduction = Reduction(self.series, messages, self._report)
+            self._reduction = Reduction(self.series, messages, self.on_failure)
 
     @property
     def optimizers_differ(self) -> bool:
@@ -647,9 +644,8 @@ class _Planning:
             elif wanted and isinstance(held, BlockScaledTensor):
                 columns = eager_blocks.columns(held, self._watched.values, wanted)
             elif wanted:
-                amax = torch.where(self.values.isfinite(), self.values.abs(), 0.0).amax().double()
                 settings = self._settings(form, recipe)
-                columns = simulate(recipe, self.values, amax, wanted, settings, columnwise=form.columnwise)
+                columns = simulate(recipe, self.values, wanted, settings, columnwise=form.columnwise)
         except Exception as error:
             self._report_failure(form, error)
             return

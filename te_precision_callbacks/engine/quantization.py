@@ -2,8 +2,8 @@
 
     data = read(quantized_tensor, columnwise=False)        # Transformer Engine's quantized tensor, of any recipe
     settings = default_settings("mxfp8", "gradient", e5m2=None)
-    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings, columnwise=False)
-    columns = simulate("mxfp8", tensor, amax, {StatisticSource.QUANTIZED}, settings_of(quantizer), columnwise=False)
+    columns = simulate("mxfp8", tensor, {StatisticSource.QUANTIZED}, settings, columnwise=False)
+    columns = simulate("mxfp8", tensor, {StatisticSource.QUANTIZED}, settings_of(quantizer), columnwise=False)
 
 The simulation uses the recipe's arithmetic (:mod:`te_precision_callbacks.engine.simulation`), not Transformer
 Engine's quantizers, so it also covers layers in high precision and GPUs without the format.
@@ -131,7 +131,6 @@ def _simulated_recipe(recipe: str) -> Recipe:
 def simulate(
     recipe: str,
     values: torch.Tensor,
-    amax: torch.Tensor,
     wanted: Collection[StatisticSource],
     settings: QuantizerSettings,
     *,
@@ -141,7 +140,6 @@ def simulate(
 
     Args:
         values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
-        amax: float64 or float32, one element: the largest finite magnitude; 0 or less without finite elements.
         wanted: the kinds of columns to return. An empty tensor returns no columns.
 
     Raises:
@@ -163,7 +161,8 @@ def simulate(
         blocks = split_into_blocks(matrix.t() if columnwise else matrix, block)
     if set(wanted) == {StatisticSource.RANGES}:
         return dict(zip(PLACES[StatisticSource.RANGES], range_columns(blocks), strict=True))
-    tensor_amax = amax.reshape(()).clamp(0.0, FLOAT32_MAX).to(torch.float32)
+    finite = torch.where(values.isfinite(), values.abs(), 0.0)
+    tensor_amax = finite.amax().double().clamp(0.0, FLOAT32_MAX).to(torch.float32)
     by_block = block is not None and needs_blocks(wanted)
     number_format = E2M1 if recipe == "nvfp4" else settings.fp8
     compared = []

@@ -185,7 +185,9 @@ class Reduction:
         return news
 
     def _update_layout(self, slots: Segments) -> None:
-        self._layout = _Layout(sorted(self._agreed.values(), key=_order), slots, include_all=False)
+        self._layout = _Layout(
+            sorted(self._agreed.values(), key=lambda entry: str(entry.key)), slots, include_all=False
+        )
 
     def _leave_out_of_step(self, messages: Messages, stamp: Stamp) -> None:
         """End the messages after a stamp mismatch.
@@ -223,11 +225,6 @@ def _out_of_step_error(stamps: Mapping[int, Stamp]) -> RanksDifferError:
 
 def _describe(segment: SlotRange) -> SegmentDescription:
     return SegmentDescription(segment.key, tuple(segment.outputs))
-
-
-def _order(described: SegmentDescription) -> tuple[str, str, str, int]:
-    layer, tensor, kind, shard = described.key
-    return layer, tensor, kind, -1 if shard is None else shard
 
 
 _PARTS = len(Stamp._fields)

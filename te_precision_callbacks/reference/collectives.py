@@ -49,7 +49,6 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
 
     Raises:
         ValueError: the group is already in a manager, as in torch.
-        ReferenceBackendError: collectives or reductions differ; torch would run all of them like the first.
     """
     group = group or distributed_c10d._get_default_group()
     recording = distributed_c10d._world.pg_coalesce_state
@@ -61,17 +60,7 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = F
     except BaseException:
         del recording[group]
         raise
-    recorded = recording.pop(group)
-    kinds = set()
-    for call in recorded:
-        reduction = "" if call.redop is None else call.redop
-        kinds.add(f"{call.op.__name__}({reduction})")
-    if len(kinds) > 1:
-        given = ", ".join(sorted(kinds))
-        raise ReferenceBackendError(
-            f"A coalescing manager takes only one kind of collective, but was given {given}. Use one for each."
-        )
-    for call in recorded:
+    for call in recording.pop(group):
         if call.dst_tensor is None:
             call.op(call.tensor, call.redop, group)
         elif call.redop is None:

@@ -55,9 +55,6 @@ class _ExtensionLoader(Loader):
     package that the extension imports is still importing torch.
     """
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         from te_precision_callbacks.reference import extension
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_precision_callbacks.reference.errors import InstallError
 
@@ -59,23 +58,21 @@ def read_inherited() -> Inherited | None:
         ) from None
 
 
-class PendingInstallation(ABC):
-    """An entry of ``sys.meta_path`` that waits for an import to install the backend; ``startup/`` adds it."""
-
-    @abstractmethod
-    def install(self) -> None:
-        """Install the backend."""
+pending: Any = None
+"""The entry of ``sys.meta_path`` that waits for an import to install the backend; ``startup/`` adds it."""
 
 
 def install_if_pending() -> None:
     """Install the backend now if the environment requires it and no import has installed it yet."""
-    for finder in sys.meta_path:
-        if isinstance(finder, PendingInstallation):
-            sys.meta_path.remove(finder)
-            finder.install()
-            return
+    finder = pending
+    if finder is not None:
+        forget_pending()
+        finder.install()
 
 
 def forget_pending() -> None:
     """Cancel a pending installation; the backend is then installed only on an explicit request."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, PendingInstallation)]
+    global pending
+    if pending is not None:
+        sys.meta_path.remove(pending)
+        pending = None

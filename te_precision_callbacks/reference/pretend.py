@@ -267,30 +267,18 @@ def _compile_for_cpu() -> None:
 
 def _profile_cpu() -> None:
     """Make the profilers record only the CPU: requesting CUDA from a torch without CUDA ends the process."""
-    kineto = torch.profiler.profiler._KinetoProfile
-    legacy = torch.autograd.profiler.profile
-    original_kineto: Callable[..., None] = kineto.__init__
-    original_legacy: Callable[..., None] = legacy.__init__
+    profile = torch.autograd.profiler.profile  # the other profilers use it
+    original_init: Callable[..., None] = profile.__init__
 
-    @functools.wraps(original_kineto)
-    def of_kineto(self: Any, *, activities: Any = None, **options: Any) -> None:
-        if activities is not None:
-            activities = set(activities) - {torch.profiler.ProfilerActivity.CUDA} or {
-                torch.profiler.ProfilerActivity.CPU
-            }
-        original_kineto(self, activities=activities, **options)
-
-    @functools.wraps(original_legacy)
-    def of_legacy(self: Any, *arguments: Any, **options: Any) -> None:
+    @functools.wraps(original_init)
+    def init(self: Any, *arguments: Any, use_cuda: bool = False, **options: Any) -> None:
         if options.get("use_device") == "cuda":
-            options["use_device"] = None
-        options.pop("use_cuda", None)
-        original_legacy(self, *arguments, **options)
+            options |= {"use_device": None, "use_cpu": True}
+        original_init(self, *arguments, **options)
 
+    replace(profile, __init__=init)
     emit_nvtx = torch.autograd.profiler.emit_nvtx
     replace(emit_nvtx, __enter__=lambda self: self, __exit__=lambda self, *error: None)
-    replace(kineto, __init__=of_kineto)
-    replace(legacy, __init__=of_legacy)
 
 
 def _pin_on_cpu() -> None:

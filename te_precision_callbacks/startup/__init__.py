@@ -21,11 +21,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from te_precision_callbacks.reference import compiled_extension
+from te_precision_callbacks.reference import compiled_extension, inherited
 from te_precision_callbacks.reference.inherited import (
     ENVIRONMENT_VARIABLE,
     Inherited,
-    PendingInstallation,
     install_if_pending,
     read_inherited,
     startup_path,
@@ -66,10 +65,11 @@ def install_when_needed() -> None:
     environment requires it.
     """
     if os.environ.get(ENVIRONMENT_VARIABLE) or os.environ.get(WATCH_VARIABLE):
-        sys.meta_path.insert(0, _Trigger())
+        inherited.pending = _Trigger()
+        sys.meta_path.insert(0, inherited.pending)
 
 
-class _Trigger(MetaPathFinder, PendingInstallation):
+class _Trigger(MetaPathFinder):
     """Gives torch and Transformer Engine loaders that install the backend.
 
     A lookup alone does not install it, since libraries look up whether packages exist.

@@ -45,7 +45,7 @@ SCALED = torch.tensor([0.37])
 
 def in_torch(tensors: Sequence[Largest], row: torch.Tensor) -> None:
     for tensor in tensors:
-        largest._in_torch(tensor, row)
+        largest._in_torch([tensor], row)
 
 
 @pytest.fixture(params=["C++", "torch", "Triton"])

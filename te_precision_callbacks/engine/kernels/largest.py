@@ -51,7 +51,7 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
         _on_gpu(tensors, row)
         return
     if not ONE_PASS.functions and not ONE_PASS.is_compiled():
-        _all_in_torch(tensors, row)
+        _in_torch(tensors, row)
         return
     begin = row.data_ptr()
     numbers: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
         if number == E8M0:
-            _in_torch(tensor, row)
+            _in_torch([tensor], row)
             continue
         if number != AMAX and not values.is_contiguous():
             values = values.contiguous()
@@ -80,36 +80,31 @@ def _with_triton(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
 
         left = launch(tensors, row)
         if left:
-            _all_in_torch(left, row)
+            _in_torch(left, row)
     except Exception as error:
         eager.replace_triton("The watch of every step", error)
-        _on_gpu = _all_in_torch
-        _all_in_torch(tensors, row)  # adding a tensor twice changes nothing
-
-
-def _all_in_torch(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
-    for tensor in tensors:
-        _in_torch(tensor, row)
+        _on_gpu = _in_torch
+        _in_torch(tensors, row)  # adding a tensor twice changes nothing
 
 
 _on_gpu: Callable[[Sequence[LargestOf], torch.Tensor], None] = _with_triton
 
 
-def _in_torch(tensor: LargestOf, row: torch.Tensor) -> None:
-    values, number, scale, slot, order, column = tensor
-    if number == E8M0:
-        largest = values.amax().float()
-        magnitude = torch.exp2(largest - 127.0)
-        magnitude = torch.where(largest >= 254.0, torch.inf, magnitude)  # an inf of the tensor, as TE stores it
-        magnitude = torch.where(largest == 255.0, torch.nan, magnitude)
-    else:
-        values = values.reciprocal() if number == RECIPROCAL else values
-        plain = values if values.dtype in FORMATS else values.view(_OF_CODES[number]).to(torch.bfloat16)
-        magnitude = plain.abs().amax().float()
-    if scale is not None:
-        magnitude = magnitude * scale[0]
-    bits = torch.where(magnitude.isnan(), torch.nan, magnitude).view(torch.int32) & 0x7FFFFFFF
-    of_slot = row[slot]
-    of_slot[column] = torch.maximum(of_slot[column], bits)
-    now = torch.where(bits >= INFINITE, order, NEVER).to(torch.int32)
-    of_slot[FIRST] = torch.minimum(of_slot[FIRST], now)
+def _in_torch(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
+    for values, number, scale, slot, order, column in tensors:
+        if number == E8M0:
+            largest = values.amax().float()
+            magnitude = torch.exp2(largest - 127.0)
+            magnitude = torch.where(largest >= 254.0, torch.inf, magnitude)  # an inf of the tensor, as TE stores it
+            magnitude = torch.where(largest == 255.0, torch.nan, magnitude)
+        else:
+            values = values.reciprocal() if number == RECIPROCAL else values
+            plain = values if values.dtype in FORMATS else values.view(_OF_CODES[number]).to(torch.bfloat16)
+            magnitude = plain.abs().amax().float()
+        if scale is not None:
+            magnitude = magnitude * scale[0]
+        bits = torch.where(magnitude.isnan(), torch.nan, magnitude).view(torch.int32) & 0x7FFFFFFF
+        of_slot = row[slot]
+        of_slot[column] = torch.maximum(of_slot[column], bits)
+        now = torch.where(bits >= INFINITE, order, NEVER).to(torch.int32)
+        of_slot[FIRST] = torch.minimum(of_slot[FIRST], now)

@@ -14,10 +14,7 @@ import torch
 from te_precision_callbacks.base.compiling import CppFile
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.engine.kernels import eager
-from te_precision_callbacks.engine.kernels.columns import UNBLOCKED, Pending
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""dtype -> its number in the C++ code."""
+from te_precision_callbacks.engine.kernels.columns import FORMATS, UNBLOCKED, Pending
 
 ONE_PASS = CppFile(
     Path(__file__).with_name("one_pass.cpp"),
@@ -37,7 +34,7 @@ ONE_PASS = CppFile(
 
 def accepts(values: torch.Tensor) -> bool:
     """Return whether C++ can read the tensor: plain, on the CPU, of a supported dtype."""
-    could = type(values) in PLAIN and values.dtype in _DTYPES and values.device.type == "cpu"
+    could = type(values) in PLAIN and values.dtype in FORMATS and values.device.type == "cpu"
     return could and (bool(ONE_PASS.functions) or ONE_PASS.is_compiled())
 
 
@@ -65,7 +62,7 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
             at_factor = factor.data_ptr()
         ONE_PASS.functions["te_precision_one_pass"](
             values.data_ptr(),
-            _DTYPES[values.dtype],
+            FORMATS[values.dtype],
             values.numel(),
             at_codes,
             codes_format,

@@ -82,7 +82,9 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
 
 
 @export
-def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
+def multi_tensor_swizzle_scales_for_gemm_unchecked_(
+    tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool
+) -> None:
     """Swizzle the scales of exactly one direction of several tensors; skip tensors marked as swizzled.
 
     The tensors' flags do not change, as in the compiled extension: the caller sets them after both directions.
@@ -90,9 +92,6 @@ def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage:
     for tensor in tensors:
         if _needs_swizzle(tensor):
             _swizzle(tensor, columnwise_usage)
-
-
-export(multi_tensor_swizzle_scales_for_gemm_, "multi_tensor_swizzle_scales_for_gemm_unchecked_")
 
 
 def _needs_swizzle(tensor: Any) -> bool:

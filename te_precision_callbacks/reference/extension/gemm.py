@@ -42,8 +42,6 @@ NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEVICE_TYPES = ("cpu", "cuda")
-
 
 def outside_of_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap ``function`` so that autocast does not change the dtype of products.
@@ -54,12 +52,10 @@ def outside_of_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
-        enabled = [name for name in _DEVICE_TYPES if torch.is_autocast_enabled(name)]
-        if not enabled:
-            return function(*arguments, **options)
         with contextlib.ExitStack() as stack:
-            for name in enabled:
-                stack.enter_context(torch.autocast(name, enabled=False))
+            for name in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(name):
+                    stack.enter_context(torch.autocast(name, enabled=False))
             return function(*arguments, **options)
 
     return call

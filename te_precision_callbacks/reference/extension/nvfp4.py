@@ -192,22 +192,18 @@ def _scales(rows: int, columns: int) -> Buffer:
 
 def _check_options(quantizer: Any, matrix: torch.Tensor, out: Any) -> None:
     """Reject options that ``quantizer.cpp`` and ``common/cast/dispatch/quantize.cuh`` reject."""
-    refused = []
-    if quantizer.nvfp4_use_4over6:
-        refused = [("4over6", "the random Hadamard transform", quantizer.with_rht)]
-        refused += [("4over6", "stochastic rounding", quantizer.stochastic_rounding)]
-    if quantizer.row_scaled_nvfp4:
-        refused += [
-            ("row-scaled", "the random Hadamard transform", quantizer.with_rht),
-            ("row-scaled", "2D quantization", quantizer.with_2d_quantization),
-            ("row-scaled", "stochastic rounding", quantizer.stochastic_rounding),
-            ("row-scaled", "amax reduction", quantizer.with_amax_reduction),
-        ]
-        if out._columnwise_data is not None:
-            refused += [("row-scaled", "4over6 for columnwise data", quantizer.nvfp4_use_4over6)]
-    for option, other, both in refused:
-        if both:
-            raise ReferenceBackendError(f"NVFP4 quantization: {option} does not support {other}.")
+    transforms = quantizer.with_rht, "the random Hadamard transform"
+    stochastic = quantizer.stochastic_rounding, "stochastic rounding"
+    columnwise = quantizer.nvfp4_use_4over6 and out._columnwise_data is not None, "4over6 for columnwise data"
+    in_squares = quantizer.with_2d_quantization, "2D quantization"
+    reduces = quantizer.with_amax_reduction, "amax reduction"
+    for is_used, option, conflicts in (
+        (quantizer.nvfp4_use_4over6, "4over6", (transforms, stochastic)),
+        (quantizer.row_scaled_nvfp4, "row-scaled", (transforms, in_squares, stochastic, reduces, columnwise)),
+    ):
+        for is_other_used, other in conflicts:
+            if is_used and is_other_used:
+                raise ReferenceBackendError(f"NVFP4 quantization: {option} does not support {other}.")
     rows, columns = matrix.shape
     transposable = matrix.dtype == torch.bfloat16 and rows % 32 == 0 and columns % 32 == 0
     if quantizer.row_scaled_nvfp4 and out._columnwise_data is not None and not transposable:
