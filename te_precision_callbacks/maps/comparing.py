@@ -113,9 +113,9 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
         if differing and given.allows(name, other):
             allowed[name] = None
         elif differing:
-            in_a, in_b = (" and ".join(dict.fromkeys(side)) for side in zip(*differing.values(), strict=True))
-            tensors = " and ".join(differing)
-            differences.append(Difference(name, other, tensors, in_a, in_b, ours.said, theirs.said))
+            in_a, in_b = map(dict.fromkeys, zip(*differing.values(), strict=True))
+            texts = (" and ".join(differing), " and ".join(in_a), " and ".join(in_b))
+            differences.append(Difference(name, other, *texts, ours.said, theirs.said))
     matched = set(chain(*partners.values()))
     only_a = tuple(name for name, others in partners.items() if not others)
     only_b = tuple(name for name in b.modules if name not in matched)

@@ -37,6 +37,7 @@ from te_precision_callbacks.runs.recorded import (
 from te_precision_callbacks.runs.run_files import (
     CLOSED,
     FOLDER,
+    MOST_LISTED,
     OPEN,
     RUN_FILE,
     data_files,
@@ -44,7 +45,6 @@ from te_precision_callbacks.runs.run_files import (
     gaps,
     is_gone,
     is_silent,
-    list_numbers,
     rank_name,
     ranks_of,
     read_json,
@@ -69,8 +69,6 @@ from te_precision_callbacks.statistics.series import MOST_ITERATION
 
 _MOST_ATTEMPTS = 5
 """Maximum number of attempts to read a run whose files are being replaced."""
-
-_MOST_BELOW = 8
 
 
 def list_runs(path: StrPath) -> tuple[str, ...]:
@@ -137,20 +135,13 @@ def runs_of_last_launch(path: StrPath) -> tuple[str, ...]:
     return tuple(name for name in runs if name == latest or (launch and _launch_of(folder / name) == launch))
 
 
-_PROCESS = ("host", "pid_namespace", "pid", "pid_started")
-
-
-def _launch_of(run: Path) -> tuple[object, ...]:
-    """Return what identifies the launch of a run's last segment; empty if it is unknown."""
+def _launch_of(run: Path) -> object:
+    """Return what identifies the launch of a run's last segment; None if it is unknown."""
     last = next(reversed(segments_of(run).values()))
     try:
-        facts = read_json(last / RUN_FILE)
+        return read_json(last / RUN_FILE).get("launch")
     except (OSError, ValueError):
-        return ()
-    launch = facts.get("launch")
-    if launch:
-        return (launch,)
-    return tuple(map(facts.get, _PROCESS))
+        return None
 
 
 def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]:
@@ -164,7 +155,7 @@ def chosen_run(path: StrPath, run: str | None = None) -> tuple[RecordedRun, str]
         return recorded, ""
     return recorded, (
         f"{path} has {len(names)} runs. The latest is read: {recorded.run_id}. The others, for --run:"
-        f" {some_of(other_runs, _MOST_BELOW)}."
+        f" {some_of(other_runs, MOST_LISTED)}."
     )
 
 
@@ -350,7 +341,7 @@ class _Reader:
             if gone := [str(rank) for rank in expected if isinstance(rank, int) and rank not in ranks]:
                 self._note(
                     f"Segment {segment.number} lacks the files of {len(gone)} of {segment.world} ranks:"
-                    f" {list_numbers(gone)}.",
+                    f" {some_of(gone, MOST_LISTED)}.",
                     "unread",
                 )
 

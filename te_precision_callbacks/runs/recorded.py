@@ -8,13 +8,14 @@ grid = run.grid("underflows%", "activation")                              # laye
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -129,13 +130,15 @@ class Grid(NamedTuple):
     present: Mask
 
 
-def sort_by_position(rows: Iterable[tuple[str, float | None]]) -> list[str]:
-    places: dict[str, float] = {}
+LayerT = TypeVar("LayerT", bound=Hashable)
+
+
+def sort_by_position(rows: Iterable[tuple[LayerT, float | None]]) -> list[LayerT]:
+    """Sort layers by their first place; those without a place follow, as they come."""
+    places: dict[LayerT, float] = {}
     for layer, place in rows:
-        places.setdefault(layer, math.inf)
-        if place is not None:
-            places[layer] = min(places[layer], place)
-    return sorted(filter(None, places), key=lambda layer: places[layer])
+        places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
+    return sorted(filter(None, places), key=places.__getitem__)
 
 
 class Curve(NamedTuple):
@@ -222,16 +225,10 @@ class RecordedRun:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        names = pc.dictionary_encode(self.scalars["name"].cast(pa.string())).combine_chunks()
-        numbers = names.indices.fill_null(-1).to_numpy()
+        rows_of = group_by_key(zip(self.scalars["name"].to_pylist(), itertools.count()))
         iterations = self.scalars["iteration"].to_numpy()
         values = self.scalars["value"].to_numpy()
-        curves = {}
-        for number, name in enumerate(names.dictionary.to_pylist()):
-            rows = numbers == number
-            if name:
-                curves[name] = Curve(iterations[rows], values[rows])
-        return curves
+        return {name: Curve(iterations[rows], values[rows]) for name, rows in rows_of.items() if name}
 
     @cached_property
     def metrics(self) -> dict[str, Curve]:
@@ -273,19 +270,6 @@ class RecordedRun:
             merged.setdefault(key, {**row, "ranks": set()})["ranks"].add(rank)
         return [{**row, "ranks": sorted(row["ranks"] - {None})} for row in merged.values()]
 
-    def _why_no_grid(self, statistic: str, tensor: str, rank: int | None) -> str:
-        ranks = group_by_key((s.tensor, s.rank) for s in self.subjects if s.statistic == statistic)
-        if tensor not in ranks:
-            tensors = ", ".join(sorted(name or "no tensor" for name in ranks))
-            return f"the run has no {statistic!r} of {tensor!r}, only of {tensors}."
-        if rank is None:
-            local = sorted(number for number in set(ranks[tensor]) if number is not None)
-            return (
-                f"{statistic!r} of {tensor!r} is not reduced over ranks. Ranks with local values:"
-                f" {', '.join(map(str, local))}. Choose one with rank=."
-            )
-        return f"rank {rank} has no local {statistic!r} of {tensor!r}. Leave rank= out, or choose another rank."
-
     def _check_known(self, column: str, value: str | int) -> None:
         known = sorted(set(pc.unique(self.series[column]).to_pylist()) - {None, ""})
         if len(self.series) and value != "" and value not in known:
@@ -312,17 +296,21 @@ class RecordedRun:
         """Return a statistic of a tensor in all layers and iterations; raises UnknownSubjectError if there is none."""
         numbers = self.select(statistic=statistic, tensor=tensor, rank=rank)
         if not numbers and len(self.series):
-            raise UnknownSubjectError(f"{self.path}: {self._why_no_grid(statistic, tensor, rank)}")
+            known: dict[str, None] = {}
+            for subject in self.subjects:
+                if subject.statistic == statistic:
+                    known[f"{subject.tensor!r} with rank={subject.rank}"] = None
+            raise UnknownSubjectError(
+                f"{self.path}: the run has no {statistic!r} of {tensor!r} with rank={rank}, only of {', '.join(known)}."
+                " Values with rank=None are reduced over ranks."
+            )
         layer_of = {number: layer for number in numbers if (layer := self.subjects[number].layer)}
         with_values = set(layer_of.values())
         layers = [layer for layer in self.ordered_layers if layer in with_values]
         table = self.values(layer_of)
         iterations, column = np.unique(table["iteration"].to_numpy(), return_inverse=True)
-        place = {layer: row for row, layer in enumerate(layers)}
-        row_of = np.zeros(max(layer_of, default=-1) + 1, np.int64)
-        for number, layer in layer_of.items():
-            row_of[number] = place[layer]
-        rows = row_of[table["series"].to_numpy()]
+        row_of = {number: layers.index(layer) for number, layer in layer_of.items()}
+        rows = [row_of[number] for number in table["series"].to_pylist()]
         values = np.full((len(layers), len(iterations)), np.nan)
         values[rows, column] = table["value"].to_numpy()
         present = np.zeros(values.shape, bool)

@@ -22,11 +22,12 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from te_precision_callbacks.base.counts import some_of
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.te.environment import LAUNCH_VARIABLE
 
@@ -45,7 +46,7 @@ SILENT_SECONDS = 60.0
 
 _INCOMPLETE = ".incomplete"
 
-_MOST_LISTED = 8
+MOST_LISTED = 8
 
 
 def new_run_id() -> str:
@@ -142,14 +143,7 @@ def gaps(numbers: Iterable[int], first: int = 0, end: int = -1) -> str:
         if number > expected:
             missing.append(f"{expected} to {number - 1}".removesuffix(f" to {expected}"))
         expected = max(expected, number + 1)
-    return list_numbers(missing)
-
-
-def list_numbers(numbers: Sequence[str]) -> str:
-    text = ", ".join(numbers[:_MOST_LISTED])
-    if len(numbers) > _MOST_LISTED:
-        return f"{text} ..."
-    return text
+    return some_of(missing, MOST_LISTED)
 
 
 # ---------------------------------------------------------------------- writing
@@ -192,15 +186,13 @@ def overwrite(path: Path, data: bytes) -> None:
 def process_now() -> dict[str, str | int]:
     """Identify this process by host, process ID with namespace, and start time in ticks since boot; and its launch."""
     pid = os.getpid()
-    facts: dict[str, str | int] = {
+    process: dict[str, str | int] = {
         "host": socket.gethostname(),
         "pid": pid,
         "pid_namespace": _pid_namespace(),
         "pid_started": _started(pid) or 0,
     }
-    if launch := os.environ.get(LAUNCH_VARIABLE):
-        facts["launch"] = launch
-    return facts
+    return {**process, "launch": os.environ.get(LAUNCH_VARIABLE) or " ".join(map(str, process.values()))}
 
 
 def _pid_namespace() -> str:

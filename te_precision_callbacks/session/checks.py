@@ -42,7 +42,7 @@ from te_precision_callbacks.overflow import ActivationOverflowError, DebugActiva
 from te_precision_callbacks.parameters.parameter import Parameter, Problem
 from te_precision_callbacks.parameters.replicas import Replicas
 from te_precision_callbacks.parameters.watch import ParameterWatch
-from te_precision_callbacks.runs.writing import FactTables
+from te_precision_callbacks.runs.sink import FactTables
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Scalars, Severity, StepRecords

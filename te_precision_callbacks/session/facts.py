@@ -31,7 +31,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
 from te_precision_callbacks.layers.naming import modules_with_gemms
 from te_precision_callbacks.reference import is_installed
 from te_precision_callbacks.runs.fingerprints import QUANTIZED
-from te_precision_callbacks.runs.writing import FactTables
+from te_precision_callbacks.runs.sink import FactTables
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.resume import versions

@@ -44,12 +44,12 @@ def comparable_values(records: StepRecords) -> Mapping[Family, ByLayer]:
 
 def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, float]:
     """Return the metrics of :data:`WORST_OF_ALL`, given the result of :func:`comparable_values`."""
-    values_of: dict[str, list[tuple[float, float]]] = {}  # and badness
+    worst: dict[str, tuple[float, float]] = {}  # badness and value
     for family, values in families.items():
-        if family.request is not None and family.request.statistic.name in WORST_OF_ALL:
-            rated = values_of.setdefault(WORST_OF_ALL[family.request.statistic.name], [])
-            rated += ((family.badness(value), value) for value in values.values())
-    worst = {key: max(rated) for key, rated in values_of.items() if rated}
+        key = family.request and WORST_OF_ALL.get(family.request.statistic.name)
+        if key:
+            rated = [(family.badness(value), value) for value in values.values()]
+            worst[key] = max([worst.get(key, (-math.inf, math.nan)), *rated])
     # An SQNR of inf is never the worst: the quantized tensor is exact.
     return {key: value for key, (badness, value) in worst.items() if badness > -math.inf}
 

@@ -38,7 +38,7 @@ def diagnose(*arguments: object) -> Result:
 
 def of_another_launch(folder: Path, run: str) -> None:
     (path,) = (folder / "precision_records" / run).glob(f"seg-*/{RUN_FILE}")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": 1}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "launch": run}))
 
 
 def test_the_runs_of_a_launch_are_checked_together(tmp_path: Path) -> None:

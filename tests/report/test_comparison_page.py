@@ -91,8 +91,8 @@ def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     (parting,) = result.parted
     results = {(departure.statistic, departure.unit): departure.difference for departure in parting.departures}
     assert results == pytest.approx({("cur_amax", "powers of two"): 3.0, ("sqnr_db", "dB"): -5.0})
-    above = {curve.subject.statistic: curve.above[0] for curve in numbers.curves}
-    assert above == pytest.approx({"cur_amax": 2.0, "sqnr_db": 33.0}), "a factor of 2, and 3 dB, count"
+    limits = {curve.subject.statistic: curve.limit[0] for curve in numbers.curves}
+    assert limits == pytest.approx({"cur_amax": 1.0, "sqnr_db": 3.0}), "a factor of 2, and 3 dB, count"
     assert write_comparison(result, numbers, tmp_path / "small.html", most=1).exists()
 
 
@@ -114,9 +114,9 @@ def test_what_is_ordinary_in_the_first_step_is_what_the_noise_is_apart_there(tmp
     losses = [growing(seed) for seed in range(4)]
     result, curve = loss_curve(tmp_path, *losses)
     assert not result.has_findings
-    wide = (curve.above - curve.below) / 2 / curve.a
-    assert wide[0] < wide[30:].mean() / 2, "before the first update all are equal"
-    assert (np.abs(curve.b - curve.a) <= (curve.above - curve.below) / 2).all()
+    places = np.arcsinh(np.array([curve.a, curve.b]) / curve.resolution) / curve.step
+    assert curve.limit[0] < curve.limit[30:].mean() / 2, "before the first update all are equal"
+    assert (np.abs(places[1] - places[0]) <= curve.limit).all()
 
 
 def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path: Path) -> None:

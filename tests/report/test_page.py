@@ -49,6 +49,16 @@ def test_the_summary_names_the_worst_and_leads_there(look: Look, report: Path) -
     look.page.wait_for_selector(".worst")
 
 
+def test_worst_layers_leave_out_what_is_as_good_as_can_be(look: Look, tmp_path: Path) -> None:
+    run = drifting(blocks=2, steps=20, statistics=("nonfinite_num", "numel"), histograms=False)
+    look.open(write_report(run, tmp_path / "report.html"))
+    listed = look.page.locator(".worst")
+    assert {text.split(" of ")[0] for text in listed.locator("h3").all_inner_texts()} == {"nonfinite_num"}
+    assert listed.count() == 3, "numel has no direction"
+    assert listed.locator("tbody tr").count() == 0, "only the layer that has any"
+    assert [run.ordered_layers[5] in text for text in listed.locator("p").all_inner_texts()] == [True] * 3
+
+
 def test_hover_tells_the_exact_number_and_a_click_opens_the_layer(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap&statistic=sqnr_db&tensor=weight")
     grid = RUN.grid("sqnr_db", "weight")

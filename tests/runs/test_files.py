@@ -27,10 +27,9 @@ from te_precision_callbacks.runs import (
     open_run,
     writing,
 )
-from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, FOLDER, Place, new_run_id
+from te_precision_callbacks.runs.run_files import DEFAULT_LIMIT, Place, new_run_id
 from te_precision_callbacks.runs.sink import RecordingError, RecordSink
 from te_precision_callbacks.runs.tables import LOCAL, STEP0
-from te_precision_callbacks.runs.writing import Recording
 from te_precision_callbacks.sinks import writer_thread
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.series import SeriesTable
@@ -218,8 +217,9 @@ def test_a_rank_that_was_killed_after_the_end_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_events_are_read_in_order(tmp_path: Path) -> None:
-    place = Place(new_run_id(), 0)
-    run = Recording(tmp_path / FOLDER, place, info(tmp_path), writes_reduced=True, limit=DEFAULT_LIMIT, begun=0.0)
+    run = RecordSink(tmp_path)
+    run.place = Place(new_run_id(), 0)
+    run._info = info(tmp_path)
     run.take(Event("finding", "second \ud800", 2, wall_time=3.0))
     run.flush()
     run.take(Event("dump_written", "first", 1, layer="fc", data={"a": 1}, wall_time=4.0))

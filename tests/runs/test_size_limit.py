@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.runs.run_files import Place, make_segment
-from te_precision_callbacks.runs.writing import End, Recording, StepJob
+from te_precision_callbacks.runs.sink import End, RecordSink, StepJob
 from te_precision_callbacks.sinks.step_records import Event, Scalars
 from te_precision_callbacks.statistics.series import SeriesTable
 from tests.runs.making import info, records
@@ -18,13 +18,14 @@ RUN = "20261122-130144-507-9f3c21"
 LIMIT = 100_000
 
 
-def begin(folder: Path, *, start: int = 0) -> Recording:
-    place = Place(RUN, make_segment(folder / "precision_records" / RUN))
-    run = info(folder, start=start)
-    return Recording(folder / "precision_records", place, run, writes_reduced=True, limit=LIMIT, begun=0.0)
+def begin(folder: Path, *, start: int = 0) -> RecordSink:
+    sink = RecordSink(folder, LIMIT)
+    sink.place = Place(RUN, make_segment(folder / "precision_records" / RUN))
+    sink._info = info(folder, start=start)
+    return sink
 
 
-def record(recording: Recording, iterations: range) -> None:
+def record(recording: RecordSink, iterations: range) -> None:
     table = SeriesTable()
     chance = np.random.default_rng(0)
     for iteration in iterations:

@@ -26,6 +26,7 @@ from te_precision_callbacks.base.errors import (
     RaisedInTraining,
     TransformerEngineUnavailableError,
 )
+from te_precision_callbacks.base.files import AppendedFile
 from te_precision_callbacks.base.ranks.messages import Departure, RanksLostError
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.overflow import AbortAfterBatch, ActivationOverflowError, DetectionFailedError
@@ -145,12 +146,13 @@ def test_a_disk_that_hangs_neither_stops_the_training_nor_its_end(
         if threading.current_thread().name.startswith("te-precision"):
             well.wait(60)
         else:
-            assert not in_step, f"the training's thread has called os.{hangs}"
+            assert not in_step, f"the training's thread has called {hangs}"
         return call(*arguments, **keywords)
 
-    in_step, call = False, getattr(os, hangs)
+    owner = AppendedFile if hangs == "write" else os
+    in_step, call = False, getattr(owner, hangs)
     session = InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper], strict=True).start()
-    monkeypatch.setattr(os, hangs, hanging)
+    monkeypatch.setattr(owner, hangs, hanging)
     in_step = True
     train(session, net, 100)
     in_step = False

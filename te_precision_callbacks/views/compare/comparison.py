@@ -21,6 +21,7 @@ from te_precision_callbacks.runs.summary import precision_shares
 from te_precision_callbacks.runs.tables import Subject, facts_at_end
 from te_precision_callbacks.views.compare.departures import Search
 from te_precision_callbacks.views.compare.loss import compare_losses
+from te_precision_callbacks.views.compare.noise import Side
 from te_precision_callbacks.views.compare.origins import Order, partings
 from te_precision_callbacks.views.compare.result import (
     Comparison,
@@ -30,7 +31,6 @@ from te_precision_callbacks.views.compare.result import (
     Pairing,
     compare_verdicts,
 )
-from te_precision_callbacks.views.compare.values import Side
 from te_precision_callbacks.views.report.data import readable
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _with_prefix(table: pa.Table, new: str, old: str) -> pa.Table:
 
 
 _OF_EVERY_RUN = re.compile(
-    "run_id|segment|parent_segment|status|host|pid|pid_namespace|pid_started|config_hash|.*_at|first_.*|last_.*"
+    "run_id|segment|parent_segment|status|host|pid|pid_namespace|pid_started|launch|config_hash|.*_at|first_.*|last_.*"
 )
 """Facts that differ between any two runs."""
 
@@ -94,12 +94,15 @@ def facts_that_differ(a: RecordedRun, b: RecordedRun) -> list[FactDifference]:
         facts_a = facts_of(a)
         facts_b = facts_of(b)
         if facts_a and facts_b:  # a log of plain nvidia-dlfw-inspect has none
-            names = sorted(facts_a.keys() | facts_b.keys(), key=_rank)
-            differences += [FactDifference(name, facts_a.get(name, ""), facts_b.get(name, "")) for name in names]
+            for name in sorted(facts_a.keys() | facts_b.keys(), key=_rank):
+                text_a = facts_a.get(name, "")
+                text_b = facts_b.get(name, "")
+                if text_a != text_b:
+                    differences.append(FactDifference(name, text_a, text_b))
     for (what, text_a, text_b), layers in _changed_layer_facts(a, b).items():
         name = f"{what} {', '.join(fold_names(layers, most=_MOST_LAYERS))}"
         differences.append(FactDifference(name, text_a, text_b))
-    return [difference for difference in differences if difference.a != difference.b]
+    return differences
 
 
 def _rank(name: str) -> tuple[int, str]:

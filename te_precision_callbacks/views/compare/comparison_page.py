@@ -17,8 +17,8 @@ from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.views.compare.departures import ComparedValues
 from te_precision_callbacks.views.compare.loss import loss_curves
+from te_precision_callbacks.views.compare.noise import Side
 from te_precision_callbacks.views.compare.result import Comparison
-from te_precision_callbacks.views.compare.values import Side
 from te_precision_callbacks.views.compare.wording import (
     FACT_NAMES,
     departure_texts,
@@ -47,7 +47,8 @@ class ComparedSeries(NamedTuple):
         strength: the largest difference, as a multiple of the bound.
         every: the interval of the steps; the departure's step is added.
         iterations, a, b: [n].
-        below, above: [n]: values in between are too close to ``a`` to count.
+        limit: [n]: the smallest difference from ``a`` that counts, on the scale of the series.
+        step, resolution: the scale of the series, as in :class:`~te_precision_callbacks.views.compare.noise.Scale`.
     """
 
     subject: Subject
@@ -57,8 +58,9 @@ class ComparedSeries(NamedTuple):
     iterations: Ints
     a: Floats
     b: Floats
-    below: Floats
-    above: Floats
+    limit: Floats
+    step: float
+    resolution: float
 
 
 class ComparedNumbers:
@@ -103,8 +105,9 @@ class ComparedNumbers:
                 iterations[shown],
                 a[shown],
                 b[shown],
-                values.nearest(shown, -1),
-                values.nearest(shown, 1),
+                values.limit[shown],
+                float(values.families.step[row]),
+                float(values.families.resolution[row]),
             )
             self._curves.append(curve)
         if len(self._curves) >= 2 * _MOST_CURVES:
@@ -136,10 +139,11 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays)
         parted.append({**vars(parting), **names, "departures": departures})
     curves = []
     for curve in numbers.curves:
-        arrays = packed.try_put_curve(curve.iterations, curve.a, curve.b, curve.below, curve.above)
+        arrays = packed.try_put_curve(curve.iterations, curve.a, curve.b, curve.limit)
         if arrays is not None:
             names = {**curve.subject._asdict(), "layer": layer_name(curve.subject.scope, curve.subject.layer)}
-            curves.append({**names, "departs": curve.departs, "every": curve.every, "arrays": arrays})
+            scale = {"step": curve.step, "resolution": curve.resolution}
+            curves.append({**names, **scale, "departs": curve.departs, "every": curve.every, "arrays": arrays})
     verdicts = None
     if result.verdicts is not None:
         is_partial = result.verdicts.a.is_partial or result.verdicts.b.state == "not enough checked"

@@ -13,9 +13,17 @@ import numpy.typing as npt
 
 from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.compare.noise import MAGNITUDE, NO_NUMBER, Families, NoiseFloor, family
+from te_precision_callbacks.views.compare.noise import (
+    MAGNITUDE,
+    NO_NUMBER,
+    Families,
+    Joined,
+    NoiseFloor,
+    Side,
+    family,
+    join,
+)
 from te_precision_callbacks.views.compare.result import StatisticDeparture
-from te_precision_callbacks.views.compare.values import Joined, Side, join
 from te_precision_callbacks.views.report.families import pieces
 
 _PART_OF_BOUND = 0.5
@@ -44,13 +52,6 @@ class ComparedValues(NamedTuple):
     limit: Floats
     begins: Ints
     lengths: Ints
-
-    def nearest(self, rows: Ints, sign: int) -> Floats:
-        """The nearest values to a below it or above it that count as different; a itself if it is not finite."""
-        series = self.joined.series[rows]
-        a = self.joined.a[rows]
-        limits = self.families.values(series, self.families.places(series, a) + sign * self.limit[rows])
-        return np.where(np.isfinite(a), limits, a)
 
 
 @dataclass

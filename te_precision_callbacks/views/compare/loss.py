@@ -132,7 +132,8 @@ def compare_losses(
         largest = abs(float(curves.relative[place]))
         largest_at = int(curves.iterations[place])
         stable_since = int(curves.iterations[stable.start])
-    kinds = (_kind(shares[0]), _kind(shares[1]))
+    precisions = (_precision(shares[0]), _precision(shares[1]))
+    kinds = tuple("high" if name in HIGH_PRECISION else name for name in precisions)
     yardsticks = []
     for (name, bound, source), runs in _YARDSTICKS.items():
         holds = None
@@ -153,7 +154,7 @@ def compare_losses(
         floor=max((abs(baseline.difference) for baseline in baselines), default=None),
         yardsticks=tuple(yardsticks),
         spike=_spike(curves, baselines),
-        precisions=(_precision(shares[0]), _precision(shares[1])),
+        precisions=precisions,
         lost_a=curves.lost_a,
         lost_b=curves.lost_b,
     )
@@ -204,18 +205,9 @@ def _relative(x: Floats, y: Floats) -> Floats:
     return np.where(np.isfinite(x) & np.isfinite(y), relative, np.nan)
 
 
-def _kind(shares: Shares) -> str:
-    """``nvfp4`` or ``fp8`` if any product uses it, else ``high``; empty if unknown."""
+def _precision(shares: Shares) -> str:
+    """``nvfp4`` or ``fp8`` if any product uses it, else the most frequent precision; empty if unknown."""
     for kind in ("nvfp4", "fp8"):
         if not LOW_PRECISION[kind].isdisjoint(shares):
             return kind
-    if not shares.keys().isdisjoint(HIGH_PRECISION):
-        return "high"
-    return ""
-
-
-def _precision(shares: Shares) -> str:
-    kind = _kind(shares)
-    if kind == "high":
-        return max(shares, key=shares.__getitem__)
-    return kind
+    return max(shares, key=shares.__getitem__, default="")

@@ -1,4 +1,4 @@
-"""Scales for differences, and the noise floor: how far runs of one config are apart.
+"""The values of both sides, scales for their differences, and the noise floor: how far runs of one config are apart.
 
 Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02), shares by points (6 % is as far from
 5 % as 2 % from 1 %). The scale of magnitudes is asinh(value / resolution), which is the logarithm of values far above
@@ -14,16 +14,105 @@ clipped magnitudes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
 from te_precision_callbacks.statistics.names import logged_request
-from te_precision_callbacks.views.compare.values import Joined, Numbers
+from te_precision_callbacks.views.compare.result import ComparisonError
+
+
+class Numbers(NamedTuple):
+    """The values of some series, sorted by series and iteration, [n]; ``series`` are indices in the request."""
+
+    series: Ints
+    iterations: Ints
+    values: Floats
+
+
+class Joined(NamedTuple):
+    """The values of two sides at their common steps, sorted by series and iteration, [n]."""
+
+    series: Ints
+    iterations: Ints
+    a: Floats
+    b: Floats
+
+
+def join(a: Numbers, b: Numbers) -> Joined:
+    stride = 1 + max(a.iterations.max(initial=0), b.iterations.max(initial=0))
+    keys_a = a.series * stride + a.iterations
+    keys_b = b.series * stride + b.iterations
+    _, rows_a, rows_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
+    return Joined(a.series[rows_a], a.iterations[rows_a], a.values[rows_a], b.values[rows_b])
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison. ``subjects``: subject -> its series; None for a metric of the trainer."""
+
+    run: RecordedRun
+    name: str
+    subjects: Mapping[Subject, int | None]
+
+    @classmethod
+    def of(cls, run: RecordedRun, name: str) -> Side:
+        subjects: dict[Subject, int | None] = {}
+        for number, subject in enumerate(run.subjects):
+            request = logged_request(subject.statistic) if subject.tensor else None
+            if request is None or not request.statistic.is_histogram:
+                subjects[subject] = number
+        subjects |= {Subject("", "", "", "", name, None): None for name in run.metrics}
+        if not subjects:
+            raise ComparisonError(f"{name} has no statistics and no loss yet.{run.notes_sentence}")
+        return cls(run, name, subjects)
+
+    @cached_property
+    def layers(self) -> dict[tuple[str, str], None]:
+        """Scope and name of the layers with statistics, in the order of the records."""
+        return dict.fromkeys((subject.scope, subject.layer) for subject in self.subjects if subject.layer)
+
+    def place_in_records(self, subject: Subject) -> float:
+        number = self.subjects[subject]
+        if number is None:
+            return math.inf
+        return number
+
+    def count(self, subject: Subject) -> int:
+        number = self.subjects[subject]
+        if number is None:
+            return len(self.run.metrics[subject.statistic].values)
+        return int(self.run.series["count"][number].as_py())
+
+    def read(self, subjects: Sequence[Subject]) -> Numbers:
+        """Read the values of subjects that this side has."""
+        parts = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
+        index_of: dict[int, int] = {}
+        for index, subject in enumerate(subjects):
+            number = self.subjects.get(subject)
+            if number is not None:
+                index_of[number] = index
+            elif subject in self.subjects:
+                iterations, values = self.run.metrics[subject.statistic]
+                parts.append((np.full(len(values), index), iterations, values))
+        if index_of:
+            table = self.run.values(index_of)
+            indices = np.zeros(max(index_of) + 1, np.int64)
+            indices[list(index_of)] = list(index_of.values())
+            series = indices[table["series"].to_numpy()]
+            parts.append((series, table["iteration"].to_numpy(), table["value"].to_numpy()))
+        series, iterations, values = map(np.concatenate, zip(*parts, strict=True))
+        order = np.lexsort((iterations, series))
+        return Numbers(series[order], iterations[order], values[order])
+
+
+# ---------------------------------------------------------------------- scales
 
 _INFINITE = 2000.0
 _NAN = 4000.0
@@ -133,12 +222,6 @@ class Families:
         places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
         return np.where(np.isnan(values), _NAN, places)
 
-    def values(self, series: Ints, places: Floats) -> Floats:
-        """Map places of finite values back to values; both [n]."""
-        step = self.step[series]
-        with np.errstate(over="ignore", invalid="ignore"):
-            return np.where(np.isnan(step), places, self.resolution[series] * np.sinh(places * step))
-
     def differences(self, pair: Joined) -> Floats:
         return self.places(pair.series, pair.b) - self.places(pair.series, pair.a)
 
@@ -188,10 +271,11 @@ class NoiseFloor:
             lasting: the minimum number of steps of a difference.
         """
         count = len(families.scales)
-        empty = np.empty(0, np.int64)
-        series = np.concatenate([empty, *(pair.series for pair in pairs)])
-        iterations = np.concatenate([empty, *(pair.iterations for pair in pairs)])
-        sizes = np.abs(np.concatenate([np.empty(0), *map(families.differences, pairs)]))
+        nothing = Joined(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0), np.empty(0))
+        pooled = Joined._make(map(np.concatenate, zip(nothing, *pairs, strict=True)))
+        series, iterations, _, _ = pooled
+        differences = families.differences(pooled)
+        sizes = np.abs(differences)
         edges = _part_edges(np.unique(iterations), lasting)
         parts = len(edges) + 1
         part = np.searchsorted(edges, iterations, "right")
@@ -208,25 +292,21 @@ class NoiseFloor:
         multiples = sizes / by_part[families.number[series], part]
         ratio = np.maximum(_spread(series, multiples, len(families.number)), 1.0)
         floor = cls(families, edges, by_part, ratio, np.full(count, _LEAST_BOUND))
-        for pair in pairs:
-            floor._raise_bounds(pair, lasting)
+        if len(series) >= lasting:
+            # Bounds are above the largest lasting differences, in one direction, within the noise.
+            windows = np.lib.stride_tricks.sliding_window_view(differences / floor.spread(series, iterations), lasting)
+            smallest = np.maximum(windows.min(1), -windows.max(1))  # negative where the direction changes
+            pair = np.repeat(np.arange(len(pairs)), [len(joined.series) for joined in pairs])
+            curve = pair * len(families.number) + series
+            same = curve[lasting - 1 :] == curve[: len(windows)]
+            number = families.number[series[: len(windows)][same]]
+            np.maximum.at(floor.bound, number, _BEYOND_NOISE * smallest[same])
         return floor
 
     def spread(self, series: Ints, iterations: Ints) -> Floats:
         """[n]: the spread of the noise, given series and iteration of each difference; nan without noise."""
         part = np.searchsorted(self.edges, iterations, "right")
         return self.by_part[self.families.number[series], part] * self.ratio[series]
-
-    def _raise_bounds(self, pair: Joined, lasting: int) -> None:
-        """Put the bounds of families above the largest lasting differences, in one direction, within the noise."""
-        if len(pair.series) < lasting:
-            return
-        multiples = self.families.differences(pair) / self.spread(pair.series, pair.iterations)
-        windows = np.lib.stride_tricks.sliding_window_view(multiples, lasting)
-        least = np.maximum(windows.min(1), -windows.max(1))  # negative where the direction changes
-        same = pair.series[lasting - 1 :] == pair.series[: len(windows)]
-        families = self.families.number[pair.series[: len(windows)][same]]
-        np.maximum.at(self.bound, families, _BEYOND_NOISE * least[same])
 
 
 def _part_edges(steps: Ints, lasting: int) -> Ints:

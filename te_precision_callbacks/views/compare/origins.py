@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.recorded import sort_by_position
 from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.views.compare.result import Parting, StatisticDeparture
 
@@ -63,26 +64,22 @@ class StepPlace(NamedTuple):
 
 
 class Order:
-    """The execution order of a model, from several runs; the first run with a layer determines its place.
+    """The execution order of a model, from several runs.
 
     ``seen``: whether the order was recorded; otherwise layers are in the order of their first values.
     """
 
     def __init__(self, runs: Sequence[RecordedRun]) -> None:
-        self._forward: dict[tuple[str, str], float] = {}
         self._backward: dict[tuple[str, str], float] = {}
+        places: list[tuple[tuple[str, str], float | None]] = []
         for row in itertools.chain(*(run.layers.to_pylist() for run in runs)):
             layer = (row["scope"] or "", row["layer"])
-            if row["exec_fwd"] is not None:
-                self._forward.setdefault(layer, row["exec_fwd"])
+            places.append((layer, row["exec_fwd"]))
             if row["exec_bwd"] is not None:
                 self._backward.setdefault(layer, row["exec_bwd"])
-        self.seen = bool(self._forward)
-        # Layers without a recorded place follow, in the order of the records.
-        behind = max(self._forward.values(), default=-1.0) + 1
-        for subject in itertools.chain(*(run.subjects for run in runs)):
-            if subject.layer:
-                self._forward.setdefault((subject.scope, subject.layer), behind + len(self._forward))
+        self.seen = any(place is not None for _, place in places)
+        places += [((subject.scope, subject.layer), None) for run in runs for subject in run.subjects]
+        self._forward = {layer: place for place, layer in enumerate(sort_by_position(places))}
 
     def place(self, subject: Subject) -> StepPlace:
         layer = (subject.scope, subject.layer)

@@ -168,9 +168,13 @@ def _final_losses(a: RecordedRun, b: RecordedRun) -> tuple[LossComparison, list[
         # The other run against itself: all its steps, not only those before the loss is lost.
         finite = a if loss.lost_a is None else b
         final = compare_losses(finite, finite) or loss
+    final = replace(
+        final,
+        a=final.a if loss.lost_a is None else math.nan,
+        b=final.b if loss.lost_b is None else math.nan,
+    )
     lines = []
-    for side, run, lost in (("a", a, loss.lost_a), ("b", b, loss.lost_b)):
+    for run, lost in ((a, loss.lost_a), (b, loss.lost_b)):
         if lost is not None:
-            final = replace(final, a=math.nan) if side == "a" else replace(final, b=math.nan)
             lines.append(f"The {loss.name} of {run.path} is {lost.what} from step {lost.since} on.")
     return final, lines

@@ -10,7 +10,6 @@ The exit code is 0; 2 for a path without a run, and for a run without values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -40,16 +39,11 @@ def report_command(
     recorded, note = chosen_run(path, run)
     if note:
         terminal.show_text(note)
-    _show(first := recorded.notes)  # before a ReportError, since they explain missing values
     written = write_report(recorded, output)
-    _show(recorded.notes[len(first) :])  # notes on damage detected while reading
+    for line in recorded.notes:
+        terminal.show_text(f"note: {line}", hanging=6)
     size = written.stat().st_size
     terminal.show_text(f"{written}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
         terminal.show_text(f"It is larger than {MOST_BYTES / 1e6:.0f} MB: the facts of the run alone need that much.")
     recorded.require_undamaged()
-
-
-def _show(notes: Sequence[str]) -> None:
-    for note in notes:
-        terminal.show_text(f"note: {note}", hanging=6)

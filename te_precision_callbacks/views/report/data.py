@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
 from te_precision_callbacks.diagnosis.finding import Finding, Verdict
 from te_precision_callbacks.diagnosis.replay import diagnose
@@ -29,7 +28,6 @@ from te_precision_callbacks.runs.summary import (
 )
 from te_precision_callbacks.runs.tables import REDUCED, facts_at_end
 from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.statistics.table import Worse
 from te_precision_callbacks.views.report.families import (
     Columns,
     FamilySeries,
@@ -50,8 +48,6 @@ _HISTOGRAM_COLUMNS = 60
 WORST = 5
 """The number of worst layers of each statistic."""
 
-_FIRST = ("nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_scales%", "flushed_scales%")
-
 _MOST_MISSES = 500
 """After so many curves in a row that do not fit, no other is tried."""
 
@@ -62,7 +58,7 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     """Choose the content and the arrays of a page, at most ``most`` characters; raises ReportError without values."""
     why = why_nothing_to_show(run)
     if why:
-        raise ReportError(why)
+        raise ReportError(why + run.notes_sentence)
     subjects = Subjects(run)
     verdict = diagnose(run)
     packed = PackedArrays(most)
@@ -71,43 +67,27 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     maps = heat_maps(run, families, columns)
     contents = [_family(family, heat_map, packed) for family, heat_map in zip(families, maps, strict=True)]
     findings = [finding_on_page(finding, subjects) for finding in verdict]
-    worst = worst_layers(families)
+    severity_of: dict[int, int] = {}
+    for family in families:
+        for severity, item in enumerate(family.worst_layers(WORST)):
+            severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
     content: dict[str, Any] = {
         "run": _run(run),
         "notes": [*no_step_note(run), *run.notes],
         "layers": _layers(run, subjects.layers),
         "scalars": _scalars(run, subjects, packed),
         "verdict": {**verdict.as_json(), "findings": findings},
-        "worst_layers": worst,
         "last_steps": _last_steps(run, packed),
         "families": contents,
     }
     layers = {layer for finding in findings for layer in finding["places"]}
-    layers.update(item["layer"] for listed in worst for item in listed["items"])
-    content["histograms"] = _histograms(run, subjects, packed, layers)
+    content["histograms"] = _histograms(run, subjects, packed, layers.union(severity_of))
     content["exact"] = {
-        "curves": _put_curves(run, families, verdict, contents, packed),
+        "curves": _put_curves(run, families, severity_of, verdict, contents, packed),
         "series": sum(len(family.series) for family in families),
         "widest": int(np.max(columns.last - columns.first, initial=-1) + 1),
     }
     return content, packed.texts
-
-
-def worst_layers(families: Sequence[FamilySeries]) -> list[dict[str, Any]]:
-    """The worst layers of each statistic with a bad direction, most severe first, without perfect values."""
-    listed = []
-    priorities = {}
-    for number, series in enumerate(families):
-        family = series.family
-        if not family.has_direction or family.request is None:
-            continue
-        perfect = 0.0 if family.worse is Worse.HIGH else np.inf
-        worst = series.worst_layers(WORST)
-        items = [item._asdict() for item in worst if item.value != perfect]
-        listed.append({"family": number, "items": items, "counted": bool(worst)})
-        name = family.request.statistic.name
-        priorities[number] = _FIRST.index(name) if name in _FIRST else len(_FIRST)
-    return sorted(listed, key=lambda entry: priorities[entry["family"]])
 
 
 def finding_on_page(finding: Finding, subjects: Subjects) -> dict[str, Any]:
@@ -151,6 +131,7 @@ def _family(series: FamilySeries, heat_map: HeatMap, packed: PackedArrays) -> di
 def _put_curves(
     run: RecordedRun,
     families: Sequence[FamilySeries],
+    severity_of: Mapping[int, int],
     verdict: Verdict,
     contents: Sequence[dict[str, Any]],
     packed: PackedArrays,
@@ -161,10 +142,6 @@ def _put_curves(
     rest.
     """
     with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
-    severity_of: dict[int, int] = {}
-    for family in families:
-        for severity, item in enumerate(family.worst_layers(WORST)):
-            severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
     order: list[tuple[bool, int, int, int, int]] = []
     for number, family in enumerate(families):
         for row, (series, layer) in enumerate(zip(family.series.tolist(), family.layer.tolist(), strict=True)):
@@ -219,11 +196,10 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "segments": [{**vars(segment), "facts": readable(segment.facts)} for segment in run.segments],
         "name": folder_name(run),
         "duration": duration(run),
-        "trainer": _trainer_steps(run),
         "outcome": outcome_notes(run),
         "other_steps": other_steps_of_run(run),
         "states": run.states.to_pylist(),
-        "plan": _plan(run),
+        "plan": run.plan.to_pylist(),
         "events": rows,
         "events_total": total,
     }
@@ -271,51 +247,47 @@ def _downsample(values: Floats) -> Ints:
     return np.array(sorted(kept))
 
 
-_LAYER_FACTS = ("given", "class", "family", "exec_fwd", "params", "weight_dtype", "primary_weights")
-_GEMM_FACTS = ("gemm", "backward", "runs", "not_run", "precision", "n", "m", "k", "batch", "calls", "macs")
-
-
 def _layers(run: RecordedRun, shown: Sequence[ReportLayer]) -> list[dict[str, Any]]:
     """The layers with their recorded facts and matrix products."""
-    layer_facts: dict[str, dict[str, Any]] = defaultdict(dict)
+    facts: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in run.layers.to_pylist():
-        known = layer_facts[layer_name(row["scope"], row["layer"])]
-        known |= {key: row[key] for key in _LAYER_FACTS if row[key] is not None}
-        for key in ("refused", "sections"):
-            known[key] = row[key] or known.get(key)
+        known = {name: value for name, value in row.items() if value not in (None, "", [])}
+        facts[layer_name(row["scope"], row["layer"])] |= known
     products: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row, product in recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)):
         why = "" if product.not_run else product.why
-        gemm_facts = {name: row[name] for name in _GEMM_FACTS}
-        products[layer_name(row["scope"], row["layer"])].append(
-            {**gemm_facts, "operands": product.operands, "why": why}
-        )
-    return [
-        {**vars(layer), "facts": layer_facts.get(layer.name, {}), "gemms": products.get(layer.name, [])}
-        for layer in shown
-    ]
+        products[layer_name(row["scope"], row["layer"])].append({**row, "operands": product.operands, "why": why})
+    return [{**vars(layer), "facts": facts[layer.name], "gemms": products[layer.name]} for layer in shown]
 
 
 def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
     all_events = run.events_of_ranks()
     rows = []
     for row in all_events[-_MOST_EVENTS:]:
-        row["ranks"] = ", ".join(map(str, row["ranks"]))
         row["layer"] = layer_name(row.pop("scope"), row["layer"])
         time = row.pop("wall_time")
         if row["kind"] == "last_steps":
             del row["data"]  # megabytes, which have a page of their own
         row["time"] = time.isoformat(timespec="seconds") if time else ""
-        rows.append({key: value for key, value in row.items() if value not in (None, "")})
+        rows.append({name: value for name, value in row.items() if value not in (None, "")})
     return rows, len(all_events)
 
 
 def duration(run: RecordedRun) -> dict[str, Any]:
-    """The steps with records, and the median time of a step."""
+    """The steps with records, the median time of a step, and the trainer's first and last step, with its lead over the
+    iteration; None if the lead changes.
+    """
     if not len(run.steps):
         return {}
     iterations = run.steps["iteration"].to_numpy()
-    facts: dict[str, Any] = {"steps": len(iterations), "first": int(iterations[0]), "last": int(iterations[-1])}
+    own = run.steps["logging_step"].fill_null(0).to_numpy()
+    ahead = np.unique(own - iterations).tolist()
+    facts: dict[str, Any] = {
+        "steps": len(iterations),
+        "first": int(iterations[0]),
+        "last": int(iterations[-1]),
+        "trainer": {"first": int(own[0]), "last": int(own[-1]), "ahead": ahead[0] if len(ahead) == 1 else None},
+    }
     timed = run.steps.filter(pc.field("wall_time").is_valid())
     count = np.diff(timed["iteration"].to_numpy())  # not every step has records
     seconds = np.diff(timed["wall_time"].to_numpy()) / np.timedelta64(1, "s")
@@ -325,25 +297,9 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     return facts
 
 
-def _trainer_steps(run: RecordedRun) -> dict[str, int | None]:
-    """The trainer's first and last step, and its lead over the iteration; None if the lead changes."""
-    iterations = run.steps["iteration"]
-    own = run.steps["logging_step"]
-    ahead = pc.unique(pc.subtract(own, iterations)).to_pylist()
-    bounds = pc.min_max(own).as_py()
-    return {"first": bounds["min"], "last": bounds["max"], "ahead": ahead[0] if len(ahead) == 1 else None}
-
-
 def readable(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of a process start without the long rows on amaxes, which a rule checks."""
     settings = facts.get("settings")
     if not isinstance(settings, dict):
         return dict(facts)
     return {**facts, "settings": {name: value for name, value in settings.items() if name != "amaxes"}}
-
-
-def _plan(run: RecordedRun) -> list[dict[str, Any]]:
-    """The sections of the config, each with its number of layers."""
-    names = ("section", "file", "line", "feature", "since", "until")
-    layers_of = group_by_key((tuple(row[name] for name in names), row["layer"]) for row in run.plan.to_pylist())
-    return [{**dict(zip(names, key, strict=True)), "layers": len(set(layers_of[key]))} for key in layers_of]

@@ -198,25 +198,17 @@ def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
         yield slice(begin, len(counts))
 
 
-def _counts(run: RecordedRun, numbers: Sequence[int]) -> Ints:
-    return np.asarray(run.series["count"].fill_null(0).to_numpy().astype(np.int64)[list(numbers)])
-
-
 def curves_of(run: RecordedRun, numbers: Sequence[int]) -> Iterator[Curve]:
-    """Yield the values of series, in the given order, without delayed scaling's first step.
-
-    The run is read in pieces of bounded size.
-    """
-    for piece in pieces(_counts(run, numbers)):
-        table = run.values(numbers[piece])
-        series = table["series"].to_numpy().astype(np.int64)  # searchsorted() would convert int32 in each call
-        iterations = table["iteration"].to_numpy()
-        values = table["value"].to_numpy()
-        flags = table["flags"].fill_null(0).to_numpy()
-        for number in numbers[piece]:
-            rows = slice(*np.searchsorted(series, (number, number + 1)))
-            counting = ~_family(run, number).leaves_out(flags[rows])
-            yield Curve(iterations[rows][counting], values[rows][counting])
+    """Yield the values of series, in the given order, without delayed scaling's first step."""
+    table = run.values(numbers)
+    series = table["series"].to_numpy().astype(np.int64)  # searchsorted() would convert int32 in each call
+    iterations = table["iteration"].to_numpy()
+    values = table["value"].to_numpy()
+    flags = table["flags"].fill_null(0).to_numpy()
+    for number in numbers:
+        rows = slice(*np.searchsorted(series, (number, number + 1)))
+        counting = ~_family(run, number).leaves_out(flags[rows])
+        yield Curve(iterations[rows][counting], values[rows][counting])
 
 
 class HeatMap(NamedTuple):
@@ -268,7 +260,8 @@ class HistogramOverTime(NamedTuple):
 
 def histograms(run: RecordedRun, numbers: Sequence[int], columns: Columns) -> Iterator[HistogramOverTime]:
     """Yield the histograms of series with values, in the given order."""
-    for piece in pieces(_counts(run, numbers), _MOST_HISTOGRAMS_AT_ONCE):
+    counts_of_series = run.series["count"].fill_null(0).to_numpy()[list(numbers)]
+    for piece in pieces(counts_of_series, _MOST_HISTOGRAMS_AT_ONCE):
         table = run.vectors(numbers[piece])
         for number in numbers[piece]:
             rows = table.filter(pc.equal(table["series"], number)).combine_chunks()

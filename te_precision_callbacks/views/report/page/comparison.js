@@ -122,18 +122,28 @@ function curvesAxis(curves, counting, log) {
   return { ...valueAxis([{ values: log ? [10 ** low, 10 ** high] : [low, high] }], log), ...range };
 }
 
+// The steps, both sides, and the values below and above A from where on a difference counts.
+async function unpackedSides(report, one) {
+  const [steps, a, b, limit] = await unpackedCurve(report, one.arrays);
+  const width = asNumber(one.step), resolution = asNumber(one.resolution); // NaN: the scale is that of the values
+  const place = (value) => Number.isNaN(width) ? value : Math.asinh(value / resolution) / width;
+  const back = (at) => Number.isNaN(width) ? at : resolution * Math.sinh(at * width);
+  const nearest = (sign) => Array.from(a, (value, at) => Number.isFinite(value) ? back(place(value) + sign * limit[at]) : value);
+  return [steps, a, b, nearest(-1), nearest(1)];
+}
+
 // Both curves of a series, and from where on a difference from A counts.
 function curvePlot(report, one) {
   const node = plotNode(230, `Both sides of ${labelOf(one)}`);
   const made = card(labelOf(one), {
     about: one.every > 1 ? `Every ${one.every}th of its steps.` : "",
     extra: [one.departs && el("span", { class: "badge exact" }, "diverges"), csvButton(labelOf(one), ["step", "a", "b", "counts below", "counts above"], async () => {
-      const [steps, ...columns] = await unpackedCurve(report, one.arrays);
+      const [steps, ...columns] = await unpackedSides(report, one);
       return steps.map((step, at) => [step, ...columns.map((column) => column[at])]);
     })],
   }, node);
   async function render() {
-    const [steps, a, b, below, above] = await unpackedCurve(report, one.arrays);
+    const [steps, a, b, below, above] = await unpackedSides(report, one);
     const [colourA, colourB] = SIDES(), log = wantsLog([{ values: a }, { values: b }]);
     const step = Number(state.now.step);
     const edge = (values) => Array.from(values, (value) => Number.isFinite(value) && !(log && value <= 0) ? value : null);

@@ -31,12 +31,24 @@ function segmentCard(segment, number) {
   ];
 }
 
+// The features of the config, each with its number of layers.
+function featuresOf(plan) {
+  const found = new Map();
+  for (const { section, file, line, feature, since, until, layer } of plan) {
+    const key = JSON.stringify([section, file, line, feature, since, until]);
+    if (!found.has(key)) found.set(key, { section, file, line, feature, since, until, layers: new Set() });
+    found.get(key).layers.add(layer);
+  }
+  return [...found.values()];
+}
+
 async function configPage(report) {
-  const { segments, plan, states, events, events_total: total } = report.run;
+  const { segments, plan, states, events_total: total } = report.run;
+  const events = report.run.events.map((event) => ({ ...event, ranks: event.ranks.join(", ") }));
   const layers = new Map(report.layers.map((layer) => [layer.name, layer]));
   const rows = events.map((event) => [
     shown(event.iteration), event.kind ?? "", event.severity ?? "", event.layer ? link({ page: "layer", layer: event.layer, step: event.iteration }, brief(layers.get(event.layer) ?? { name: event.layer, short: event.layer })) : "",
-    event.ranks ?? "", event.text ?? "",
+    event.ranks, event.text ?? "",
   ]);
   const columns = ["iteration", "kind", "severity", "ranks", "phase", "layer", "tensor", "gemm", "text", "data", "time"];
   return [[
@@ -46,8 +58,8 @@ async function configPage(report) {
       extra: [csvButton("events", columns, () => events.map((event) => columns.map((name) => event[name])))],
     }, rows.length ? table(["#step", "kind", "severity", "layer", "ranks", "text"], rows, { tall: true }) : el("p", { class: "quiet" }, "No events were recorded.")),
     ...segments.slice().reverse().map((segment) => segmentCard(segment, segments.length)),
-    plan.length > 0 && card("Features of the config", {}, table(["section", "file", "feature", "#layers", "steps"], plan.map((row) =>
-      [row.section, row.file ? `${row.file}${row.line ? `:${row.line}` : ""}` : "", row.feature, shown(row.layers), row.until === null ? `from ${row.since ?? 0}` : `${row.since ?? 0} to ${row.until}`]))),
+    plan.length > 0 && card("Features of the config", {}, table(["section", "file", "feature", "#layers", "steps"], featuresOf(plan).map((row) =>
+      [row.section, row.file ? `${row.file}${row.line ? `:${row.line}` : ""}` : "", row.feature, shown(row.layers.size), row.until === null ? `from ${row.since ?? 0}` : `${row.since ?? 0} to ${row.until}`]))),
     states.length > 0 && card("Dtypes of the state", {}, table(["state", "dtype", "#bytes", "#count"], states.map((row) => [row.subject, row.dtype, shown(row.bytes), shown(row.count)]))),
   ], async () => {}];
 }

@@ -137,7 +137,7 @@ const MOST_STEPS_WITH_TICKS = 8;
 
 // The axis of steps: only whole numbers have ticks, and of a few steps each of them.
 function stepAxis(report, steps) {
-  const few = new Set(steps), { ahead = 0 } = report.run?.trainer ?? {};
+  const few = new Set(steps), { ahead = 0 } = report.run?.duration.trainer ?? {};
   const title = { text: ahead ? `step (the trainer's is ${ahead} ${ahead > 0 ? "more" : "less"})` : "step" };
   return few.size <= MOST_STEPS_WITH_TICKS ? { title, tickmode: "array", tickvals: [...few], tickformat: ",d" }
     : { title, tickformatstops: [{ dtickrange: [null, 0.999], value: "~g" }, { dtickrange: [1, null], value: ",d" }] };

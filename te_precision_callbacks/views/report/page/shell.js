@@ -74,7 +74,7 @@ async function openPage({ shownPages, defaults, prepared, named, foot }) {
   theme.begin();
   if (typeof DecompressionStream === "undefined") throw new Error("this browser is too old: it has no DecompressionStream (Chrome 80, Firefox 113, Safari 16.4)");
   const content = JSON.parse(await inflatedText("data"), (_, value) => typeof value === "string" ? printable(value) : value);
-  report = prepared({ ...content, arrays: new Arrays() });
+  report = await prepared({ ...content, arrays: new Arrays() });
   [report.name, report.from] = named(report);
   document.querySelector(".run").textContent = report.name;
   document.querySelector(".run").title = report.from;

@@ -24,8 +24,8 @@ function tiles(report) {
 }
 
 // The first and the last step, also as the trainer counts them.
-function stepsRecorded({ run: { duration: { steps, first, last }, trainer } }) {
-  const own = trainer.first === null || (trainer.first === first && trainer.last === last) ? ""
+function stepsRecorded({ run: { duration: { steps, first, last, trainer } } }) {
+  const own = !trainer || (trainer.first === first && trainer.last === last) ? ""
     : `, the trainer's ${shown(trainer.first)} to ${shown(trainer.last)}`;
   return steps ? `${shown(first)} to ${shown(last)}${own}` : "";
 }
@@ -148,7 +148,7 @@ function worstCard(report, { family: index, items }) {
   const family = report.families[index];
   const where = { statistic: family.statistic, tensor: family.tensor };
   const [worst] = items;
-  const value = (item) => withUnit(asNumber(item.value), family.unit);
+  const value = (item) => withUnit(item.value, family.unit);
   const rank = (item) => item.rank === REDUCED ? {} : { rank: item.rank };
   return el("section", { class: "card worst" },
     el("div", { class: "head" },

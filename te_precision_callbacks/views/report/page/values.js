@@ -17,7 +17,10 @@ function shown(value, digits = 4) {
 }
 
 // A step, and what the trainer calls it where that counts otherwise.
-const stepText = ({ run }, step) => shown(step) + (run?.trainer.ahead ? ` (the trainer's ${shown(step + run.trainer.ahead)})` : "");
+const stepText = ({ run }, step) => {
+  const ahead = run?.duration.trainer?.ahead;
+  return shown(step) + (ahead ? ` (the trainer's ${shown(step + ahead)})` : "");
+};
 
 // A power of two, whose exponent stands raised.
 const power = (exponent) => exponent === undefined || exponent === null ? "–"
@@ -243,8 +246,30 @@ class Family {
   }
 }
 
-function withFamilies(report) {
+const MOST_WORST = 5;
+
+// Statistics whose worst layers come first; the others follow.
+const FIRST = ["nonfinite_num", "overflows%", "underflows%", "sqnr_db", "saturated_scales%", "flushed_scales%"];
+
+// The worst layers of each statistic with a bad direction, without perfect values: {family, items, counted}, where
+// `counted` is whether there is any value besides those of the first step of delayed scaling.
+async function worstLayers(families) {
+  const priority = ({ base }) => FIRST.includes(base) ? FIRST.indexOf(base) : FIRST.length;
+  const directed = families.filter(({ worse, base }) => base && (worse === "high" || worse === "low"));
+  const listed = await Promise.all(directed.map(async (family) => {
+    const [layers, ranks, values, steps] = await Promise.all(["layer", "rank", "worst", "worst_at"].map((name) => family.unpacked(name)));
+    const all = Array.from(steps, (at, row) => ({ layer: layers[row], rank: ranks[row], value: values[row], at }))
+      .filter(({ at }) => at >= 0).sort((a, b) => badness(b.value, family.worse) - badness(a.value, family.worse) || 0);
+    const worst = [...new Map([...all].reverse().map((item) => [item.layer, item])).values()]
+      .sort((a, b) => all.indexOf(a) - all.indexOf(b)).slice(0, MOST_WORST);
+    return { family: family.index, counted: worst.length > 0, items: worst.filter(({ value }) => value !== (family.worse === "high" ? 0 : Infinity)) };
+  }));
+  return listed.sort((a, b) => priority(families[a.family]) - priority(families[b.family]));
+}
+
+async function withFamilies(report) {
   report.families = report.families.map((family, index) => new Family(family, index, report));
+  report.worst_layers = await worstLayers(report.families);
   return report;
 }
 
