@@ -53,85 +53,123 @@ def roles(lines: list[Line]) -> list[tuple[str, str, str, str]]:
     return [(line.sign, line.path, line.role, line.abs_max.strip()) for line in lines]
 
 
-def test_a_layer_that_is_replaced_later_is_watched() -> None:
+def calls_a_module_twice() -> torch.nn.Module:
+    scale = Scale(2.0)
+    return Function(lambda x: scale(scale(x)), scale=scale, same=scale)
+
+
+def calls_itself() -> torch.nn.Module:
+    """As Lightning's strategies do: the model's call runs training_step, which calls the model."""
+    scale = Scale(2.0)
+    model = Function(lambda x, outer=True: model(x, outer=False) * 3 if outer else scale(x), scale=scale)
+    return model
+
+
+FRAMES: dict[str, tuple[Callable[[], torch.nn.Module], list[float], Callable[[Line], bool], list[Any]]] = {
+    # An input is measured before the module changes it, and its gradient belongs to its old values.
+    "in place, forward": (
+        lambda: torch.nn.Sequential(
+            Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True)
+        ),
+        [2.0, -1.0],
+        lambda line: "grad" not in line.role,
+        [
+            (">", "0", "input[0]", "2.00e+00"),
+            ("<", "0", "output", "6.00e+00"),
+            (">", "1", "input[0]", "6.00e+00"),
+            ("<", "1", "output", "3.00e+00"),
+            (">", "2", "input[0]", "3.00e+00"),
+            ("<", "2", "output", "1.50e+01"),
+            (">", "3", "input[0]", "1.50e+01"),
+            ("<", "3", "output", "1.00e+00"),
+            (">", "", "input[0]", "2.00e+00"),
+            ("<", "", "output", "1.00e+00"),
+        ],
+    ),
+    "in place, backward": (
+        lambda: torch.nn.Sequential(
+            Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True)
+        ),
+        [2.0, -1.0],
+        lambda line: "grad_" in line.role,
+        [
+            (">", "", "grad_output", "1.00e+00"),
+            (">", "3", "grad_output", "1.00e+00"),
+            ("<", "3", "grad_input[0]", "1.00e+00"),
+            (">", "2", "grad_output", "1.00e+00"),
+            ("<", "2", "grad_input[0]", "5.00e+00"),
+            (">", "1", "grad_output", "5.00e+00"),
+            ("<", "1", "grad_input[0]", "0.00e+00"),
+            (">", "0", "grad_output", "0.00e+00"),
+        ],
+    ),
+    "a module that is called twice, and a shared one": (
+        calls_a_module_twice,
+        [1.0],
+        lambda line: line.path == "scale",
+        [
+            (">", "scale", "input[0]", "1.00e+00"),
+            ("<", "scale", "output", "2.00e+00"),
+            (">", "scale", "input[0]", "2.00e+00"),
+            ("<", "scale", "output", "4.00e+00"),
+            (">", "scale", "grad_output", "1.00e+00"),
+            ("<", "scale", "grad_input[0]", "2.00e+00"),
+            (">", "scale", "grad_output", "2.00e+00"),
+            ("<", "scale", "grad of factor", "4.00e+00"),
+        ],
+    ),
+    "a tensor that a module passes on": (
+        lambda: torch.nn.Sequential(Scale(2.0), torch.nn.Identity(), Scale(3.0)),
+        [1.0],
+        lambda line: "grad_" in line.role,
+        [
+            (">", "", "grad_output", "1.00e+00"),
+            (">", "2", "grad_output", "1.00e+00"),
+            ("<", "2", "grad_input[0]", "3.00e+00"),
+            (">", "1", "grad_output", "3.00e+00"),
+            ("<", "1", "grad_input[0]", "3.00e+00"),
+            (">", "0", "grad_output", "3.00e+00"),
+        ],
+    ),
+    "a model that calls itself": (
+        calls_itself,
+        [1.0],
+        lambda line: "grad" not in line.role,
+        [
+            (">", "scale", "input[0]", "1.00e+00"),
+            ("<", "scale", "output", "2.00e+00"),
+            (">", "", "input[0]", "1.00e+00"),
+            ("<", "", "output", "2.00e+00"),
+            (">", "", "input[0]", "1.00e+00"),
+            ("<", "", "output", "6.00e+00"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_and_their_order(name: str) -> None:
+    make, inputs, is_chosen, expected = FRAMES[name]
+    model = make()
+    lines = frames(model, lambda: model(torch.tensor(inputs)).sum().backward(), DebugActivationOverflow(model))
+    assert roles([line for line in lines if line.batch == 0 and is_chosen(line)]) == expected
+
+
+def test_layers_and_parameters_that_are_replaced_later() -> None:
     """As Accelerate does it between the construction and the first step."""
     model = torch.nn.Sequential(Scale(), Scale())
-    replaced = model[1]
-    with pytest.raises(ActivationOverflowError, match=r"1: Scale: output has infs"), DebugActivationOverflow(model):
-        model[1] = Scale(INF)
-        model(torch.ones(1)).sum().backward()
-    assert hooks_on(replaced) == hooks_on(model) == 0
-
-
-def test_a_layer_that_left_and_parameters_that_changed() -> None:
-    model = torch.nn.Sequential(Scale(), Scale())
     first = model[0]
-    with DebugActivationOverflow(model):
+    with DebugActivationOverflow(model) as watching:
         assert hooks_on(first) > 0
-        model[0] = torch.nn.Sequential(Scale(), Scale())
+        model[0] = torch.nn.Sequential(Scale(), Scale(INF))
         model[1].factor = torch.nn.Parameter(torch.tensor(2.0))
         model(torch.ones(1))
+        with pytest.raises(ActivationOverflowError, match=r"0\.1: Scale: output has infs"):
+            watching.check()
         assert hooks_on(first) == 0
         assert all(hooks_on(scale) > 0 for scale in (model[0][0], model[0][1], model[1]))
         assert len(model[1].factor._post_accumulate_grad_hooks) == 1  # type: ignore[arg-type, union-attr]
     assert hooks_on(model) == 0
-
-
-def test_in_place_operations() -> None:
-    """An input is measured before the module changes it, and its gradient belongs to its old values."""
-    model = torch.nn.Sequential(Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True))
-    lines = frames(model, lambda: model(torch.tensor([2.0, -1.0])).sum().backward(), DebugActivationOverflow(model))
-    assert roles(lines[:10]) == [
-        (">", "0", "input[0]", "2.00e+00"),
-        ("<", "0", "output", "6.00e+00"),
-        (">", "1", "input[0]", "6.00e+00"),
-        ("<", "1", "output", "3.00e+00"),
-        (">", "2", "input[0]", "3.00e+00"),
-        ("<", "2", "output", "1.50e+01"),
-        (">", "3", "input[0]", "1.50e+01"),
-        ("<", "3", "output", "1.00e+00"),
-        (">", "", "input[0]", "2.00e+00"),
-        ("<", "", "output", "1.00e+00"),
-    ]
-    assert [line for line in roles(lines[10:]) if "grad of" not in line[2]] == [
-        (">", "", "grad_output", "1.00e+00"),
-        (">", "3", "grad_output", "1.00e+00"),
-        ("<", "3", "grad_input[0]", "1.00e+00"),
-        (">", "2", "grad_output", "1.00e+00"),
-        ("<", "2", "grad_input[0]", "5.00e+00"),
-        (">", "1", "grad_output", "5.00e+00"),
-        ("<", "1", "grad_input[0]", "0.00e+00"),
-        (">", "0", "grad_output", "0.00e+00"),
-    ]
-
-
-def test_a_module_that_is_called_twice_and_a_shared_one() -> None:
-    scale = Scale(2.0)
-    model = Function(lambda x: scale(scale(x)), scale=scale, same=scale)
-    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), DebugActivationOverflow(model))
-    assert [line for line in roles(lines) if line[1] == "scale"][:8] == [
-        (">", "scale", "input[0]", "1.00e+00"),
-        ("<", "scale", "output", "2.00e+00"),
-        (">", "scale", "input[0]", "2.00e+00"),
-        ("<", "scale", "output", "4.00e+00"),
-        (">", "scale", "grad_output", "1.00e+00"),
-        ("<", "scale", "grad_input[0]", "2.00e+00"),
-        (">", "scale", "grad_output", "2.00e+00"),
-        ("<", "scale", "grad of factor", "4.00e+00"),
-    ]
-
-
-def test_the_gradient_of_a_tensor_that_a_module_passes_on() -> None:
-    model = torch.nn.Sequential(Scale(2.0), torch.nn.Identity(), Scale(3.0))
-    lines = frames(model, lambda: model(torch.tensor([1.0])).sum().backward(), DebugActivationOverflow(model))
-    assert [line for line in roles(lines) if "grad_" in line[2]] == [
-        (">", "", "grad_output", "1.00e+00"),
-        (">", "2", "grad_output", "1.00e+00"),
-        ("<", "2", "grad_input[0]", "3.00e+00"),
-        (">", "1", "grad_output", "3.00e+00"),
-        ("<", "1", "grad_input[0]", "3.00e+00"),
-        (">", "0", "grad_output", "3.00e+00"),
-    ]
 
 
 @pytest.mark.usefixtures("backward_thread")
@@ -185,6 +223,28 @@ def test_copies_are_not_watched() -> None:
             DebugActivationOverflow(copied).close()
         detector.check()
     assert not detector.reports
+
+
+def test_after_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """It logs what the loop's own exception hides, watches no more, and lets the model go."""
+    model = Scale(INF)
+    with pytest.raises(KeyError, match="mine"), DebugActivationOverflow(model) as detector:
+        output = model(torch.ones(1))
+        raise KeyError("mine")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("< [0] Scale: output has infs\n")
+    detector.close()
+    output.sum().backward()
+    detector.check()
+    detector.begin_batch()
+    model(torch.tensor([INF]))
+    assert hooks_on(model) == 0
+    gone = weakref.ref(model)
+    DebugActivationOverflow(model)
+    del model, output, detector, record
+    caplog.clear()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -246,15 +306,6 @@ def test_evaluation_batches_are_counted_apart(given: bool) -> None:
                 evaluate(1.0, 1.0, 1.0)
 
 
-def test_closing_after_an_error_logs_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model = Scale(INF)
-    with pytest.raises(KeyError, match="mine"), DebugActivationOverflow(model):
-        model(torch.ones(1))
-        raise KeyError("mine")
-    assert caplog.records[0].getMessage().startswith("< [0] Scale: output has infs\n")
-    assert hooks_on(model) == 0
-
-
 def test_a_forward_that_raises() -> None:
     scale = Scale()
 
@@ -274,23 +325,6 @@ def test_a_forward_that_raises() -> None:
             model(torch.ones(1))
     assert (detector.batch_number, raised.value.evaluation) == (1, True)
     assert [line.path for line in lines_of(raised.value.report)] == ["0.scale", "0.scale", "0", "0", "1", "1"]
-
-
-def test_a_model_that_calls_itself() -> None:
-    """As Lightning's strategies do: the model's call runs training_step, which calls the model."""
-
-    scale = Scale(2.0)
-    model = Function(lambda x, outer=True: model(x, outer=False) * 3 if outer else scale(x), scale=scale)
-    watching = DebugActivationOverflow(model)
-    lines = [line for line in frames(model, lambda: model(torch.tensor([1.0])), watching) if line.batch == 0]
-    assert [(line.sign, line.path, line.abs_max.strip()) for line in lines] == [
-        (">", "scale", "1.00e+00"),
-        ("<", "scale", "2.00e+00"),
-        (">", "", "1.00e+00"),
-        ("<", "", "2.00e+00"),
-        (">", "", "1.00e+00"),
-        ("<", "", "6.00e+00"),
-    ]
 
 
 @pytest.mark.parametrize("how", ["function", "method", "inside", "graph"])
@@ -332,16 +366,6 @@ def test_scripted_and_traced(caplog: pytest.LogCaptureFixture) -> None:
         with DebugActivationOverflow(module):
             module(torch.ones(1))
     assert caplog.text.count("is compiled, so the modules inside are not watched") == 4
-
-
-def test_the_model_is_let_go() -> None:
-    model = Scale()
-    gone = weakref.ref(model)
-    DebugActivationOverflow(model)
-    model(torch.ones(1))
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
@@ -447,19 +471,6 @@ def test_abort_after_a_batch(steps: bool) -> None:
             done += 1
     assert isinstance(raised.value, ValueError)
     assert done == (2 if steps else 3)
-    assert hooks_on(model) == 0
-
-
-def test_closing_twice_and_using_it_afterwards() -> None:
-    model = Scale()
-    detector = DebugActivationOverflow(model)
-    output = model(torch.ones(1))
-    detector.close()
-    detector.close()
-    output.sum().backward()
-    detector.check()
-    detector.begin_batch()
-    model(torch.tensor([INF]))
     assert hooks_on(model) == 0
 
 

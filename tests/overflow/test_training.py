@@ -1,5 +1,6 @@
 """In a training loop: when it looks, what that costs, when it keeps quiet, and what torch's GradScaler excuses."""
 
+import functools
 import gc
 import logging
 import pickle
@@ -146,46 +147,25 @@ def test_an_optimizer_of_flat_copies_is_warned_of(caplog: pytest.LogCaptureFixtu
     assert [record.levelname for record in caplog.records] == ["ERROR"], "the report alone"
 
 
-def test_parameters_that_an_optimizer_gets_later() -> None:
-    model, other = mlp(), mlp()
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    DebugActivationOverflow(model)
-    step(model, optimizer)
-    optimizer.add_param_group({"params": list(model.parameters())})
-    with pytest.raises(ActivationOverflowError):
-        step(model, optimizer, INF)
-
-
-@pytest.mark.parametrize("keyword", [False, True])
-def test_a_closure(keyword: bool) -> None:
-    """As Lightning steps: forward and backward run inside of the optimizer's step, before the update."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        model(torch.full((2, 4), INF)).sum().backward()
-        return 0.0
-
-    DebugActivationOverflow(model)
-    with weights_stay(model), pytest.raises(ActivationOverflowError, match=r"> \[0\] 0: Linear: input\[0\] has infs"):
-        optimizer.step(closure=closure) if keyword else optimizer.step(closure)
-
-
-def test_a_closure_that_is_called_again() -> None:
+def test_a_closure() -> None:
+    """As Lightning steps: forward and backward run inside of the optimizer's step, before the update; perhaps again."""
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    calls = []
+    losses = []
 
-    def closure() -> torch.Tensor:
+    def closure(value: float = 1.0) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).pow(2).sum()
+        loss = model(torch.full((2, 4), value)).pow(2).sum()
         loss.backward()
-        calls.append(loss.item())
+        losses.append(loss.item())
         return loss  # type: ignore[no-any-return]
 
+    infinite = functools.partial(closure, INF)
     with DebugActivationOverflow(model):
-        assert optimizer.step(closure).item() == calls[0] > calls[-1]
+        assert optimizer.step(closure).item() == losses[0] > losses[-1]
+        for take_step in (lambda: optimizer.step(infinite), lambda: optimizer.step(closure=infinite)):
+            with weights_stay(model), pytest.raises(ActivationOverflowError, match=r"0: Linear: input\[0\] has infs"):
+                take_step()
 
 
 @pytest.mark.usefixtures("backward_thread")
@@ -207,17 +187,6 @@ def test_without_gradients_the_forward_itself_raises(no_gradients: Any) -> None:
         with pytest.raises(ActivationOverflowError, match=r"> \[1\] 0: Linear: input\[0\] has infs") as raised:
             model(torch.full((1, 4), INF))
     assert [line.batch for line in lines_of(raised.value.report)] == [0] * 8 + [1]
-
-
-def test_an_evaluation_between_micro_batches_is_looked_at_by_itself() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    DebugActivationOverflow(model)
-    model(torch.full((1, 4), INF))
-    with torch.no_grad():
-        model(torch.ones(1, 4))
-    with pytest.raises(ActivationOverflowError, match=r"\[0\] 0: Linear: input\[0\] has infs"):
-        optimizer.step()
 
 
 def test_batches_where_the_model_itself_is_not_called() -> None:
@@ -246,9 +215,7 @@ def test_batches_where_the_model_itself_is_not_called() -> None:
 def test_the_graph_is_let_go() -> None:
     model = mlp()
     with DebugActivationOverflow(model):
-        output = model(torch.ones(2, 4))
-        gone = weakref.ref(output)
-        del output
+        gone = weakref.ref(model(torch.ones(2, 4)))
         assert gone() is None
 
 
@@ -404,9 +371,6 @@ def by_hand(model: Any, optimizer: Any, scaler: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-LOOPS = (plain, clipped, by_hand)
-
-
 class Wrapper:
     """A user's own around an optimizer: no optimizer of torch, and like any other wrapper."""
 
@@ -438,43 +402,26 @@ def no_wrapper_is_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_wrapper_is_left")
-@pytest.mark.parametrize("train", LOOPS)
-def test_a_forward_that_overflows_stops_at_the_first_step(train: Callable[..., None]) -> None:
-    """The scaler leaves out every step, so that no hook of the optimizer is called."""
-    model = Half(6e4)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with weights_stay(model), DebugActivationOverflow(model) as watching:
-        with pytest.raises(ActivationOverflowError, match=r"< \[0\] second: Linear: output has infs"):
-            train(model, optimizer, scaler_of(scale=1.0), 5)
-        assert watching.batch_number == (1 if train is clipped else 0), "the batches of one step"
-    assert hooks_on(model) == 0
-
-
-@pytest.mark.usefixtures("no_wrapper_is_left")
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
-def test_with_any_optimizer(name: str) -> None:
-    model = Half()
+@pytest.mark.parametrize(
+    ("train", "name"), [(clipped, "sgd"), (by_hand, "sgd"), *((plain, name) for name in OPTIMIZERS)]
+)
+def test_an_overflow_once_the_scale_has_settled(train: Callable[..., None], name: str) -> None:
+    """Before, there is no alarm; then the scaler leaves out every step, so that no hook of the optimizer is called."""
+    model, scaler = Half(), scaler_of()
     optimizer = OPTIMIZERS[name](model.parameters())
-    scaler = scaler_of()
     with DebugActivationOverflow(model) as watching:
-        plain(model, optimizer, scaler, 30)
-        assert scaler.get_scale() < 2.0**20
+        train(model, optimizer, scaler, 30)
         assert watching.reports == 0
+        assert 2.0 < scaler.get_scale() < 2.0**20, "it has skipped ten steps, and settled"
         torch.nn.init.constant_(model.second.weight, 6e4)
-        with pytest.raises(ActivationOverflowError, match="second: Linear: output has infs"):
-            plain(model, optimizer, scaler, 1)
-
-
-@pytest.mark.usefixtures("no_wrapper_is_left")
-@pytest.mark.parametrize("train", LOOPS)
-def test_no_alarm_while_the_scale_settles(train: Callable[..., None]) -> None:
-    """As in the README's "in any loop": nothing is logged about a scaler, and nothing is set."""
-    model = Half()
-    scaler = scaler_of()
-    with DebugActivationOverflow(model) as watching:
-        train(model, OPTIMIZERS["sgd"](model.parameters()), scaler, 30)
-    assert watching.reports == 0
-    assert 2.0 < scaler.get_scale() < 2.0**20, "it has skipped ten steps, and settled"
+        batches = 2 if train is clipped else 1
+        with (
+            weights_stay(model),
+            pytest.raises(ActivationOverflowError, match=rf"< \[{30 * batches}\] second: Linear: output has infs"),
+        ):
+            train(model, optimizer, scaler, 5)
+        assert watching.batch_number == 31 * batches - 1, "the batches of one step"
+    assert hooks_on(model) == 0
 
 
 class NanBackward(torch.autograd.Function):
