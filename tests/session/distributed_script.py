@@ -37,7 +37,7 @@ def main(rank: int, folder: Path) -> None:
     )
     scopes(rank, folder)
     gemm_errors(rank, folder)
-    for case in (stages, losses, contract, stopped, kept, lost, missed):
+    for case in (stages, losses, contract, stopped, kept, origin, lost, missed):
         case(rank, folder / case.__name__)
     torch.distributed.barrier()  # a rank alone waits for the records of rank 0 for ten seconds, which may be behind
     lost(rank, folder / "lost on one rank", rank_0_too=False)
@@ -179,6 +179,21 @@ def kept(rank: int, folder: Path) -> None:
             is_kept = torch.equal(weights[-1], net.weight) and bool(net.weight.isfinite().all())
             findings = [(finding.layers, finding.tensor, finding.since) for finding in error.findings]
             tell(folder / f"{rank}.txt", (session.iteration, is_kept, findings))
+
+
+def origin(rank: int, folder: Path) -> None:
+    """A nan on rank 1, between two collection steps; its gradients reach both ranks."""
+    net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormLinear(32, 32), te.Linear(32, 32))
+    optimizer, steps = torch.optim.SGD(net.parameters(), lr=1e-3), iter(range(11))
+    net[1].register_forward_hook(lambda *given: given[2] * nan_if(next(steps) == 7 and rank == 1)[:1])
+    with InspectSession(model=net, log_dir=folder) as session:
+        for _ in loop(session, net, 11, fp8=lambda _: True):
+            for parameter in net.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    first = session.findings[0] if session.findings else None
+    tell(folder / f"{rank}.txt", first and (first.rule, first.layers, first.tensor, first.since, first.ranks))
 
 
 def on_one_rank(rank: int, folder: Path, *, reduce: bool) -> None:

@@ -229,6 +229,13 @@ def test_inf_and_nan_of_one_rank_stop_all_ranks_before_the_step_of_their_optimiz
     assert written(two / "kept") == [(2, True, [(("pp1.linear",), "activation", 2)])] * 2
 
 
+def test_the_first_rank_knows_where_it_began_on_another_one(two: Path) -> None:
+    """Statistics are sent in step 5, and not before step 10, when the weights have nan too."""
+    assert written(two / "origin")[0] == ("nonfinite", ("2",), "activation", 7, (1,))
+    verdict = diagnose(two / "origin")
+    assert (verdict[0].layers, verdict[0].since, verdict[0].ranks) == (("2",), 7, (1,))
+
+
 def test_what_one_rank_alone_has_seen_is_in_the_verdict_on_the_recorded_run(two: Path) -> None:
     """The loss of rank 1, which is not recorded, is nan before rank 0's."""
     (finding,) = diagnose(two / "lost").wrong

@@ -21,48 +21,30 @@ CHANGES: dict[str, Any] = {"gemms": ["fprop"]}
 LOOKS: dict[str, Any] = {"tensors": ["weight"], "stats": ["max"]}
 
 
-def run(folder: Path, name: str, options: dict[str, Any], **session: Any) -> InspectSession:
-    config = {"s": feature(name, ["all"], **options)}
-    return observed(folder, config, net=torch.nn.Sequential(te.Linear(32, 32)), steps=4, **session)
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "steps"),
+    ("name", "options", "start", "steps"),
     [
-        ("DisableQuantizationGEMM", {**CHANGES, "start_step": 4}, "steps 4 on"),
-        ("DisableQuantizationGEMM", {"gemms_struct": [{"gemm": "fprop", "start_end_list": [[4, 4]]}]}, "step 4"),
-        ("LogTensorStats", {**LOOKS, "start_step": 1, "freq": 10}, "steps 1 on that are multiples of 10"),
-        ("LogGemmError", {**CHANGES, "start_step": 1}, "steps 1 on that are multiples of 500"),
-        ("DumpTensors", {**CHANGES, "start_step": 9}, "steps 9 on"),
+        ("DisableQuantizationGEMM", {**CHANGES, "start_step": 4}, 0, "steps 4 on"),
+        ("DisableQuantizationGEMM", {"gemms_struct": [{"gemm": "fprop", "start_end_list": [[4, 4]]}]}, 0, "step 4"),
+        ("LogTensorStats", {**LOOKS, "start_step": 1, "freq": 10}, 0, "steps 1 on that are multiples of 10"),
+        ("LogGemmError", {**CHANGES, "start_step": 1}, 0, "steps 1 on that are multiples of 500"),
+        ("DumpTensors", {**CHANGES, "start_step": 9}, 0, "steps 9 on"),
+        ("LogTensorStats", {**LOOKS, "start_step": 3}, 0, ""),
+        ("LogTensorStats", {**LOOKS, "freq": 100}, 0, ""),
+        ("LogTensorStats", {**LOOKS, "end_step": 1}, 50, ""),  # a resumed run: it acted before
     ],
 )
 def test_what_the_run_does_not_reach(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, options: dict[str, Any], steps: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, options: dict[str, Any], start: int, steps: str
 ) -> None:
-    run(tmp_path, name, options, records="off")
-    [text] = [record.getMessage() for record in caplog.records if "became active" in record.getMessage()]
-    assert text == (
+    config = {"s": feature(name, ["all"], **options)}
+    observed(tmp_path, config, net=torch.nn.Sequential(te.Linear(32, 32)), steps=4, start_step=start, records="off")
+    told = [record.getMessage() for record in caplog.records if "became active" in record.getMessage()]
+    text = (
         "The run ended after step 3, before these features became active: the config mapping (section 's'):"
         f" {name}, {steps}. Choose steps up to 3, or run longer; steps start at 0."
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "session"),
-    [
-        ({"start_step": 3}, {}),
-        ({"freq": 100}, {}),
-        ({"end_step": 1}, {"start_step": 50}),  # a resumed run: it acted before
-    ],
-)
-def test_nothing_is_said_of_what_it_reaches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], session: dict[str, Any]
-) -> None:
-    run(tmp_path, "LogTensorStats", {**LOOKS, **options}, records="off", **session)
-    assert "became active" not in caplog.text
-
-
-DUMPED: dict[str, Any] = {"tensors": ["gradient"], "high_precision_tensor": True, "freq": 4}
+    assert told == [text] * bool(steps)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +58,10 @@ DUMPED: dict[str, Any] = {"tensors": ["gradient"], "high_precision_tensor": True
 def test_early_steps(
     tmp_path: Path, keeper: Keeper, options: Any, session: dict[str, Any], steps: int, due: list[int]
 ) -> None:
-    config = None
-    if options is not None:
-        tensors = {} if "tensors_struct" in options else {"tensors": ["gradient"]}
-        config = {
-            "own": feature("LogTensorStats", ["all"], stats=["cur_amax"], **tensors, **options),
-            "dumps": feature("DumpTensors", ["all"], **DUMPED),
-        }
+    config = options and {
+        "own": feature("LogTensorStats", ["all"], stats=["cur_amax"], tensors=["gradient"], **options),
+        "dumps": feature("DumpTensors", ["all"], tensors=["gradient"], high_precision_tensor=True, freq=4),
+    }
     observed(tmp_path, config, steps=steps, sinks=[keeper], **session)
     assert sorted(keeper.values("cur_amax", tensor="gradient")) == due
     dumps = {load(path).header.iteration for path in tmp_path.rglob("*.safetensors")}
@@ -206,28 +185,23 @@ class Fixed:
         return float(forward[0]), float(backward[0])
 
 
-@pytest.mark.parametrize("name", ["DisableFP8Layer", "FakeQuant", "PerTensorScaling"])
+@pytest.mark.parametrize("name", ["DisableFP8Layer", "FakeQuant", "PerTensorScaling", "DisableFP8GEMM"])
 def test_the_scales_of_delayed_scaling_follow_the_amaxes_of_a_span(tmp_path: Path, name: str) -> None:
-    """scale = largest number of the format / amax, which is 448 for E4M3 and 57344 for E5M2."""
-    options = dict(FEATURES[name])
-    if options:
+    """scale = largest number of the format / amax: 448 for E4M3, 57344 for E5M2. And coverage knows the span."""
+    options = dict(FEATURES.get(name, {"gemms": ["fprop"]}))
+    if name in ("FakeQuant", "PerTensorScaling"):
         options |= {"gemms": ["fprop", "dgrad", "wgrad"], "tensors": ["activation", "weight", "gradient"]}
-    run = Fixed(tmp_path, {"all": feature(name, ["all"], **options, start_step=1, end_step=2)})
-    with run.session:
-        scales = [run.step(2.0**number, 2.0 ** (4 - number)) for number in (1, 3, 5, 2)]
+    run = Fixed(tmp_path, {"high": feature(name, ["all"], **options, start_step=1, end_step=2)})
+    scales, reasons = [], []
+    with run.session as session:
+        for number in (1, 3, 5, 2):
+            scales.append(run.step(2.0**number, 2.0 ** (4 - number)))
+            reasons.append({product.why for product in session.coverage() if not product.is_low})
     assert [round(448 / forward, 3) for forward, _ in scales] == [2, 8, 32, 32]  # of the last two steps
     assert [round(57344 / backward, 3) for _, backward in scales] == [8, 8, 2, 4]
-
-
-def test_coverage_knows_the_span(tmp_path: Path) -> None:
-    run = Fixed(tmp_path, {"high": feature("DisableFP8GEMM", ["all"], gemms=["fprop"], start_step=1, end_step=2)})
-    reasons = []
-    with run.session as session:
-        for _ in range(4):
-            run.step(1.0, 1.0)
-            reasons.append({product.why for product in session.coverage() if not product.is_low})
-    acts = {"DisableFP8GEMM in the config mapping (section 'high'), steps 1 to 2"}
-    assert reasons == [set(), acts, acts, set()]
+    if name == "DisableFP8GEMM":
+        acts = {"DisableFP8GEMM in the config mapping (section 'high'), steps 1 to 2"}
+        assert reasons == [set(), acts, acts, set()]
 
 
 @pytest.mark.parametrize("feature", ["DisableFP8Layer", "FakeQuant"])

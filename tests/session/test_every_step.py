@@ -2,11 +2,12 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import re
-import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from te_precision_callbacks.sinks.step_records import Event
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import feature
-from tests.forked import launched
 from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
@@ -65,7 +65,7 @@ def train(
     steps: int,
     log_dir: Path | None,
     at: Callable[[int, int, Blocks], Hook | None] = lambda step, batch, model: None,
-    after: Callable[[int, Blocks], None] = lambda step, model: None,
+    after: Callable[[int, Blocks], object] = lambda step, model: None,
     *,
     calls: Callable[[int], dict[str, Any]] = lambda step: {},
     rate: Callable[[int], float] = lambda step: 1e-3,
@@ -83,7 +83,8 @@ def train(
             optimizer.param_groups[0]["lr"] = rate(step)
             optimizer.step()
             optimizer.zero_grad()
-            after(step, model)
+            with torch.no_grad():
+                after(step, model)
             if session is not None:
                 session.step()
     finally:
@@ -97,20 +98,29 @@ def only(session: InspectSession, rule: str) -> Any:
     return finding
 
 
-def nan_at(place: str, step: int, batch: int) -> Callable[[int, int, Blocks], Hook | None]:
+At = Callable[[int, int, Blocks], Hook | None]
+
+
+def changed(place: str, step: int | range, change: Callable[[torch.Tensor], torch.Tensor], batch: int = 0) -> At:
+    """Change the tensor at a place in one micro-batch of these steps."""
+    steps = range(step, step + 1) if isinstance(step, int) else step
+
     def choose(now: int, of_batch: int, model: Blocks) -> Hook | None:
-        if (now, of_batch) != (step, batch):
+        if now not in steps or of_batch != batch:
             return None
-
-        def put(where: str, x: torch.Tensor) -> torch.Tensor:
-            if where == place:
-                x = x.clone()
-                x[3, 5] = math.nan
-            return x
-
-        return put
+        return lambda where, x: change(x) if where == place else x
 
     return choose
+
+
+def with_nan(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[3, 5] = math.nan
+    return x
+
+
+def nan_at(place: str, step: int, batch: int) -> At:
+    return changed(place, step, with_nan, batch)
 
 
 FIRST_OF = {"input": ("mlp.fc1", "input"), "between": ("linear", "activation"), "output": ("head", "input")}
@@ -318,23 +328,6 @@ def test_an_exception_after_the_step_of_the_optimizer_hides_no_place(tmp_path: P
     assert (finding.layers, finding.tensor, finding.since, finding.last_good) == (("linear",), "activation", 6, 5)
 
 
-def put_into_weight(number: float) -> Callable[[int, Blocks], None]:
-    def after(step: int, model: Blocks) -> None:
-        if step == 6:
-            with torch.no_grad():
-                model.linear.weight[2, 2] = number
-
-    return after
-
-
-def test_a_weight_after_its_update(tmp_path: Path) -> None:
-    """An inf, which the cast to FP8 hides."""
-    finding = only(train(Blocks("delayed"), 10, tmp_path, after=put_into_weight(math.inf)), "nonfinite")
-    assert (finding.layers, finding.since) == (("linear",), 6)
-    assert "after the update of step 6, first linear.weight" in finding.seen
-    assert "the optimizer's step and state" in finding.remedy
-
-
 @pytest.mark.parametrize("every_step", [True, False])
 def test_a_weight_before_the_first_step(every_step: bool, tmp_path: Path) -> None:
     """There is no checkpoint, and no update."""
@@ -421,35 +414,269 @@ def test_training_has_the_same_bits(recipe: str, tmp_path: Path) -> None:
         assert torch.equal(mine, others)
 
 
-@pytest.mark.parametrize("factors", [pytest.param({22: 0.0}, marks=pytest.mark.extended), {22: 8, 24: 1 / 8}])
-def test_weights_that_are_overwritten_between_samples_are_one_finding(
-    factors: dict[int, float], tmp_path: Path
-) -> None:
-    """Also if they are restored."""
-
-    def after(step: int, model: Blocks) -> None:
-        with torch.no_grad():
-            model.linear.weight.mul_(factors.get(step, 1))
-
-    finding = only(train(Blocks("current"), 30, tmp_path, after=after), "weight-jump")
-    assert (finding.layers, finding.tensor, finding.severity) == (("linear",), "weight", "warning")
-    assert (finding.last_good, finding.since) == (21, 22)
-    assert re.search(
-        r"changed by \d+% of its norm, in a sample, and by at most \d\.\d+% in each of the 16 updates before",
-        finding.seen,
-    )
+def in_step(step: int, change: Callable[[Blocks], object]) -> Callable[[int, Blocks], object]:
+    """Change the model after the optimizer's step."""
+    return lambda now, model: now == step and change(model)
 
 
-def test_a_weight_that_gets_other_values_of_the_same_size(tmp_path: Path) -> None:
-    """Its layer does not run in the first step."""
+def factors(by_step: dict[int, float]) -> Callable[[int, Blocks], object]:
+    return lambda step, model: model.linear.weight.mul_(by_step.get(step, 1.0))
 
-    def after(step: int, model: Blocks) -> None:
-        if step == 22:
-            model.linear.weight.data = model.linear.weight.detach().flip(0)  # which raises no version
 
-    session = train(Blocks("current"), 26, tmp_path, after=after, calls=lambda step: {"skips": step == 0})
-    finding = only(session, "weight-jump")
-    assert (finding.layers, finding.tensor, finding.since) == (("linear",), "weight", 22)
+def without_norm(model: Blocks) -> None:
+    """A norm would make nan of an inf."""
+    model.head = te.Linear(64, 64)
+
+
+def zeroed_gradient(is_zero: Callable[[int], bool]) -> Callable[[Blocks], object]:
+    def prepare(model: Blocks) -> None:
+        steps = itertools.count()
+        model.linear.weight.register_hook(lambda gradient: gradient * (not is_zero(next(steps))))
+
+    return prepare
+
+
+def column(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.index_fill(1, torch.tensor([7]), number)
+
+
+def is_gone(step: int) -> bool:
+    """A layer that is missed, and is back; then it is missed only after twice as long, and not yet."""
+    return 20 <= step < 30 or 46 <= step < 58
+
+
+WEIGHTS = feature("LogTensorStats", ["mlp", "linear", "head"], tensors=["weight"], stats=["cur_amax"], freq=4)
+IN_A_SAMPLE = r"changed by \d+% of its norm, in a sample, and by at most \d\.\d+% in each of the 16 updates before"
+RATE = "after the learning rate rose from 0.001 to 5 in step 22"
+LINEAR = ("linear",)
+ALL = ("mlp.fc1", "mlp.fc2", "linear", "head")
+BACK = "in the steps 20 to 29, and again after them"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A training with a defect.
+
+    Attributes:
+        options: of :func:`train`.
+        rule, finding: the finding's rule, and its attributes.
+        seen, remedy: patterns in these texts of the finding.
+        prepare: changes the model before the training.
+    """
+
+    options: dict[str, Any]
+    rule: str
+    finding: dict[str, Any]
+    seen: str = ""
+    remedy: str = ""
+    recipe: str = "current"
+    steps: int = 26
+    prepare: Callable[[Blocks], object] = lambda model: None
+
+
+PLANTED = {
+    "an inf in a weight, which the cast hides": Planted(
+        {"after": in_step(6, lambda model: model.linear.weight[2, 2].fill_(math.inf))},
+        "nonfinite",
+        {"layers": LINEAR, "since": 6},
+        seen=r"after the update of step 6, first linear\.weight",
+        remedy="the optimizer's step and state",
+        recipe="delayed",
+        steps=10,
+    ),
+    "a weight is multiplied, and restored": Planted(
+        {"after": factors({22: 8, 24: 1 / 8})},
+        "weight-jump",
+        {"layers": LINEAR, "tensor": "weight", "severity": "warning", "last_good": 21, "since": 22},
+        seen=IN_A_SAMPLE,
+        steps=30,
+    ),
+    "a weight is zeroed": Planted(
+        {"after": factors({22: 0.0})},
+        "weight-jump",
+        {"layers": LINEAR, "tensor": "weight", "severity": "warning", "last_good": 21, "since": 22},
+        seen=IN_A_SAMPLE,
+        steps=30,
+    ),
+    "a weight gets other values of the same size, which raises no version": Planted(
+        {
+            "after": in_step(22, lambda model: setattr(model.linear.weight, "data", model.linear.weight.flip(0))),
+            "calls": lambda step: {"skips": step == 0},  # its layer does not run in the first step
+        },
+        "weight-jump",
+        {"layers": LINEAR, "tensor": "weight", "since": 22},
+    ),
+    "all weights change at once": Planted(
+        {"after": in_step(22, lambda model: [weight.data.mul_(0.8) for weight in model.parameters()])},
+        "weight-jump",
+        {"severity": "note", "since": 22},
+    ),
+    "weights jump by a learning rate": Planted(
+        {"rate": lambda step: 5.0 if step == 22 else 1e-3},
+        "weight-jump",
+        {"since": 22, "severity": "warning", "last_good": 21},
+        seen=RATE,
+        remedy="learning rate",
+        steps=40,
+    ),
+    "weights jump by a learning rate, in the statistics of a config": Planted(
+        {"rate": lambda step: 5.0 if step == 22 else 1e-3, "every_step": False, "config": {"s": WEIGHTS}},
+        "weight-jump",
+        {"since": 22, "severity": "warning"},
+        seen=RATE,
+        remedy="learning rate",
+        steps=40,
+    ),
+    "a batch is far larger than the others": Planted(
+        {"at": changed("input", 22, lambda x: x * 1000)},
+        "growth",
+        {"layers": ("mlp.fc1", "head"), "tensor": "input", "since": 22, "severity": "note"},
+        seen="the largest RMS of a token of the input",
+    ),
+    "delayed scaling clips a large number": Planted(
+        {"at": changed("between", 22, column(2.0**12), 1), "batches": 2},
+        "growth",
+        {"layers": ("linear", "head"), "tensor": "activation", "since": 22},
+        seen="is 4,100",
+        recipe="delayed",
+        prepare=without_norm,
+    ),
+    "delayed scaling clips an inf": Planted(
+        {"at": changed("between", 22, column(math.inf), 1), "batches": 2},
+        "nonfinite",
+        {"layers": LINEAR, "tensor": "activation", "since": 22},
+        seen="micro-batch 1",
+        recipe="delayed",
+        prepare=without_norm,
+    ),
+    "current scaling hides an inf": Planted(
+        {"at": changed("between", 22, column(math.inf))},
+        "growth",
+        {"layers": ("linear", "head"), "tensor": "activation", "since": 22, "severity": "warning"},
+        seen="to which the cast turns an inf",
+        remedy=r"^((?!clip).)*$",
+        prepare=without_norm,
+    ),
+    "a step without low precision": Planted(
+        {"calls": lambda step: {"enabled": step != 22}},
+        "hole",
+        {"layers": ALL, "since": 22, "severity": "warning"},
+        seen="in step 22 alone",
+    ),
+    "every tenth step is without low precision": Planted(
+        {"calls": lambda step: {"enabled": step % 10 != 0 or step == 0}},
+        "hole",
+        {"layers": ALL, "since": 20, "severity": "warning"},
+        steps=32,
+    ),
+    "a layer does not run any more": Planted(
+        {"calls": lambda step: {"skips": step >= 20}},
+        "uncalled-layer",
+        {"layers": LINEAR, "since": 20, "severity": "warning"},
+        steps=32,
+    ),
+    "a layer is frozen": Planted(
+        {"after": in_step(19, lambda model: model.linear.requires_grad_(False))},
+        "frozen-layer",
+        {"layers": LINEAR, "since": 20, "severity": "warning"},
+        steps=32,
+    ),
+    "a layer's output is detached": Planted(
+        {"at": changed("output", range(20, 99), torch.Tensor.detach)},
+        "frozen-layer",
+        {"layers": LINEAR, "since": 20, "severity": "warning"},
+        steps=32,
+    ),
+    "a layer's output is multiplied by 0": Planted(
+        {"at": changed("output", range(20, 99), lambda x: x * 0)},
+        "frozen-layer",
+        {"layers": LINEAR, "since": 20, "severity": "warning"},
+        steps=32,
+    ),
+    "a gradient is 0 only at the optimizer's step": Planted(
+        {},
+        "frozen-layer",
+        {"layers": LINEAR, "last_good": 19, "since": 20},
+        seen="got a gradient in each step, and none or only 0 since step 20",
+        steps=32,
+        prepare=zeroed_gradient(lambda step: step >= 20),
+    ),
+    "a layer is skipped, and back": Planted(
+        {"calls": lambda step: {"skips": is_gone(step)}},
+        "uncalled-layer",
+        {"layers": LINEAR, "severity": "note", "since": 20, "until": 29},
+        seen=BACK,
+        steps=64,
+    ),
+    "a layer's gradient is 0, and back": Planted(
+        {},
+        "frozen-layer",
+        {"layers": LINEAR, "severity": "note", "since": 20, "until": 29},
+        seen=BACK,
+        steps=64,
+        prepare=zeroed_gradient(is_gone),
+    ),
+    "a layer is frozen, and back": Planted(
+        {"at": lambda step, batch, model: model.linear.requires_grad_(not is_gone(step)) and None},
+        "frozen-layer",
+        {"layers": LINEAR, "severity": "note", "since": 20, "until": 29},
+        seen=BACK,
+        steps=64,
+    ),
+    "a layer's output is 0, and back": Planted(
+        {"at": lambda step, batch, model: lambda where, x: x * (where != "output" or not is_gone(step))},
+        "frozen-layer",
+        {"layers": LINEAR, "severity": "note", "since": 20, "until": 29},
+        seen=BACK,
+        steps=64,
+    ),
+}
+FURTHER = {
+    "a weight is zeroed",
+    "delayed scaling clips an inf",
+    "every tenth step is without low precision",
+    "a layer's output is detached",
+    "a gradient is 0 only at the optimizer's step",
+    "a layer is frozen, and back",
+    "a layer's output is 0, and back",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended if name in FURTHER else ()) for name in PLANTED]
+)
+def test_a_change_and_its_finding(name: str, tmp_path: Path) -> None:
+    row = PLANTED[name]
+    model = Blocks(row.recipe)
+    row.prepare(model)
+    session = train(model, row.steps, tmp_path, **row.options)
+    finding = only(session, row.rule)
+    assert {attribute: getattr(finding, attribute) for attribute in row.finding} == row.finding
+    assert re.search(row.seen, finding.seen)
+    assert re.search(row.remedy, finding.remedy)
+    recorded = [(found.seen, found.since, found.until) for found in diagnose(tmp_path) if found.rule == row.rule]
+    assert recorded == [(finding.seen, finding.since, finding.until)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps", "options"),
+    [
+        ("weight-jump", 66, {"rate": lambda step: 1e-2 * math.cos(step % 32 / 32 * math.pi / 2)}),
+        ("hole", 50, {"calls": lambda step: {"enabled": step % 4 != 0}}),
+        ("hole", 34, {"calls": lambda step: {"enabled": step < 20}}),
+        ("frozen-layer", 40, {"at": lambda step, _, model: model.linear.requires_grad_(step % 3 != 1) and None}),
+        ("uncalled-layer", 40, {"calls": lambda step: {"skips": step % 3 == 0 or step > 30}}),
+    ],
+    ids=["learning rate", "precision in turn", "precision for good", "trained in turn", "left out in turn"],
+)
+def test_what_a_schedule_changes_is_no_finding(rule: str, steps: int, options: dict[str, Any], tmp_path: Path) -> None:
+    session = train(Blocks("current"), steps, tmp_path, **options)
+    assert rule in session.findings.checked
+    assert rule not in [finding.rule for finding in session.findings]
+    data = json.loads(show(tmp_path, "--last-steps", "--json"))
+    assert data["text"] == f"The last {min(steps, 64)} steps before: the end of the run."
+    assert data["iterations"] == list(range(max(0, steps - 64), steps))
+    assert data["first"] is None
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
@@ -463,14 +690,12 @@ def test_a_weight_that_exists_only_quantized_is_read_from_its_codes(recipe: str,
         sizes.append(float(model.linear.weight.dequantize().abs().max()))
         return {}
 
-    def after(step: int, model: Blocks) -> None:
-        if step == 22:
-            codes = model.linear.weight
-            (codes._data if recipe != "block" else codes._rowwise_data).zero_()
+    def zero(model: Blocks) -> None:
+        codes = model.linear.weight
+        (codes._data if recipe != "block" else codes._rowwise_data).zero_()
 
-    train(model, 26, tmp_path, after=after, calls=calls)
-    data = json.loads(show(tmp_path, "--last-steps", "--json"))
-    numbers = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+    train(model, 26, tmp_path, after=in_step(22, zero), calls=calls)
+    numbers = last_magnitudes(json.loads(show(tmp_path, "--last-steps", "--json")))
     assert sizes[23] == 0
     assert numbers["linear", "weight"] == pytest.approx(sizes, rel=5e-3)
 
@@ -487,8 +712,7 @@ def test_the_share_of_a_weight_that_a_step_changes(tmp_path: Path) -> None:
         last["weight"] = now.clone()
 
     train(Blocks("current"), 8, tmp_path, after=after, rate=lambda step: 1e-3 * (step + 1))
-    data = json.loads(show(tmp_path, "--last-steps", "--json"))
-    numbers = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+    numbers = last_magnitudes(json.loads(show(tmp_path, "--last-steps", "--json")))
     first, *others = numbers["linear", "update"]
     assert first is None
     assert others == pytest.approx(shares, rel=0.3)
@@ -529,15 +753,6 @@ def test_a_weight_whose_sign_is_flipped(how: str, flipped: int, tmp_path: Path) 
     assert only(session, "weight-jump").since in range(flipped + 1, flipped + 3)
 
 
-def test_weights_that_all_change_at_once_are_a_note(tmp_path: Path) -> None:
-    def after(step: int, model: Blocks) -> None:
-        for weight in model.parameters() if step == 22 else ():
-            weight.data *= 0.8
-
-    finding = only(train(Blocks("current"), 26, tmp_path, after=after), "weight-jump")
-    assert (finding.severity, finding.since) == ("note", 22)
-
-
 def test_the_first_tokens_of_an_expert_are_no_jump(tmp_path: Path) -> None:
     model = Experts()
     for weight in model.experts.parameters():
@@ -551,39 +766,6 @@ def test_the_first_tokens_of_an_expert_are_no_jump(tmp_path: Path) -> None:
             optimizer.zero_grad()
             session.step()
     assert not [finding for finding in session.findings if finding.rule == "weight-jump"]
-
-
-def test_a_learning_rate_that_starts_again_is_no_jump(tmp_path: Path) -> None:
-    session = train(Blocks("current"), 66, tmp_path, rate=lambda step: 1e-2 * math.cos(step % 32 / 32 * math.pi / 2))
-    assert session is not None
-    assert not [finding for finding in session.findings if finding.rule == "weight-jump"]
-
-
-WEIGHTS = feature("LogTensorStats", ["mlp", "linear", "head"], tensors=["weight"], stats=["cur_amax"], freq=4)
-
-
-@pytest.mark.parametrize("options", [{}, {"every_step": False, "config": {"s": WEIGHTS}}])
-def test_weights_that_jump_by_a_learning_rate(options: dict[str, Any], tmp_path: Path) -> None:
-    rates = {22: 5.0}
-    session = train(Blocks("current"), 40, tmp_path, rate=lambda step: rates.get(step, 1e-3), **options)
-    finding = only(session, "weight-jump")
-    assert (finding.since, finding.severity) == (22, "warning")
-    assert "after the learning rate rose from 0.001 to 5 in step 22" in finding.seen
-    assert "learning rate" in finding.remedy
-    assert options or finding.last_good == 21
-    (recorded,) = (found for found in diagnose(tmp_path) if found.rule == "weight-jump")
-    assert (recorded.seen, recorded.since) == (finding.seen, finding.since)
-
-
-def test_a_batch_that_is_far_larger_than_the_others(tmp_path: Path) -> None:
-    def at(step: int, batch: int, model: Blocks) -> Hook | None:
-        if step == 22:
-            return lambda place, x: x * 1000 if place == "input" else x
-        return None
-
-    finding = only(train(Blocks("current"), 26, tmp_path, at), "growth")
-    assert (finding.layers[0], finding.tensor, finding.since, finding.severity) == ("mlp.fc1", "input", 22, "note")
-    assert "the largest RMS of a token of the input" in finding.seen
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.extended)])
@@ -611,24 +793,6 @@ def test_a_wrong_element_of_a_result_that_a_norm_hides(
     assert (finding.layers, finding.tensor, finding.since) == (("head",), "input", 22)
 
 
-@pytest.mark.parametrize("number", [pytest.param(math.inf, marks=pytest.mark.extended), 2.0**12])
-def test_delayed_scaling_is_read_before_the_cast(number: float, tmp_path: Path) -> None:
-    """The cast turns both into the largest number of the last steps."""
-
-    def at(step: int, batch: int, model: Blocks) -> Hook | None:
-        if (step, batch) == (22, 1):
-            return lambda place, x: x.index_fill(1, torch.tensor([7]), number) if place == "between" else x
-        return None
-
-    model = Blocks("delayed")
-    model.head = te.Linear(64, 64)  # a norm would make nan of it
-    session = train(model, 26, tmp_path, at, batches=2)
-    finding = only(session, "growth" if math.isfinite(number) else "nonfinite")
-    reached = ("linear", "head") if math.isfinite(number) else ("linear",)
-    assert (finding.layers, finding.tensor, finding.since) == (reached, "activation", 22)
-    assert ("is 4,100" if math.isfinite(number) else "micro-batch 1") in finding.seen
-
-
 def test_a_spike_names_the_layers_with_its_first_tensor() -> None:
     change = Change("spike", (TensorSlot("b", "activation"), TensorSlot("a", "gradient")), 5, None, 1.0, 100.0)
     rule = next(row for row in ROWS if row.title.startswith("a tensor's largest magnitude"))
@@ -636,115 +800,18 @@ def test_a_spike_names_the_layers_with_its_first_tensor() -> None:
     assert (sighting.layers, sighting.tensor) == (("b",), "activation")
 
 
-def test_an_inf_that_the_cast_hides(tmp_path: Path) -> None:
-    def at(step: int, batch: int, model: Blocks) -> Hook | None:
-        if step == 22:
-            return lambda place, x: x.index_fill(1, torch.tensor([7]), math.inf) if place == "between" else x
-        return None
-
-    model = Blocks("current")
-    model.head = te.Linear(64, 64)  # a norm would make nan of it
-    finding = only(train(model, 26, tmp_path, at), "growth")
-    assert (finding.layers[0], finding.tensor, finding.since, finding.severity) == (
-        "linear",
-        "activation",
-        22,
-        "warning",
-    )
-    assert "to which the cast turns an inf" in finding.seen
-    assert "clip" not in finding.remedy
-
-
 def test_an_inf_that_fp8_in_blocks_hides(tmp_path: Path) -> None:
     """Its block has the scale 1, as a block of zeros has; the input of the next norm is a note."""
-
-    def at(step: int, batch: int, model: Blocks) -> Hook | None:
-        if step == 22:
-            return lambda place, x: x.index_fill(1, torch.tensor([7]), math.inf) if place == "between" else x
-        return None
 
     class Plain(Blocks):
         def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
             with te.autocast(recipe=self.recipe):
                 return self.head(self.linear(self.at("between", x)))
 
-    session = train(Plain("block"), 26, tmp_path, at)
+    session = train(Plain("block"), 26, tmp_path, changed("between", 22, column(math.inf)))
     assert [(found.rule, found.layers, found.tensor) for found in session.findings if found.since == 22] == [
         ("growth", ("head",), "input")
     ]
-
-
-@pytest.mark.parametrize(
-    ("steps", "enabled", "since", "seen"),
-    [
-        (26, lambda step: step != 22, 22, "in step 22 alone"),
-        pytest.param(32, lambda step: step % 10 != 0 or step == 0, 20, "", marks=pytest.mark.extended),
-    ],
-)
-def test_steps_without_low_precision(
-    steps: int, enabled: Callable[[int], bool], since: int, seen: str, tmp_path: Path
-) -> None:
-    session = train(Blocks("current"), steps, tmp_path, calls=lambda step: {"enabled": enabled(step)})
-    finding = only(session, "hole")
-    assert (finding.since, finding.severity, len(finding.layers)) == (since, "warning", 4)
-    assert seen in finding.seen
-
-
-@pytest.mark.parametrize(("steps", "enabled"), [(50, lambda step: step % 4 != 0), (34, lambda step: step < 20)])
-def test_precision_that_changes_often_or_for_good_is_no_gap(
-    steps: int, enabled: Callable[[int], bool], tmp_path: Path
-) -> None:
-    session = train(Blocks("current"), steps, tmp_path, calls=lambda step: {"enabled": enabled(step)}, records="off")
-    assert not [finding for finding in session.findings if finding.rule == "hole"]
-
-
-def test_a_layer_that_does_not_run_any_more(tmp_path: Path) -> None:
-    session = train(Blocks("current"), 32, tmp_path, calls=lambda step: {"skips": step >= 20})
-    finding = only(session, "uncalled-layer")
-    assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
-
-
-@pytest.mark.parametrize("how", ["frozen", pytest.param("detached", marks=pytest.mark.extended), "zero"])
-def test_a_layer_that_gets_no_gradient_any_more(how: str, tmp_path: Path) -> None:
-    model = Blocks("current")
-
-    def at(step: int, batch: int, model: Blocks) -> Hook | None:
-        if step < 20 or how == "frozen":
-            return None
-        return lambda place, x: (x.detach() if how == "detached" else x * 0) if place == "output" else x
-
-    def after(step: int, model: Blocks) -> None:
-        if step == 19 and how == "frozen":
-            model.linear.requires_grad_(False)
-
-    finding = only(train(model, 32, tmp_path, at, after), "frozen-layer")
-    assert (finding.layers, finding.since, finding.severity) == (("linear",), 20, "warning")
-    assert [found.rule for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == ["frozen-layer"]
-
-
-@pytest.mark.parametrize(
-    "how", ["skipped", "zeroed", *(pytest.param(how, marks=pytest.mark.extended) for how in ("frozen", "zero"))]
-)
-def test_a_layer_that_is_back(how: str, tmp_path: Path) -> None:
-    """After step 29; then it is missed only after twice as long, in the steps 46 to 57 not yet."""
-    model = Blocks("current")
-    is_gone = [20 <= step < 30 or 46 <= step < 58 for step in range(64)]
-    gone = iter(is_gone)
-    if how == "zeroed":
-        model.linear.weight.register_hook(lambda gradient: gradient * (not next(gone)))
-
-    def at(step: int, batch: int, model: Blocks) -> Hook | None:
-        model.linear.requires_grad_(not (how == "frozen" and is_gone[step]))
-        if how == "zero" and is_gone[step]:
-            return lambda place, x: x * 0 if place == "output" else x
-        return None
-
-    session = train(model, 64, tmp_path, at, calls=lambda step: {"skips": how == "skipped" and is_gone[step]})
-    finding = only(session, "uncalled-layer" if how == "skipped" else "frozen-layer")
-    assert (finding.layers, finding.severity) == (("linear",), "note")
-    assert (finding.since, finding.until) == (20, 29)
-    assert "in the steps 20 to 29, and again after them" in finding.seen
-    assert diagnose(tmp_path) == session.findings
 
 
 @pytest.mark.parametrize(
@@ -770,34 +837,12 @@ def test_layers_that_run_in_phases(steps: int, severity: str, tmp_path: Path) ->
     assert diagnose(tmp_path) == session.findings
 
 
-@pytest.mark.extended
-def test_a_gradient_that_is_0_only_at_the_optimizers_step(tmp_path: Path) -> None:
-    model = Blocks("current")
-    steps = iter(range(100))
-    model.linear.weight.register_hook(lambda gradient: gradient * (next(steps) < 20))
-    finding = only(train(model, 32, tmp_path), "frozen-layer")
-    assert (finding.layers, finding.last_good, finding.since) == (("linear",), 19, 20)
-    assert "got a gradient in each step, and none or only 0 since step 20" in finding.seen
-    assert [found.seen for found in diagnose(tmp_path) if found.rule == "frozen-layer"] == [finding.seen]
-
-
-def test_layers_that_are_trained_in_turn_are_not_frozen(tmp_path: Path) -> None:
-    def after(step: int, model: Blocks) -> None:
-        model.linear.requires_grad_(step % 3 != 0)
-
-    session = train(Blocks("current"), 40, tmp_path, after=after)
-    assert not [finding for finding in session.findings if finding.rule == "frozen-layer"]
-
-
-def test_layers_that_are_left_out_in_turn_are_not_missed(tmp_path: Path) -> None:
-    session = train(Blocks("current"), 40, tmp_path, calls=lambda step: {"skips": step % 3 == 0 or step > 30})
-    assert not [finding for finding in session.findings if finding.rule == "uncalled-layer"]
-
-
 def test_switched_off(tmp_path: Path) -> None:
     session = train(Blocks("current"), 20, tmp_path, nan_at("between", 18, 0), every_step=False)
     assert "spike" not in [*session.findings.checked, *(rule.rule for rule in session.findings.not_checked)]
     assert not [row for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "first_nonfinite"]
+    with pytest.raises(Exception, match="has recorded no last steps"):
+        show(tmp_path, "--last-steps")
 
 
 def test_a_watch_that_fails_is_reported_once_and_switched_off(
@@ -824,6 +869,11 @@ def show(*arguments: object) -> str:
     return result.output
 
 
+def last_magnitudes(data: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
+    """Of ``show --last-steps --json``: layer and tensor -> a number for each step."""
+    return dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+
+
 def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
     def log(step: int, model: Blocks) -> None:
         running_session().log({"loss": math.nan if step >= 9 else 1.0})
@@ -834,7 +884,7 @@ def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
     assert data["iterations"] == list(range(10))
     assert data["tensors"][data["first"][0]] == ["linear", "activation"]
     assert data["first"][1] == 9
-    magnitudes = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+    magnitudes = last_magnitudes(data)
     assert magnitudes["linear", "activation"][-1] == "nan"
     assert all(isinstance(number, float) for number in magnitudes["linear", "activation"][:-1])
     text = show(tmp_path, "--last-steps", "--most", 3)
@@ -855,21 +905,6 @@ def test_the_last_steps_before_an_exception(tmp_path: Path, error: BaseException
             session.step()
         raise error
     assert f"the run was ended by {name}." in show(tmp_path, "--last-steps")
-
-
-@pytest.mark.extended
-def test_the_last_steps_before_the_end(tmp_path: Path) -> None:
-    train(Blocks("current"), 70, tmp_path)
-    data = json.loads(show(tmp_path, "--last-steps", "--json"))
-    assert data["text"] == "The last 64 steps before: the end of the run."
-    assert data["iterations"] == list(range(6, 70))
-    assert data["first"] is None
-
-
-def test_a_run_that_is_not_watched_has_no_last_steps(tmp_path: Path) -> None:
-    train(Blocks("current"), 3, tmp_path, every_step=False)
-    with pytest.raises(Exception, match="has recorded no last steps"):
-        show(tmp_path, "--last-steps")
 
 
 def test_blocks_of_zeros_do_not_count(tmp_path: Path) -> None:
@@ -1046,8 +1081,7 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
         TensorSlot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")
     }
     if isinstance(model, Experts):
-        data = json.loads(show(tmp_path, "--last-steps", "--json"))
-        numbers = dict(zip(map(tuple, data["tensors"]), data["magnitudes"], strict=True))
+        numbers = last_magnitudes(json.loads(show(tmp_path, "--last-steps", "--json")))
         for expert, (before, after) in enumerate([(16, 16), (16, 0), (16, 32)]):
             expected.add(TensorSlot(f"experts.gemm_{expert}", "tokens"))
             assert numbers[f"experts.gemm_{expert}", "tokens"] == [before] * 17 + [after] * (steps - 18)
@@ -1057,17 +1091,6 @@ def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path)
     assert (finding.layers, finding.tensor, finding.since) == ((OTHER_MODELS[kind],), "activation", steps - 2)
     assert "between the activation of first" in finding.remedy
     assert [found.rule for found in session.findings if found.rule == "uncalled-layer"] == []
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.extended), 7])
-def test_the_first_rank_knows_where_it_began_on_another_one(step: int, tmp_path: Path) -> None:
-    """Statistics are sent in step 5, and in the steps after 7 not before step 10, when the weights have nan too."""
-    first, second = launched(Path(__file__).with_name("origin_script.py"), [str(tmp_path), str(step)])
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert first.stdout.splitlines()[-1] == f"nonfinite ('2',) activation {step} (1,)"
-    verdict = diagnose(tmp_path)
-    assert (verdict[0].layers, verdict[0].since, verdict[0].ranks) == (("2",), step, (1,))
 
 
 def test_layers_on_the_debug_path(tmp_path: Path) -> None:
@@ -1114,16 +1137,3 @@ def test_a_layer_that_a_config_runs_in_high_precision_for_some_steps(tmp_path: P
     rows = [row for row in open_run(tmp_path).gemms.to_pylist() if row["layer"] == "linear"]
     assert {row["precision"] for row in rows} == {"fp8", "fp32"}
     assert "linear" not in str(session.coverage()), "it ends in low precision"
-
-
-@pytest.mark.extended
-def test_signals_leave_room_for_the_end(tmp_path: Path) -> None:
-    model = Blocks("current")
-    with InspectSession(log_dir=tmp_path, model=model) as session:
-        for _ in range(12):
-            model(torch.randn(32, 64)).sum().backward()
-            session.step()
-            signal.raise_signal(signal.SIGUSR1)
-    records = [row["text"] for row in open_run(tmp_path).events.to_pylist() if row["kind"] == "last_steps"]
-    assert len(records) < 8
-    assert records[-1] == "The last 12 steps before: the end of the run."

@@ -54,20 +54,21 @@ class BrokenSink(Keeper):
 FILES = ("nvdlfw_inspect_logs", "nvdlfw_inspect_statistics_logs", "precision_records", "tensor_dumps")
 
 
+DUMPING = statistics() | {"dumps": feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)}
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_training_goes_on_where_a_file_cannot_be_written(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     """A file stands where a folder must be: the superuser may write to a folder that is read-only. Each kind of file
     that is lost is reported once, and the others are written."""
-    (tmp_path / "run" / file).parent.mkdir(exist_ok=True)
-    (tmp_path / "run" / file).touch()
-    dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
-    observed(tmp_path / "run", statistics() | {"dumps": dumped}, sinks=[keeper])
+    (tmp_path / file).touch()
+    observed(tmp_path, DUMPING, sinks=[keeper])
     assert keeper.iterations == [0, 1, 2]
     said = [record.message for record in caplog.records if "failed on rank 0: " in record.message]
     assert sum(f"/{file}" in text for text in said) == 1, said
-    assert {path.relative_to(tmp_path / "run").parts[0] for path in (tmp_path / "run").rglob("*")} >= set(FILES)
+    assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")} >= set(FILES)
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run/deeper", "leads nowhere/run/deeper"])
@@ -83,9 +84,8 @@ def test_a_log_folder_that_cannot_be_made_is_said_once(
     (tmp_path / "file").touch()
     (tmp_path / "leads nowhere").symlink_to(tmp_path / "gone" / "too")  # it is this that the error names
     log_dir = tmp_path / folder
-    dumped = feature("DumpTensors", ["all"], tensors=["activation"], high_precision_tensor=True)
     with caplog.at_level("INFO"):
-        observed(log_dir, statistics() | {"dumps": dumped}, sinks=[keeper])
+        observed(log_dir, DUMPING, sinks=[keeper])
     assert keeper.iterations == [0, 1, 2]
     (said,) = [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert said.startswith(f"log_dir='{log_dir}' cannot be written to: [Errno ")
@@ -412,21 +412,20 @@ def test_a_step_raises_what_was_asked_for_and_nothing_else(
     assert others <= set(keeper.iterations), "no number is lost"
 
 
-def test_a_strict_session_raises_its_own_exception(tmp_path: Path, kinds: dict[str, type[PrecisionDebugError]]) -> None:
-    for name in ("RanksLostError", "ConfigError", "RunError"):
-        with mock.patch.object(ObservedModel, "note_order", side_effect=made(kinds[name])):
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("a slip")
+
+
+def test_a_strict_session_raises_its_own_exception(
+    tmp_path: Path, kinds: dict[str, type[PrecisionDebugError]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one without a text is reported too."""
+    errors = {name: made(kinds[name]) for name in ("RanksLostError", "ConfigError", "RunError")}
+    for name, error in {**errors, r"Wordless \(without a message\)": Wordless()}.items():
+        with mock.patch.object(ObservedModel, "note_order", side_effect=error):
             with pytest.raises(ObservationError, match=name):
                 observed(tmp_path, statistics(), steps=1, records="off", strict=True)
-
-
-def test_an_exception_without_a_text_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Exception):
-        def __str__(self) -> str:
-            raise AttributeError("a slip")
-
-    with mock.patch.object(ObservedModel, "note_order", side_effect=Broken()):
-        observed(tmp_path, statistics(), steps=1, records="off")
-    assert "Precision debugging failed on rank 0: ending iteration 0: Broken (without a message)." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -60,29 +60,26 @@ def test_modules_built_during_the_session_are_observed_once_attached(tmp_path: P
     assert keeper.iterations == [0]
 
 
-def test_a_session_puts_everything_back(tmp_path: Path) -> None:
-    """Also in modules that were built before it; they are observed. Fixture ``nothing_left_behind`` checks the rest."""
+@pytest.mark.parametrize("error", [None, ValueError("in the step"), KeyboardInterrupt()], ids=repr)
+def test_a_session_puts_everything_back(tmp_path: Path, keeper: Keeper, error: BaseException | None) -> None:
+    """Also in modules that were built before it, one of them registered in its own child; they are observed. Fixture
+    ``nothing_left_behind`` checks the rest."""
     net = model()
+    net[0].parent = net
     train_step(net)
     modules = module_state(net)
-    assert {row.layer for row in run(net, statistics(), 2, tmp_path).steps[0]} == {"0", "1.fc1", "1.fc2"}
-    assert module_state(net) == modules
-    assert net[0].name == "first"
-
-
-@pytest.mark.parametrize("error", [ValueError("in the step"), KeyboardInterrupt()])
-def test_a_session_that_is_interrupted_puts_everything_back(tmp_path: Path, error: BaseException) -> None:
-    net, keeper = model(), Keeper()
-    modules = module_state(net)
-    with pytest.raises(type(error)):
+    with nullcontext() if error is None else pytest.raises(type(error)):
         with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
             train_step(net)
             session.step()
             train_step(net)
-            raise error
+            if error is not None:
+                raise error
     assert module_state(net) == modules
+    assert net[0].name == "first"
     assert keeper.closed == [error]
     assert keeper.iterations == [0, 1], "what was gathered for the step that failed is written"
+    assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
 
 
 @pytest.mark.parametrize(
@@ -123,50 +120,53 @@ def test_another_transformer_engine_is_refused_by_what_it_lacks(
 
 
 def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
-    net = model()
-    with InspectSession(statistics(), model=net, log_dir=tmp_path / "1") as session:
-        with pytest.raises(SessionError, match=rf"Another session is running, started at {__file__}:\d+"):
-            InspectSession(statistics(), model=net, log_dir=tmp_path / "2").start()
-        with pytest.raises(SessionError, match="already running"):
-            session.start()
-        train(session, net, 1)
-    assert session.last_statistics, "the first one is unharmed"
+    """Nothing refers to the first one any more; stop() may come twice, or without start()."""
 
+    def start() -> None:
+        InspectSession(statistics(), model=model(), log_dir=tmp_path / "1").start()
 
-def test_a_session_that_nothing_refers_to_any_more_can_be_stopped(tmp_path: Path) -> None:
-    def cell() -> None:
-        InspectSession(statistics(), model=model(), log_dir=tmp_path).start()
-
-    cell()
-    with pytest.raises(SessionError, match=r"running_session\(\).stop\(\)"):
-        cell()
+    start()
+    session = InspectSession(statistics(), model=model(), log_dir=tmp_path / "2")
+    session.stop()
+    with pytest.raises(SessionError, match=rf"Another session is running, started at {__file__}:\d+") as raised:
+        session.start()
+    assert "running_session().stop()" in str(raised.value)
+    with pytest.raises(SessionError, match="already running"):
+        running_session().start()
     running_session().stop()
     assert running_session() is None
+    for _ in range(2):
+        session.stop()
+    observed(tmp_path / "2", statistics(), steps=1)
 
 
 def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> None:
+    """``end_debug`` leaves its handlers behind: a later session writes nothing into them, and puts them back."""
     snapshot = Snapshot()
-    debug_api.initialize({"s": FEATURE_OF_BASE}, log_dir=str(tmp_path))
+    base = {"enabled": True, "layers": {"layer_types": ["x"]}, "LogTensorStats": {"enabled": True}}
+    debug_api.initialize({"s": base}, log_dir=str(tmp_path / "theirs"), default_logging_enabled=True)
     try:
         with pytest.raises(SessionError, match="end_debug"):
             InspectSession(statistics(), log_dir=tmp_path).start()
         assert debug_api.DEBUG_MANAGER is not None
-    finally:
         debug_api.end_debug()
+        theirs = {path: path.read_text() for path in (tmp_path / "theirs").rglob("*.log")}
+        left = list(logging.getLogger("nvdlfw_inspect").handlers)
+        run(model(), statistics(), 2, tmp_path / "ours")
+        assert {path: path.read_text() for path in theirs} == theirs
+        assert logging.getLogger("nvdlfw_inspect").handlers == left != []
+    finally:
         snapshot.restore()
 
 
-FEATURE_OF_BASE = {"enabled": True, "layers": {"layer_types": ["x"]}, "LogTensorStats": {"enabled": True}}
-
-
-def test_calls_out_of_order_say_so() -> None:
-    for call in [
-        lambda session: session.step(),
-        lambda session: session.attach(model()),
-        lambda s: setattr(s, "iteration", 3),
-    ]:
+def test_calls_out_of_order_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = InspectSession(statistics(), log_dir=tmp_path)
+    for call in (session.step, lambda: session.attach(model()), lambda: setattr(session, "iteration", 3)):
         with pytest.raises(SessionError, match="not running"):
-            call(InspectSession(statistics()))
+            call()
+    with session:
+        train_step(model())
+    assert "ended without a model, so nothing was observed" in caplog.text
 
 
 def test_scalars_that_cannot_be_recorded_warn_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +185,7 @@ def test_scalars_that_cannot_be_recorded_warn_once(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("step", [-1, True], ids=repr)
-def test_what_is_no_step_is_refused_where_it_is_given(step: Any, tmp_path: Path) -> None:
+def test_what_is_no_step_or_no_state_is_refused_where_it_is_given(step: Any, tmp_path: Path) -> None:
     net = model()
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         train_step(net)
@@ -202,29 +202,11 @@ def test_what_is_no_step_is_refused_where_it_is_given(step: Any, tmp_path: Path)
             with pytest.raises(LookupError, match="this session did not observe"):
                 ask(at=step)
         assert session.precision(at=np.int64(0)) == session.precision(at=0)
-    assert session.iteration == 1
-
-
-@pytest.mark.parametrize("state", [5, {"a": 1}, {"model": {}, "session": {"iteration": 4}}], ids=str)
-def test_a_state_that_is_no_sessions_is_refused(state: Any, tmp_path: Path) -> None:
-    with InspectSession(statistics(), model=model(), log_dir=tmp_path) as session:
-        with pytest.raises(SessionError, match=r"takes a result of state_dict\(\), not (5|keys '(a|model)')"):
-            session.load_state_dict(state)
+        for state in (5, {"a": 1}, {"model": {}, "session": {"iteration": 4}}):
+            with pytest.raises(SessionError, match=r"takes a result of state_dict\(\), not (5|keys '(a|model)')"):
+                session.load_state_dict(state)
         session.load_state_dict({})
-
-
-def test_a_session_that_ends_without_a_model_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with InspectSession(statistics(), log_dir=tmp_path):
-        train_step(model())
-    assert "ended without a model, so nothing was observed" in caplog.text
-
-
-def test_stop_may_come_twice_or_without_start(tmp_path: Path) -> None:
-    session = InspectSession(statistics(), model=model(), log_dir=tmp_path)
-    session.stop()
-    session.start().stop()
-    session.stop()
-    assert not session.running
+    assert session.iteration == 1
 
 
 def test_a_feature_file_that_fails_is_named_and_does_not_end_the_process(tmp_path: Path) -> None:
@@ -308,21 +290,6 @@ def test_a_session_does_not_keep_the_model_alive(tmp_path: Path) -> None:
     assert session.precision
 
 
-def test_the_files_of_a_run_of_upstream_alone_stay_as_they_are(tmp_path: Path) -> None:
-    """Its ``end_debug`` leaves its handlers behind; a session writes nothing into them, and puts them back."""
-    snapshot = Snapshot()
-    debug_api.initialize({"s": FEATURE_OF_BASE}, log_dir=str(tmp_path / "theirs"), default_logging_enabled=True)
-    debug_api.end_debug()
-    theirs = {path: path.read_text() for path in (tmp_path / "theirs").rglob("*.log")}
-    left = list(logging.getLogger("nvdlfw_inspect").handlers)
-    try:
-        run(model(), statistics(), 2, tmp_path / "ours")
-        assert {path: path.read_text() for path in theirs} == theirs
-        assert logging.getLogger("nvdlfw_inspect").handlers == left != []
-    finally:
-        snapshot.restore()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 def test_a_compiled_model(tmp_path: Path, keeper: Keeper) -> None:
@@ -395,12 +362,6 @@ def test_a_script_that_changes_its_directory_keeps_its_files_together(
     assert list((tmp_path / "run" / "nvdlfw_inspect_statistics_logs").iterdir())
     assert (tmp_path / "run" / "precision_records").is_dir()
     assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_a_model_that_is_registered_in_its_own_child_is_observed(tmp_path: Path) -> None:
-    net = model()
-    net[0].parent = net
-    assert {row.layer for row in run(net, statistics(), 1, tmp_path).steps[0]} == {"0", "1.fc1", "1.fc2"}
 
 
 SIZE = 16

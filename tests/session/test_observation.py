@@ -110,38 +110,30 @@ def train_block(
 
 
 @pytest.mark.parametrize(
-    ("kind", "fp8", "dtype"),
+    ("kind", "fp8", "dtype", "keywords"),
     [
-        ("torch reentrant", False, torch.float32),
-        ("torch non-reentrant", False, torch.bfloat16),
-        ("te reentrant", False, torch.bfloat16),
-        ("te non-reentrant", False, torch.float32),
+        ("torch reentrant", False, torch.float32, {}),
+        ("torch reentrant", False, torch.float32, {"precision_features_in_eval": False}),
+        ("torch non-reentrant", False, torch.bfloat16, {}),
+        ("te reentrant", False, torch.bfloat16, {}),
+        ("te non-reentrant", False, torch.float32, {}),
         # Delayed scaling needs te.checkpoint, which keeps the amax history of the first forward.
-        ("te reentrant", True, torch.float32),
-        ("te non-reentrant", True, torch.bfloat16),
+        ("te reentrant", True, torch.float32, {}),
+        ("te non-reentrant", True, torch.bfloat16, {}),
     ],
 )
 def test_a_recomputed_forward_is_observed_once_and_keeps_its_precision(
-    tmp_path: Path, kind: str, fp8: bool, dtype: torch.dtype
+    tmp_path: Path, kind: str, fp8: bool, dtype: torch.dtype, keywords: dict[str, bool]
 ) -> None:
     config = {
         **statistics(tensors=["activation", "weight", "gradient", "output", "wgrad", "dgrad"], layers=["linear"]),
         "precision": feature("FakeQuant", ["fc1"], gemms=["fprop"], tensors=["activation"], quant_format="FP8E4M3"),
     }
-    plain, expected = train_block("none", config, tmp_path / "plain", dtype, fp8)
-    keeper, results = train_block(kind, config, tmp_path / "recomputed", dtype, fp8)
+    plain, expected = train_block("none", config, tmp_path / "plain", dtype, fp8, **keywords)
+    keeper, results = train_block(kind, config, tmp_path / "recomputed", dtype, fp8, **keywords)
     assert all(map(torch.equal, results, expected))
     assert [list(records) for records in keeper.steps] == [list(records) for records in plain.steps]
     assert keeper.iterations == [0, 1, 2]
-
-
-def test_a_recomputed_forward_has_precision_features_where_evaluation_has_none(tmp_path: Path) -> None:
-    config = {"fake": feature("FakeQuant", ["all"], gemms=["fprop"], tensors=["weight"], quant_format="FP8E5M2")}
-    (_, results), (_, expected) = (
-        train_block(kind, config, tmp_path / kind, precision_features_in_eval=False)
-        for kind in ("torch reentrant", "none")
-    )
-    assert all(map(torch.equal, results, expected))
 
 
 def test_a_layer_that_recomputes_by_itself_is_observed_once(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The audit of a resume: its findings in real runs, and that it is silent after a good resume."""
 
-import copy
 import gc
 import io
 import json
@@ -195,32 +194,6 @@ def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> N
         state = {"model": model.state_dict(), "session": session.state_dict()}
     (finding,) = findings(resumed(tmp_path, state, DELAYED))
     assert "it was saved after a forward outside of FP8, such as an evaluation" in finding
-
-
-@pytest.mark.parametrize("steps", [2, 6])  # histories of 4 steps, in part and in full
-@pytest.mark.parametrize("is_restored", [True, False])
-def test_a_resume_without_the_state_of_a_session(tmp_path: Path, steps: int, is_restored: bool) -> None:
-    def step() -> None:
-        with te.autocast(recipe=DELAYED):
-            model(torch.randn(32, 64, dtype=torch.bfloat16)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model = net(DELAYED, quantized=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(steps):
-        step()
-    weights, moments = model.state_dict(), copy.deepcopy(optimizer.state_dict())
-    model = net(DELAYED, quantized=False)
-    model.load_state_dict(weights if is_restored else without_extra_state(weights), strict=is_restored)
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.load_state_dict(moments)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-        for _ in range(2):
-            step()
-            session.step()
-    lost = [finding.layers for finding in session.findings if finding.rule == "stale-scale"]
-    assert lost == ([] if is_restored else [("0.fc1", "0.fc2", "1.fc1", "1.fc2", "2")])
 
 
 def test_histories_that_were_cut(tmp_path: Path) -> None:
