@@ -45,28 +45,27 @@ def test_the_hash_is_the_weighted_sum_of_the_words(size: int) -> None:
     assert content_hash(data) == f"{expected % 2**64:016x}"
 
 
-def test_the_hash_of_a_large_tensor_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = torch.randn(1000)
-    whole = content_hash(data)
-    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints._CHUNK_BYTES", 64)
-    assert content_hash(data) == whole
-
-
-def test_the_hash_depends_on_content_order_and_length() -> None:
+def test_the_hash_depends_on_content_order_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on the pieces of a large tensor."""
     data = torch.arange(64, dtype=torch.float32)
     other = torch.where(data == 17, -data, data)
-    alike = [data, other, data.flip(0), data[:-1], torch.cat([data, torch.zeros(1)])]
-    assert len({content_hash(tensor) for tensor in alike}) == len(alike)
-    signs = torch.where((data == 17) | (data == 33), -data, data)
-    assert content_hash(signs) != content_hash(data), "two signs do not cancel"
+    signs = torch.where((data == 17) | (data == 33), -data, data)  # two signs do not cancel
+    different = [data, other, signs, data.flip(0), data[:-1], torch.cat([data, torch.zeros(1)])]
+    hashes = [content_hash(tensor) for tensor in different]
+    assert len(set(hashes)) == len(different)
     assert content_hash(data, other) != content_hash(other, data)
     assert content_hash(data.reshape(8, 8).t().contiguous().t()) == content_hash(data), "memory does not matter"
+    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints._CHUNK_BYTES", 64)
+    assert [content_hash(tensor) for tensor in different] == hashes
 
 
 # ---------------------------------------------------------------------- recipes
 
 
 def test_a_recipe_has_all_of_its_values() -> None:
+    def largest(history: torch.Tensor) -> torch.Tensor:
+        return history.max()
+
     scaling = recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3)
     scaling.fp8_quant_fwd_inp = recipes.QParams(power_2_scale=True)
     result = recipe_fingerprint(scaling)
@@ -76,40 +75,25 @@ def test_a_recipe_has_all_of_its_values() -> None:
     assert result.fields["fp8_quant_fwd_weight.power_2_scale"] is False, "an attribute of the class"
     assert result.fields["fp8_gemm_fprop.use_split_accumulator"] is False
     assert result != recipe_fingerprint(recipes.Float8CurrentScaling())
-
-
-def test_a_function_in_a_recipe_has_no_address() -> None:
-    def largest(history: torch.Tensor) -> torch.Tensor:
-        return history.max()
-
     text = recipe_fingerprint(recipes.DelayedScaling(amax_compute_algo=largest)).fields["amax_compute_algo"]
-    assert text == "function test_a_function_in_a_recipe_has_no_address.<locals>.largest"
-
-
-def test_each_rank_reads_its_own_file_or_that_of_rank_0(tmp_path: Path) -> None:
-    ranks = [fingerprint(layer("a"), rank=0), fingerprint(layer("b"), rank=1)]
-    for rank in ranks:
-        write(rank, tmp_path)
-    assert [read(tmp_path, 1), read(tmp_path, 5), read(tmp_path / "nowhere", 0)] == [ranks[1], ranks[0], None]
+    assert text == "function test_a_recipe_has_all_of_its_values.<locals>.largest", "it has no address"
 
 
 # ---------------------------------------------------------------------- files and ranks
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = fingerprint(), replace(fingerprint(), iteration=8)
-    write(before, tmp_path)
-    write(after, tmp_path)
-    assert read(tmp_path, 0) == after
+    """Each rank reads its own file, or that of rank 0."""
+    before, after, of_other = fingerprint(), replace(fingerprint(), iteration=8), fingerprint(layer("b"), rank=1)
+    for item in (before, after, of_other):
+        write(item, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             write(before, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [file_name(0)]
-    assert read(tmp_path, 0) == after
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    assert {path.name for path in tmp_path.iterdir()} == {file_name(0), file_name(1)}
+    assert [read(tmp_path, rank) for rank in (0, 1, 5)] == [after, of_other, after]
+    assert read(tmp_path / "nowhere", 0) is None
     (tmp_path / file_name(0)).write_bytes(b"\xff")
     with pytest.raises(FingerprintError, match=file_name(0)):
         read(tmp_path, 0)

@@ -52,17 +52,10 @@ def runs(program: str, folder: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("what", SCRIPTS)
+@pytest.mark.parametrize("what", [*SCRIPTS, "code", "a module"])
 def test_a_script_is_run_as_python_runs_it(tmp_path: Path, what: str) -> None:
-    (tmp_path / "script.py").write_text(SCRIPTS[what])
-    status, stdout, stderr = expected = runs(sys.executable, tmp_path, "script.py", "an argument")
+    (tmp_path / "script.py").write_text(SCRIPTS.get(what, FOUND))
+    called = {"code": ["-c", FOUND], "a module": ["-m", "script"]}.get(what, ["script.py"])
+    status, stdout, stderr = expected = runs(sys.executable, tmp_path, *called, "an argument")
     assert status or stdout or stderr
-    assert runs(executable(), tmp_path, "script.py", "an argument") == expected
-
-
-def test_code_and_modules(tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text(FOUND)
-    for arguments in (("-c", FOUND, "an argument"), ("-m", "module", "an argument")):
-        expected = runs(sys.executable, tmp_path, *arguments)
-        assert expected[0] == 0, expected
-        assert runs(executable(), tmp_path, *arguments) == expected
+    assert runs(executable(), tmp_path, *called, "an argument") == expected

@@ -146,17 +146,14 @@ def test_inf_and_nan_are_no_error(value: float) -> None:
         assert (check.stored_square > 0) == (side is made.left)
 
 
-def test_small_and_large_gradients() -> None:
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_small_and_large_gradients(recipe: str) -> None:
     for size in [1e-30, 1e-20, 1e-10, 1e10]:
-        for recipe in ["current", "block"]:
-            assert Gemm(recipe, "dgrad", size=size).check().ratio < 0.5
-
-
-def test_a_product_of_zeros() -> None:
-    made = Gemm("current", size=0.0)
-    check = made.check()
+        assert Gemm(recipe, "dgrad", size=size).check().ratio < 0.5
+    zeros = Gemm(recipe, size=0.0)
+    check = zeros.check()
     assert (check.error, check.ratio) == (0, 0)
-    check = made.check(torch.ones_like(made.out))
+    check = zeros.check(torch.ones_like(zeros.out))
     assert check.error == math.inf
     assert check.ratio > 1
 
@@ -209,15 +206,13 @@ def test_the_accumulator_of_fp8_on_hopper(splits: bool, mean: float) -> None:
 
 
 def test_probes_are_reproducible_and_leave_the_random_state_alone() -> None:
+    """The stated probabilities: of an error of 3 times its tolerance that is missed, and of one of its bound that is
+    above the margin."""
     state = torch.get_rng_state()
     seed = seed_of(7, "layers.0.fc1", "wgrad")
     assert torch.equal(probes(64, 4, seed, CPU), probes(64, 4, seed, CPU))
     assert not torch.equal(probes(64, 4, seed, CPU), probes(64, 4, seed_of(8, "layers.0.fc1", "wgrad"), CPU))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_stated_probabilities() -> None:
-    """Of an error of 3 times its tolerance that is missed, and of one of its bound that is above the margin."""
     half = torch.tensor(PROBES / 2, dtype=torch.float64)
     assert torch.special.gammainc(half, half / 9).item() < 1e-5
     assert torch.special.gammaincc(half, half * MARGIN**2).item() < 1.2e-22

@@ -9,13 +9,6 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 CONSUMER_BLACKWELL = (12, 0)
 
 
-def test_every_recipe_has_its_rules() -> None:
-    for recipe in RECIPES:
-        for capability in (HOPPER, BLACKWELL):
-            assert refusals(recipe, capability, tokens=64, in_features=128, out_features=96) == []
-            assert refusals(recipe, capability, tokens=0, in_features=128, out_features=96) == []
-
-
 def test_a_refusal_names_gemm_dimension_and_next_size() -> None:
     (refusal,) = refusals("fp8_delayed_scaling", HOPPER, tokens=24, in_features=64, out_features=64)
     assert (refusal.gemm, refusal.dimension, refusal.size, refusal.next_size) == ("wgrad", "tokens", 24, 32)
@@ -51,7 +44,11 @@ def test_modules_assert_what_a_gemm_alone_would_take() -> None:
     assert refusals("fp8_current_scaling", BLACKWELL, **layer, gemms=["wgrad"], asserted=False) == []
 
 
-def test_the_largest_multiple_of_a_dimension() -> None:
+def test_every_recipe_has_its_rules() -> None:
+    for recipe in RECIPES:
+        for capability in (HOPPER, BLACKWELL):
+            for tokens in (64, 0):
+                assert refusals(recipe, capability, tokens=tokens, in_features=128, out_features=96) == []
     result = refusals("mxfp8", BLACKWELL, tokens=4, in_features=64, out_features=64)
     assert [(refusal.gemm, refusal.dimension, refusal.multiple) for refusal in result] == [
         ("fprop", "tokens", 32),

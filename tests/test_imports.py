@@ -31,25 +31,27 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(node: ast.AST) -> Iterator[str]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from (alias.name for alias in child.names)
-        elif isinstance(child, ast.ImportFrom) and child.level == 0:
-            yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        else:
-            if isinstance(child, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(child.func)):
-                yield from (name.value for name in child.args[:1] if isinstance(name, ast.Constant))
-            yield from imports(child)
+CALLS_OF_IMPORTS = re.compile(r"\b(import_module|__import__|find_spec|resolve_name|modules\.\w+)$")
 
 
-def test_imports_by_a_literal_name_count() -> None:
-    source = """
-def start(name):
-    importlib.import_module("te_precision_callbacks.watch").begin(__import__("torch"))
-    importlib.import_module(name)
-"""
-    assert list(imports(ast.parse(source))) == [f"{PACKAGE}.watch", "torch"]
+def beginning(node: ast.expr) -> str:
+    """The text of a string, or of an f-string up to its first value; empty for other expressions."""
+    while isinstance(node, ast.JoinedStr | ast.BinOp):
+        node = node.left if isinstance(node, ast.BinOp) else next(iter(node.values), ast.Constant(""))
+    return str(node.value) if isinstance(node, ast.Constant) else ""
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """What a file imports anywhere, finds, or takes from ``sys.modules``: modules, and names in modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("modules"):
+            yield beginning(node.slice)
+        elif isinstance(node, ast.Call) and CALLS_OF_IMPORTS.search(ast.unparse(node.func)):
+            yield from map(beginning, [*node.args[:1], *(keyword.value for keyword in node.keywords)])
 
 
 @cache
@@ -131,57 +133,32 @@ TE_NAMES = ("transformer_engine", "transformer_engine_torch")
 """Transformer Engine and its compiled extension."""
 
 
-def beginning(node: ast.expr) -> str:
-    """The text of a string, or of an f-string up to its first value; empty for other expressions."""
-    while isinstance(node, ast.JoinedStr | ast.BinOp):
-        node = node.left if isinstance(node, ast.BinOp) else next(iter(node.values), ast.Constant(""))
-    return str(node.value) if isinstance(node, ast.Constant) else ""
-
-
-def modules_named(tree: ast.AST) -> Iterator[str]:
-    """The modules that a file imports anywhere, finds, or takes from ``sys.modules``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module or ""
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("modules"):
-            yield beginning(node.slice)
-        elif isinstance(node, ast.Call):
-            function = ast.unparse(node.func)
-            if re.search(r"\b(import_module|__import__|find_spec|resolve_name|modules\.\w+)$", function):
-                yield from map(beginning, [*node.args[:1], *(keyword.value for keyword in node.keywords)])
-
-
 def names_te(tree: ast.AST) -> bool:
-    return any(re.split("[.:]", name)[0] in TE_NAMES for name in modules_named(tree))
+    return any(re.split("[.:]", name)[0] in TE_NAMES for name in imports(tree))
 
 
-def test_an_import_of_transformer_engine_is_found() -> None:
-    for source in [
-        "import torch, transformer_engine",
-        "def f():\n    from transformer_engine.pytorch.module import linear",
-        "import transformer_engine_torch as tex",
-        "x = importlib.import_module('transformer_engine.pytorch')",
-        "__import__('transformer_engine')",
-        "find_spec(name='transformer_engine')",
-        "importlib.import_module(f'transformer_engine.pytorch.{name}').forward",
-        "importlib.import_module('transformer_engine.' + name)",
-        "sys.modules['transformer_engine.pytorch']",
-        "sys.modules.get(f'transformer_engine.{name}')",
-        "pkgutil.resolve_name('transformer_engine.pytorch:Linear')",
-    ]:
-        assert names_te(ast.parse(source))
-
-
-def test_what_only_has_the_name_is_no_import() -> None:
-    for source in [
-        "from accelerate.utils import transformer_engine",
-        "debug_api.transformer_engine.fp8_gemm_enabled()",
-        "if name == 'transformer_engine': pass",
-        "from te_precision_callbacks.te import seams",
-    ]:
-        assert not names_te(ast.parse(source))
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("import torch, transformer_engine", True),
+        ("def f():\n    from transformer_engine.pytorch.module import linear", True),
+        ("import transformer_engine_torch as tex", True),
+        ("x = importlib.import_module('transformer_engine.pytorch')", True),
+        ("__import__('transformer_engine')", True),
+        ("find_spec(name='transformer_engine')", True),
+        ("importlib.import_module(f'transformer_engine.pytorch.{name}').forward", True),
+        ("importlib.import_module('transformer_engine.' + name)", True),
+        ("sys.modules['transformer_engine.pytorch']", True),
+        ("sys.modules.get(f'transformer_engine.{name}')", True),
+        ("pkgutil.resolve_name('transformer_engine.pytorch:Linear')", True),
+        ("from accelerate.utils import transformer_engine", False),
+        ("debug_api.transformer_engine.fp8_gemm_enabled()", False),
+        ("if name == 'transformer_engine': pass", False),
+        ("from te_precision_callbacks.te import seams", False),
+    ],
+)
+def test_an_import_of_transformer_engine_is_found(source: str, is_found: bool) -> None:
+    assert names_te(ast.parse(source)) == is_found
 
 
 def test_te_alone_imports_transformer_engine() -> None:

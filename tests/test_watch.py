@@ -56,17 +56,21 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
         return (model(batch(step)) - batch(step)).pow(2).mean()
 
 
+def update(loss: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, micro_batches: int = 1) -> list[float]:
     losses = []
     for step in range(STEPS):
         losses.append(0.0)
         for micro_batch in range(micro_batches):
             loss = loss_of(model, step * micro_batches + micro_batch)
-            loss.backward()
+            update(loss, *(optimizers if micro_batch == micro_batches - 1 else ()))
             losses[-1] += loss.item() / micro_batches
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
             loss_of(model, 99)
@@ -124,16 +128,15 @@ def by_matrices_and_vectors(model: torch.nn.Module) -> list[torch.optim.Optimize
 
 @pytest.mark.parametrize("kind", ["two optimizers", "one that never steps", "made after the first forward"])
 def test_optimizers_of_a_model_step_it_once(tmp_path: Path, kind: str) -> None:
-    model, unused = Model(), []
-    if kind == "made after the first forward":
-        loss_of(model, 0).backward()
+    model = Model()
+    loss_of(model, 0).backward()
     with watched(tmp_path) as watch:
         if kind == "made after the first forward":
             loss_of(model, 0).backward()
-        elif kind == "one that never steps":
-            unused.append(sgd(model))
+        unused = sgd(model) if kind == "one that never steps" else None
         train(model, *(by_matrices_and_vectors(model) if kind == "two optimizers" else [sgd(model)]))
         assert watch.session.iteration == STEPS
+        del unused
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -153,17 +156,16 @@ def test_a_compiled_model(tmp_path: Path, in_place: bool) -> None:
 
 def test_a_generator_and_a_discriminator(tmp_path: Path) -> None:
     generator, critic = Model(), Model()
-    both = [sgd(generator), sgd(critic)]
+    of_generator, of_critic = sgd(generator), sgd(critic)
     with watched(tmp_path) as watch:
         for step in range(STEPS):
             with te.autocast():
-                (critic(generator(batch(step)).detach()).mean() - critic(batch(step)).mean()).backward()
-            both[1].step()
-            critic.zero_grad()
+                loss = critic(generator(batch(step)).detach()).mean() - critic(batch(step)).mean()
+            update(loss, of_critic)
             with te.autocast():
-                (-critic(generator(batch(step))).mean()).backward()
-            both[0].step()
-            generator.zero_grad()
+                loss = -critic(generator(batch(step))).mean()
+            update(loss, of_generator)
+            critic.zero_grad()
         assert watch.session.iteration == STEPS
     assert sorted(open_run(tmp_path).ordered_layers) == ["first", "last", "model1.first", "model1.last"]
 
@@ -281,9 +283,7 @@ def test_a_schedule_that_rises_again_in_a_function(tmp_path: Path) -> None:
         optimizer = sgd(model)
         rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * STEPS)
         for step in range(5 * STEPS):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss_of(model, step), optimizer)
             rates.step()
 
     with watched(tmp_path):
@@ -294,15 +294,19 @@ def test_a_schedule_that_rises_again_in_a_function(tmp_path: Path) -> None:
 
 
 def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """It is in evaluation mode, which is checked by itself."""
     with watched(tmp_path):
-        for _ in range(2):
-            model = Model()
-            train(model, sgd(model))
-            del model
+        model = Model()
+        train(model, sgd(model))
+        del model
+        later = Model().eval()
+        optimizer = sgd(later)
+        for step in range(BACKWARDS + 5):
+            update(loss_of(later, step), optimizer)
     records = sorted((tmp_path / "precision_records").iterdir())
     assert [open_run(record).segments[-1].status for record in records] == ["ended", "ended"]
-    assert [len(losses_of(record)) for record in records] == [STEPS, STEPS]
-    assert [diagnose(record).state for record in records] == ["no problems found"] * 2
+    assert [len(losses_of(record)) for record in records] == [STEPS, BACKWARDS + 4], "found after its first step"
+    assert [[finding.rule for finding in diagnose(record).wrong] for record in records] == [[], ["evaluation-mode"]]
 
 
 def test_the_run_ends_before_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,27 +326,21 @@ def test_the_run_ends_before_the_process_group(tmp_path: Path, monkeypatch: pyte
 # ---------------------------------------------------------------------- scripts that cannot be watched
 
 
-def test_a_session_of_the_script_wins(tmp_path: Path) -> None:
-    model = Model()
-    with watched(tmp_path / "watch") as watch:
-        with InspectSession(model=model, log_dir=tmp_path / "own"):
-            train(model, sgd(model))
-        assert watch.session is None
-    assert (tmp_path / "own").is_dir()
-    assert not (tmp_path / "watch").exists()
-
-
-def test_a_session_that_starts_later_replaces_the_watch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_a_session_of_the_script_wins(tmp_path: Path, later: bool) -> None:
+    """One that starts later replaces the watch."""
     model = Model()
     optimizer = sgd(model)
-    with watched(tmp_path / "watch"):
-        train(model, optimizer)
+    with watched(tmp_path / "watch") as watch:
+        if later:
+            train(model, optimizer)
         with InspectSession(model=model, log_dir=tmp_path / "own") as session:
-            loss_of(model, 0).backward()
-            optimizer.step()
+            update(loss_of(model, 0), optimizer)
             session.step()
-    assert open_run(tmp_path / "watch").segments[-1].status == "ended"
+        assert watch.session is None
     assert open_run(tmp_path / "own").segments[-1].status == "ended"
+    assert (tmp_path / "watch").exists() == later
+    assert not later or open_run(tmp_path / "watch").segments[-1].status == "ended"
 
 
 @pytest.mark.parametrize(("has_stepped", "backwards"), [(False, 3), (True, BACKWARDS)])
@@ -365,6 +363,7 @@ def test_an_optimizer_that_does_not_step_any_more(
 @pytest.mark.parametrize(
     ("backwards", "has_optimizer", "words"),
     [
+        (-1, False, "After 1 backward pass no model with parameters"),  # of a tensor without a module
         (0, False, "After 0 backward passes no model with parameters"),
         (2, False, "After 2 backward passes no model with parameters"),
         (3 * BACKWARDS, False, f"After {3 * BACKWARDS - 1} backward passes no model with parameters"),
@@ -384,20 +383,16 @@ def test_a_warning_without_a_training(
     model = Model()
     optimizers = [sgd(model)] * has_optimizer
     with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
-        with torch.no_grad():
-            loss_of(model, 0)
+        if backwards < 0:
+            torch.ones(4, requires_grad=True).sum().backward()
+        else:
+            with torch.no_grad():
+                loss_of(model, 0)
         for step in range(backwards):
             loss_of(model, step).backward()
     (text,) = caplog.messages
     assert words in text
     assert len(optimizers) == has_optimizer, "it is kept"
-
-
-def test_a_warning_without_a_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with watched(tmp_path), caplog.at_level(logging.WARNING, "te_precision_callbacks.watch"):
-        torch.ones(4, requires_grad=True).sum().backward()
-    (text,) = caplog.messages
-    assert text.startswith("After 1 backward pass no model with parameters")
 
 
 @pytest.mark.parametrize("kind", ["accumulation", "LBFGS"])
@@ -420,22 +415,6 @@ def test_many_backwards_in_the_first_step_are_no_warning(
             for _ in range(2):
                 optimizer.step(closure)
     assert not caplog.messages
-
-
-def test_a_later_training_in_evaluation_mode_is_checked_by_itself(tmp_path: Path) -> None:
-    with watched(tmp_path):
-        model = Model()
-        train(model, sgd(model))
-        del model
-        later = Model().eval()
-        optimizer = sgd(later)
-        for step in range(BACKWARDS + 5):
-            loss_of(later, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    first, second = sorted((tmp_path / "precision_records").iterdir())
-    assert diagnose(first).state == "no problems found"
-    assert [finding.rule for finding in diagnose(second).wrong] == ["evaluation-mode"]
 
 
 def test_a_failure_of_the_watch_does_not_reach_the_training(
@@ -498,8 +477,10 @@ WATCH = ["-m", "te_precision_callbacks.watch"]
 
 @pytest.mark.processes
 def test_watched_processes_end_as_unwatched_ones(tmp_path: Path) -> None:
-    plain = call(tmp_path, [*RUN, "train.py", "ends"])
+    """The variable alone watches nothing; and options of the watch without it are refused."""
+    plain = call(tmp_path, [*RUN, "train.py", "ends"], TE_PRECISION_WATCH="1")
     assert plain.returncode == 0, plain.stderr
+    assert "te-precision run --watch" in plain.stderr
     assert not (tmp_path / "precision_debug").exists()
     ways: dict[str, tuple[list[str], int, str]] = {
         "ends": ([*RUN, "--watch", "--log-dir", "ends"], 0, "ended"),
@@ -512,6 +493,9 @@ def test_watched_processes_end_as_unwatched_ones(tmp_path: Path) -> None:
         assert result.stdout == plain.stdout.replace("ends", name)
         (segment,) = open_run(tmp_path / name).segments
         assert segment.status == outcome
+    refused = call(tmp_path, [*RUN, "--log-dir", "logs", "train.py", "ends"])
+    assert refused.returncode == 2
+    assert "--watch" in refused.stderr
 
 
 @pytest.mark.slow
@@ -535,26 +519,11 @@ def test_an_exit_status_in_a_python_of_its_own(tmp_path: Path, runner: list[str]
 
 
 @pytest.mark.processes
-def test_the_variable_alone_watches_nothing(tmp_path: Path) -> None:
-    result = call(tmp_path, [*RUN, "train.py", "ends"], TE_PRECISION_WATCH="1")
-    assert result.returncode == 0, result.stderr
-    assert "te-precision run --watch" in result.stderr
-    assert not (tmp_path / "precision_debug").exists()
-
-
-@pytest.mark.processes
 @pytest.mark.extended
 def test_a_process_that_only_imports_torch_is_silent() -> None:
     """At Python's own end, where no module can be imported any more that starts threads."""
     result = run([sys.executable, "-W", "ignore", "-c", "import torch"], **watch_environment({}))
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-@pytest.mark.processes
-def test_options_without_watch(tmp_path: Path) -> None:
-    result = call(tmp_path, [*RUN, "--log-dir", "logs", "train.py", "ends"])
-    assert result.returncode == 2
-    assert "--watch" in result.stderr
 
 
 # ---------------------------------------------------------------------- optimizers without the model's parameters
@@ -612,9 +581,7 @@ def test_a_model_without_an_optimizer_is_a_run_with_its_finding(
         for step in range(10):
             with te.autocast() if has_te else nullcontext():
                 loss = (model(batch(step)) - batch(step)).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
     verdict = diagnose(open_run(tmp_path))
     assert [finding.rule for finding in verdict.wrong] == rules
     assert "no-low-precision" not in [finding.rule for finding in verdict]
@@ -628,8 +595,6 @@ def test_a_teacher_in_evaluation_mode_is_not_the_model(tmp_path: Path) -> None:
     optimizer = sgd(model)
     with watched(tmp_path) as watch:
         for step in range(4):
-            (model(batch(step)) - teacher(batch(step))).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update((model(batch(step)) - teacher(batch(step))).square().mean(), optimizer)
         assert watch.session.iteration == 4
     assert len(open_run(tmp_path).ordered_layers) == 2
