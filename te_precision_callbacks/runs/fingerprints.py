@@ -309,9 +309,9 @@ def _weights(module: Any, number: int) -> Weights:
     sharded = getattr(module, "tp_size", 1) > 1 or any(hasattr(weight, "_local_tensor") for weight in weights)
     if quantized:
         names = dict.fromkeys(type(weight).__name__ for weight in quantized)
-    else:
-        names = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in local)
-    return Weights("quantized" if quantized else "high", ", ".join(names), hashes, sharded)
+        return Weights("quantized", ", ".join(names), hashes, sharded)
+    names = dict.fromkeys(str(weight.dtype).partition(".")[2] for weight in local)
+    return Weights("high", ", ".join(names), hashes, sharded)
 
 
 def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:

@@ -137,7 +137,9 @@ def sort_by_position(rows: Iterable[tuple[LayerT, float | None]]) -> list[LayerT
     """Sort layers by their first place; those without a place follow, as they come."""
     places: dict[LayerT, float] = {}
     for layer, place in rows:
-        places[layer] = min(places.get(layer, math.inf), math.inf if place is None else place)
+        places.setdefault(layer, math.inf)
+        if place is not None:
+            places[layer] = min(places[layer], place)
     return sorted(filter(None, places), key=places.__getitem__)
 
 

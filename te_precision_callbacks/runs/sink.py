@@ -301,7 +301,9 @@ class RecordSink(EventSink):
             self._write_numbers(records, writer)
 
     def _write_numbers(self, records: StepRecords, writer: RunWriter) -> None:
-        rank = writer.rank if self._info.world_size > 1 else None
+        rank = None
+        if self._info.world_size > 1:
+            rank = writer.rank
         # Series n of the session is series 2 n of the file, reduced over ranks, and 2 n + 1, of this rank.
         for layer, family in records.table.since(len(writer.subjects) // 2):
             names = self._scopes.get(layer, ""), layer, family.tensor, family.gemm or "", family.statistic

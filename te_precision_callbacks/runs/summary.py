@@ -165,8 +165,8 @@ def failed_starts(run: RecordedRun) -> list[tuple[int, str]]:
 
 def _error_at_the_end(run: RecordedRun, segment: Segment) -> tuple[str, int]:
     """Return the first line of the error that ended a segment, if any, and the last step."""
-    events = run.events.filter(pc.equal(run.events["segment"], segment.number))
-    for row in events.filter(pc.equal(events["kind"], "segment_ended")).to_pylist():
+    is_end = (pc.field("segment") == segment.number) & (pc.field("kind") == "segment_ended")
+    for row in run.events.filter(is_end).to_pylist():
         if row["severity"] == "error":
             return (row["text"] or "").partition("\n")[0].rstrip(":. "), row["iteration"]
     return "", -1

@@ -149,14 +149,13 @@ def _changed_layer_facts(a: RecordedRun, b: RecordedRun) -> dict[tuple[str, str,
 def _layer_facts(run: RecordedRun) -> dict[tuple[str, str, str], str]:
     """Fact, scope and layer -> the value at the end of the run: rows in a step, the weight's size, and precisions."""
     facts: dict[tuple[str, str, str], str] = {}
-    precisions: dict[tuple[str, str, str], str] = {}
     for row in facts_at_end(run.gemms).to_pylist():
         layer = (row["scope"] or "", row["layer"])
-        precisions[(f"{row['gemm']} of", *layer)] = (row["precision"] or "").upper()
         if row["gemm"] == "fprop" and all(row[name] for name in ("macs", "n", "m", "k", "batch", "calls")):
             facts.setdefault((_ROWS, *layer), f"{row['n'] * row['batch'] * row['calls']:,}")
             facts.setdefault(("weight of", *layer), f"{row['m']} x {row['k']}")
-    return facts | precisions
+        facts[(f"{row['gemm']} of", *layer)] = (row["precision"] or "").upper()
+    return facts
 
 
 LASTING = 5

@@ -168,11 +168,10 @@ def _final_losses(a: RecordedRun, b: RecordedRun) -> tuple[LossComparison, list[
         # The other run against itself: all its steps, not only those before the loss is lost.
         finite = a if loss.lost_a is None else b
         final = compare_losses(finite, finite) or loss
-    final = replace(
-        final,
-        a=final.a if loss.lost_a is None else math.nan,
-        b=final.b if loss.lost_b is None else math.nan,
-    )
+    if loss.lost_a is not None:
+        final = replace(final, a=math.nan)
+    if loss.lost_b is not None:
+        final = replace(final, b=math.nan)
     lines = []
     for run, lost in ((a, loss.lost_a), (b, loss.lost_b)):
         if lost is not None:

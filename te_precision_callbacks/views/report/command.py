@@ -33,9 +33,8 @@ def report_command(
     A page has at most 10 MB. It marks which of its numbers are exact.
     """
     from te_precision_callbacks.runs.reading import chosen_run
-    from te_precision_callbacks.views.report.page import MOST_BYTES, output_path, write_report
+    from te_precision_callbacks.views.report.page import MOST_BYTES, write_report
 
-    output_path(output)
     recorded, note = chosen_run(path, run)
     if note:
         terminal.show_text(note)

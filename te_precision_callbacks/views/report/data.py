@@ -82,11 +82,7 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     }
     layers = {layer for finding in findings for layer in finding["places"]}
     content["histograms"] = _histograms(run, subjects, packed, layers.union(severity_of))
-    content["exact"] = {
-        "curves": _put_curves(run, families, severity_of, verdict, contents, packed),
-        "series": sum(len(family.series) for family in families),
-        "widest": int(np.max(columns.last - columns.first, initial=-1) + 1),
-    }
+    _put_curves(run, families, severity_of, verdict, contents, packed)
     return content, packed.texts
 
 
@@ -122,7 +118,6 @@ def _family(series: FamilySeries, heat_map: HeatMap, packed: PackedArrays) -> di
         "formula": "" if row is None else row.formula,
         "worse": None if family.worse is None else family.worse.value,
         "signed": row is not None and row.signed,
-        "ranks": series.ranks,
         "arrays": {name: packed.put(array) for name, array in arrays.items()},
         "curves": {},
     }
@@ -135,8 +130,8 @@ def _put_curves(
     verdict: Verdict,
     contents: Sequence[dict[str, Any]],
     packed: PackedArrays,
-) -> int:
-    """Put curves into the families' contents until many in a row do not fit; returns their number.
+) -> None:
+    """Put curves into the families' contents until many in a row do not fit.
 
     First curves with findings; then the worst layer of each statistic, of the second worst, and so on; then the
     rest.
@@ -149,7 +144,6 @@ def _put_curves(
             is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
             order.append((is_other, severity_of.get(layer, WORST), number, row, series))
     order.sort()
-    exact = 0
     misses = 0
     for (_, _, number, row, _), curve in zip(order, curves_of(run, [entry[-1] for entry in order]), strict=True):
         if not len(curve.values):
@@ -161,9 +155,7 @@ def _put_curves(
                 break
             continue
         contents[number]["curves"][row] = references
-        exact += 1
         misses = 0
-    return exact
 
 
 def _histograms(
@@ -230,21 +222,16 @@ def _scalars(run: RecordedRun, subjects: Subjects, packed: PackedArrays) -> list
 
 
 _MOST_EVENTS = 2000
-_MOST_POINTS = 20_000
+_MOST_PIECES = 20_000
 
 
 def _downsample(values: Floats) -> Ints:
-    """Downsample to at most :data:`_MOST_POINTS` values; returns indices of the minimum and maximum, or of a nan, of
-    equal pieces.
-    """
-    if len(values) <= _MOST_POINTS:
-        return np.arange(len(values))
-    edges = np.linspace(0, len(values), _MOST_POINTS // 2 + 1).astype(np.int64)
-    kept = {0, len(values) - 1}
-    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        piece = values[begin:end]
-        kept.update((begin + int(piece.argmin()), begin + int(piece.argmax())))
-    return np.array(sorted(kept))
+    """Return the indices of the minimum and maximum, or of a nan, of equal pieces, at most :data:`_MOST_PIECES`."""
+    size = max(1, -(-len(values) // _MOST_PIECES))
+    pieces = np.pad(values, (0, -len(values) % size), mode="edge").reshape(-1, size)
+    begins = np.arange(len(pieces)) * size
+    chosen = np.concatenate([begins + pieces.argmin(1), begins + pieces.argmax(1), [0, len(values) - 1]])
+    return np.unique(np.minimum(chosen, len(values) - 1))
 
 
 def _layers(run: RecordedRun, shown: Sequence[ReportLayer]) -> list[dict[str, Any]]:
@@ -255,8 +242,10 @@ def _layers(run: RecordedRun, shown: Sequence[ReportLayer]) -> list[dict[str, An
         facts[layer_name(row["scope"], row["layer"])] |= known
     products: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row, product in recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)):
-        why = "" if product.not_run else product.why
-        products[layer_name(row["scope"], row["layer"])].append({**row, "operands": product.operands, "why": why})
+        content = {**row, "operands": product.operands, "why": product.why}
+        if product.not_run:
+            content["why"] = ""
+        products[layer_name(row["scope"], row["layer"])].append(content)
     return [{**vars(layer), "facts": facts[layer.name], "gemms": products[layer.name]} for layer in shown]
 
 
@@ -268,7 +257,8 @@ def events(run: RecordedRun) -> tuple[list[dict[str, Any]], int]:
         time = row.pop("wall_time")
         if row["kind"] == "last_steps":
             del row["data"]  # megabytes, which have a page of their own
-        row["time"] = time.isoformat(timespec="seconds") if time else ""
+        if time:
+            row["time"] = time.isoformat(timespec="seconds")
         rows.append({name: value for name, value in row.items() if value not in (None, "")})
     return rows, len(all_events)
 
@@ -286,8 +276,10 @@ def duration(run: RecordedRun) -> dict[str, Any]:
         "steps": len(iterations),
         "first": int(iterations[0]),
         "last": int(iterations[-1]),
-        "trainer": {"first": int(own[0]), "last": int(own[-1]), "ahead": ahead[0] if len(ahead) == 1 else None},
+        "trainer": {"first": int(own[0]), "last": int(own[-1]), "ahead": None},
     }
+    if len(ahead) == 1:
+        facts["trainer"]["ahead"] = ahead[0]
     timed = run.steps.filter(pc.field("wall_time").is_valid())
     count = np.diff(timed["iteration"].to_numpy())  # not every step has records
     seconds = np.diff(timed["wall_time"].to_numpy()) / np.timedelta64(1, "s")

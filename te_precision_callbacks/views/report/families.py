@@ -75,12 +75,6 @@ class FamilySeries:
     worst: Floats
     worst_at: Ints
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks with local values, and :data:`REDUCED` if there are reduced values; ascending."""
-        ranks: list[int] = np.unique(self.rank).tolist()
-        return ranks
-
     def worst_layers(self, most: int) -> list[WorstValue]:
         """The worst value of each of the worst layers, worst first."""
         values = {row: float(self.worst[row]) for row in np.flatnonzero(self.worst_at >= 0).tolist()}

@@ -129,7 +129,6 @@ async function byRank(report, family) {
 async function heatmapPage(report) {
   const family = chosenFamily(report);
   if (!family) return nothingPage("Heatmap", "The run has no statistics of layers, so there is nothing to draw.");
-  await family.open();
   const folds = [["layers", "Layers"], ["blocks", "Blocks"], ["alike", "Alike names"]];
   const usual = family.layers.length > 120 ? "blocks" : "layers";
   const fold = () => folds.some(([name]) => name === state.now.fold) ? state.now.fold : usual;
@@ -162,7 +161,7 @@ async function heatmapPage(report) {
     el("label", { class: "grow" }, "Layer name contains", search));
   const word = extreme(family.worse);
   const exactAll = Object.keys(family.curves).length >= family.seriesOf.size;
-  const widest = Math.max(1, ...Array.from(family.begins, (begin, at) => family.ends[at] - begin + 1));
+  const { widest } = family;
   const how = ranksShown ? [true, `exact: the ${word} of the run`]
     : [exactAll && widest === 1, exactAll && widest === 1 ? "all values are exact" : widest === 1 ? "overview: a cell is a step" : `overview: a cell is the ${word} of up to ${widest} steps`];
   const page = card(family.label, {

@@ -108,7 +108,6 @@ function curvesCard(report, index, title, families, { about = "", name = (family
 }
 
 async function layerPage(report) {
-  await openAll(report);
   const withNumbers = new Set(report.families.flatMap((family) => Array.from(family.layers)));
   const named = report.layers.findIndex((layer) => layer.name === state.now.layer);
   const found = report.verdict.findings.find((finding) => finding.places.length)?.places[0];

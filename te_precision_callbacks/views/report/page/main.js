@@ -1,9 +1,11 @@
 // The pages of a run.
 
-function exactness({ exact }) {
-  return exact.curves >= exact.series
+function exactness({ families }) {
+  const sum = (counts) => counts.reduce((total, count) => total + count, 0);
+  const curves = sum(families.map((family) => Object.keys(family.curves).length)), series = sum(families.map((family) => family.seriesOf.size));
+  return curves >= series
     ? "All recorded values on these pages are exact; estimates are marked. "
-    : `Exact: the worst value of each layer, and the curves of ${shown(exact.curves)} of ${shown(exact.series)} series (those that show findings first, then the worst of each statistic). Everything else comes from an overview with three digits, in which a cell is the worst of up to ${shown(exact.widest)} steps, and is marked with ≈ or "overview". `;
+    : `Exact: the worst value of each layer, and the curves of ${shown(curves)} of ${shown(series)} series (those that show findings first, then the worst of each statistic). Everything else comes from an overview with three digits, in which a cell is the worst of up to ${shown(Math.max(...families.map((family) => family.widest)))} steps, and is marked with ≈ or "overview". `;
 }
 
 guarded(() => openPage({

@@ -1,7 +1,6 @@
 // The depth profile: at one step, for all layers, the range of a tensor's magnitudes and what formats hold of it.
 
 async function profilePage(report) {
-  await openAll(report);
   const tensors = [...new Set(report.families.map((one) => one.tensor).filter((tensor) => sourcesOf(report, tensor).any))];
   if (!tensors.length)
     return nothingPage("Depth profile", "The profile needs cur_amax, or min and max, of a tensor, which the run does not have.");

@@ -43,5 +43,3 @@ function magnitudeFamilies(report, tensor) {
   const plain = (base) => report.families.find((one) => one.tensor === tensor && one.base === base && one.recipe === null && !one.gemm);
   return { amax: plain("cur_amax"), max: plain("max"), min: plain("min"), range: plain("dynamic_range"), std: plain("std") };
 }
-
-const openAll = (report) => Promise.all(report.families.map((family) => family.open()));

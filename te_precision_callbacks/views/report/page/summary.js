@@ -154,7 +154,6 @@ function worstCard(report, { family: index, items }) {
     el("div", { class: "head" },
       el("h3", {}, link({ page: "heatmap", ...where, layer: "", step: "" }, family.label)), el("span", { class: "space" }),
       csvButton(`worst ${family.label}`, ["layer", "value", "step", "rank"], async () => {
-        await family.open();
         const rows = [];
         for (const rank of family.ranks) {
           const { values, at } = await family.worstOf(rank);

@@ -122,21 +122,19 @@ class Family {
     this.index = index;
     this.report = report;
     this.label = `${content.statistic} of ${content.tensor}` + (content.gemm ? ` (${content.gemm})` : "");
-    this.several = content.ranks.length > 1;
   }
 
   // What every use of it needs; the cells of a rank are unpacked when they are asked for.
   async open() {
-    if (!this.opened) {
-      this.opened = Promise.all(["layer", "rank", "first", "last"].map((name) => this.unpacked(name)));
-      const [layers, ranks, begins, ends] = await this.opened;
-      this.layers = [...new Set(layers)].sort((a, b) => a - b);
-      this.begins = begins;
-      this.ends = ends;
-      this.rowOf = new Map(this.layers.map((layer, row) => [layer, row]));
-      this.seriesOf = new Map(Array.from(layers, (layer, series) => [`${this.rowOf.get(layer)}:${ranks[series]}`, series]));
-    }
-    await this.opened;
+    const [layers, ranks, begins, ends] = await Promise.all(["layer", "rank", "first", "last"].map((name) => this.unpacked(name)));
+    this.layers = [...new Set(layers)].sort((a, b) => a - b);
+    this.ranks = [...new Set(ranks)].sort((a, b) => a - b);
+    this.several = this.ranks.length > 1;
+    this.begins = begins;
+    this.ends = ends;
+    this.widest = Math.max(1, ...Array.from(begins, (begin, at) => ends[at] - begin + 1));
+    this.rowOf = new Map(this.layers.map((layer, row) => [layer, row]));
+    this.seriesOf = new Map(Array.from(layers, (layer, series) => [`${this.rowOf.get(layer)}:${ranks[series]}`, series]));
     return this;
   }
 
@@ -260,15 +258,16 @@ async function worstLayers(families) {
     const [layers, ranks, values, steps] = await Promise.all(["layer", "rank", "worst", "worst_at"].map((name) => family.unpacked(name)));
     const all = Array.from(steps, (at, row) => ({ layer: layers[row], rank: ranks[row], value: values[row], at }))
       .filter(({ at }) => at >= 0).sort((a, b) => badness(b.value, family.worse) - badness(a.value, family.worse) || 0);
-    const worst = [...new Map([...all].reverse().map((item) => [item.layer, item])).values()]
-      .sort((a, b) => all.indexOf(a) - all.indexOf(b)).slice(0, MOST_WORST);
+    const found = new Map();
+    for (const item of all) if (!found.has(item.layer) && found.size < MOST_WORST) found.set(item.layer, item);
+    const worst = [...found.values()];
     return { family: family.index, counted: worst.length > 0, items: worst.filter(({ value }) => value !== (family.worse === "high" ? 0 : Infinity)) };
   }));
   return listed.sort((a, b) => priority(families[a.family]) - priority(families[b.family]));
 }
 
 async function withFamilies(report) {
-  report.families = report.families.map((family, index) => new Family(family, index, report));
+  report.families = await Promise.all(report.families.map((family, index) => new Family(family, index, report).open()));
   report.worst_layers = await worstLayers(report.families);
   return report;
 }
