@@ -105,13 +105,13 @@ def compare_command(
         raise typer.BadParameter(
             "a tolerance is for several seeds: give them with --a and --b", param_hint="--tolerance"
         )
-    if a is None:
-        raise typer.BadParameter("give two runs, or several seeds with --a and --b", param_hint="A")
     names = run or []
     if b is None and len(names) == 2:
         b = a
-    if b is None:
-        raise typer.BadParameter("give a second run to compare with A, or two --run", param_hint="B")
+    if a is None or b is None:
+        raise typer.BadParameter(
+            "give a second run to compare with A, two --run of A, or several seeds with --a and --b", param_hint="B"
+        )
     _compare_runs(_open_runs([a, b, *(noise or ())], names, as_json=as_json), lasting, report, as_json=as_json)
 
 
