@@ -33,7 +33,7 @@ from te_precision_callbacks.cli.doctor.machine import (
 )
 from te_precision_callbacks.reference import target
 from te_precision_callbacks.te import environment
-from te_precision_callbacks.te.environment import VARIABLES, Gpu, Torch, read_environment
+from te_precision_callbacks.te.environment import VARIABLES, Gpu, Torch
 from tests.forked import executable
 from tests.manual.test_command import one_line
 from tests.reference.processes import REPOSITORY, run
@@ -48,7 +48,8 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", executable())
     for name in ("TE_PRECISION_REFERENCE_INSTALL", "TE_PRECISION_REFERENCE_CAPABILITY", "TE_PRECISION_QUIET"):
         monkeypatch.delenv(name, raising=False)  # as the user's shell, which the tests' backend is not in
-    settings = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush"}
+    secrets = {"WANDB_API_KEY": "hush", "NVTE_TOKEN_OF_MINE": "hush"}
+    settings = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", **secrets}
     for name, value in (settings | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}).items():
         monkeypatch.setenv(name, value)
     done = CliRunner().invoke(cli.app, ["doctor", "--json", "--log-dir", "logs"])
@@ -74,6 +75,9 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["environment"] == {"NVTE_FP8_DPA_BWD": "0"}
     assert result["log_folder"]["path"] == str(tmp_path / "logs")
     assert not result["log_folder"]["exists"]
+    assert result["log_folder"]["why_not_writable"] == ""
+    assert result["log_folder"]["free_bytes"] > 0
+    assert log_folder(tmp_path).exists
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
@@ -115,26 +119,7 @@ def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Pat
     assert "not installed" in rows["transformer-engine"]
 
 
-def test_wrong_use() -> None:
-    done = CliRunner().invoke(cli.app, ["doctor", "--log-folder", "x"])
-    assert done.exit_code == 2
-    assert "No such option" in done.output
-
-
 # ---------------------------------------------------------------------- parts
-
-
-def test_the_line_that_installs_has_the_range_of_the_project() -> None:
-    text = (REPOSITORY / "pyproject.toml").read_text()
-    (versions,) = set(re.findall(r'"transformer-engine(>=[^"]*)"', text))
-    assert f"transformer-engine[pytorch]{versions}" in COMPILED_BUILD
-
-
-def test_a_log_folder(tmp_path: Path) -> None:
-    result = log_folder(tmp_path / "new" / "logs")
-    assert (result.exists, result.why_not_writable, result.free_bytes > 0) == (False, "", True)
-    assert log_folder(tmp_path).exists
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_versions_of_driver_and_cudnn() -> None:
@@ -232,11 +217,9 @@ def test_another_version_of_transformer_engine(tmp_path: Path, monkeypatch: pyte
     assert line.startswith("stops a run: neither the compiled Transformer Engine nor the reference backend")
 
 
-def test_the_page_lists_the_names() -> None:
+def test_names_on_pages() -> None:
+    """Of the variables that are read, and the range of versions in the line that installs."""
     listed = (REPOSITORY / "docs" / "support.md").read_text().partition("\n### Environment variables\n")[2]
     assert set(re.findall(r"`([A-Z]\w{2,})`", listed)) == set(VARIABLES)
-
-
-def test_only_these_variables_are_read() -> None:
-    environ = {"NVTE_FP8_DPA_BWD": "0", "NVTE_NVTX_ENABLED": "1", "WANDB_API_KEY": "hush", "NVTE_TOKEN_OF_MINE": "hush"}
-    assert read_environment(environ) == {"NVTE_FP8_DPA_BWD": "0"}
+    (versions,) = set(re.findall(r'"transformer-engine(>=[^"]*)"', (REPOSITORY / "pyproject.toml").read_text()))
+    assert f"transformer-engine[pytorch]{versions}" in COMPILED_BUILD

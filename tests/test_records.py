@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ def log_in(folder: Path, rank: int = 0, **keywords: Any) -> Iterator[StatisticsL
     log.start(RunInfo(folder, rank, 1, 0, (), {}, "a mapping"))
     yield log
     log.close(None)
+
+
+def write_steps(log: StatisticsLog, steps: int, values: int = 1) -> None:
+    for iteration in range(steps):
+        log.write(records(*[Row("a", "activation", None, "max", 1.0)] * values, iteration=iteration))
 
 
 def log_once(folder: Path, value: float) -> list[str]:
@@ -81,7 +86,12 @@ def test_the_log_has_every_digit_and_no_exponent(tmp_path: Path) -> None:
         assert "my_number" in second
 
 
-def test_a_log_of_an_earlier_run_is_appended_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_log_of_an_earlier_run_is_appended_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     begins = f"Here another run begins, of process {os.getpid()}."
     log_once(tmp_path, 1.0)
     assert log_once(tmp_path, 2.0) == ["1.0", begins, "2.0"]
@@ -97,12 +107,6 @@ def test_a_log_that_another_run_is_writing_is_left_to_it(tmp_path: Path, caplog:
         second.write(b"second")
     assert [path.read_text(), path.with_name("rank-0.log.1").read_text()] == ["first", "second"]
     assert caplog.messages == [f"Another process is writing {path}; this process writes rank-0.log.1 instead."]
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    log_once(tmp_path, 1.0)
-    assert log_once(tmp_path, 2.0)[::2] == ["1.0", "2.0"]
 
 
 @pytest.mark.extended
@@ -140,16 +144,10 @@ def test_a_slow_disk_drops_steps_and_reports_their_number(
     """The training's thread does not wait: the disk takes nothing before all steps were handed over."""
     monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.001)
     monkeypatch.setattr(statistics_log, "MAX_QUEUED", 10)
-    may_write, append = threading.Event(), LogFile.append
-
-    def slow(file: LogFile, text: str) -> None:
-        may_write.wait(10)
-        append(file, text)
-
-    monkeypatch.setattr(LogFile, "append", slow)
+    may_write = threading.Event()
+    slowed(monkeypatch, lambda: may_write.wait(10))
     with log_in(tmp_path) as log:
-        for iteration in range(50):
-            log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 5, iteration=iteration))
+        write_steps(log, 50, 5)
         may_write.set()
     assert len(lines(tmp_path)) == 15, "after the third step, more than 10 wait"
     first, last = caplog.messages
@@ -159,26 +157,23 @@ def test_a_slow_disk_drops_steps_and_reports_their_number(
     assert last.startswith("235 values of 47 steps are missing in the statistics log")
 
 
+def slowed(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    append = LogFile.append
+    monkeypatch.setattr(LogFile, "append", lambda file, text: (wait(), append(file, text)))
+
+
 @pytest.mark.extended
 def test_the_end_waits_for_a_disk_that_is_slow_but_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_thread, "LONGEST_STILL", 0.3)
-    append = LogFile.append
-
-    def slow(file: LogFile, text: str) -> None:
-        time.sleep(0.1)
-        append(file, text)
-
-    monkeypatch.setattr(LogFile, "append", slow)
+    slowed(monkeypatch, lambda: time.sleep(0.1))
     with log_in(tmp_path) as log:
-        for iteration in range(10):
-            log.write(records(Row("a", "activation", None, "max", 1.0), iteration=iteration))
+        write_steps(log, 10)
     assert len(lines(tmp_path)) == 10
 
 
 def test_a_log_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with log_in(tmp_path, limit=20_000) as log:
-        for iteration in range(300):
-            log.write(records(*[Row("a", "activation", None, "max", 1.0)] * 7, iteration=iteration))
+        write_steps(log, 300, 7)
     (path,) = log_of(tmp_path, 0).parent.iterdir()
     content = path.read_text()
     assert 19_000 < len(content) <= 20_000

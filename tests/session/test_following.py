@@ -1,7 +1,9 @@
 """Scripts that forget calls, keep calls of upstream, or change the model while a session runs."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nvdlfw_inspect.api as debug_api
@@ -11,18 +13,13 @@ import transformer_engine.pytorch as te
 from accelerate import Accelerator
 from transformer_engine.common.recipe import DelayedScaling
 
-from te_precision_callbacks import (
-    PrecisionDebugCallback,
-    PrecisionDebugger,
-    PrecisionDebugTrainerCallback,
-)
+from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugger
 from te_precision_callbacks.session import InspectSession
 from tests.accelerate import loops
 from tests.combinations import half
 from tests.conftest import Keeper, feature, statistics
 from tests.lightning import models as lightning
 from tests.training import train
-from tests.transformers import models as transformers
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -66,31 +63,28 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
         assert f"calls debug_api.{name}() while the session is running. The call is ignored." in text
 
 
-def test_a_kept_function_that_names_the_layers_anew_loses_nothing(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("call", "is_said"),
+    [
+        (lambda kept, net: kept.infer_and_assign_layer_names(net), False),  # the layers are named anew
+        (lambda kept, net: kept.end_debug(), True),
+        (lambda kept, net: debug_api.end_debug(), True),
+    ],
+)
+def test_other_calls_lose_nothing(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, call: Callable[[Any, Net], None], is_said: bool
 ) -> None:
-    rename, net = debug_api.infer_and_assign_layer_names, Net()
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        for _ in range(3):
-            rename(net)
-            train(session, net, 1)
-    assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 3
-    assert said(caplog) == []
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_an_end_of_upstream_is_ignored_and_said(
-    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, kept: bool
-) -> None:
-    end, net = debug_api.end_debug, Net()
+    """Also of a function that the script has kept from before the session."""
+    kept, net = SimpleNamespace(**vars(debug_api)), Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(2):
+            call(kept, net)
             net(torch.randn(16, 32)).sum().backward()
-            (end if kept else debug_api.end_debug)()
+            call(kept, net)
             session.step()
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 2
-    (text,) = said(caplog)
-    assert "calls debug_api.end_debug() while the session is running. The call is ignored." in text
+    words = "calls debug_api.end_debug() while the session is running. The call is ignored."
+    assert [words in text for text in said(caplog)] == [True] * is_said
 
 
 # ------------------------------------------------------------------ a model that changes
@@ -242,50 +236,29 @@ def test_a_forgotten_step_in_accelerate(tmp_path: Path, caplog: pytest.LogCaptur
     assert "Call debugger.step() after each batch" in text
 
 
-class WithoutSteps(lightning.Plain):
-    def __init__(self) -> None:
+class Manual(lightning.Plain):
+    """Steps no optimizer, or torch's own, which Lightning does not count."""
+
+    def __init__(self, *, steps: bool) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.steps = steps
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.manual_backward(self.net(batch).pow(2).mean())
-
-
-def test_a_lightning_module_without_steps(tmp_path: Path) -> None:
-    callback = PrecisionDebugCallback(CONFIG, log_dir=tmp_path)
-    lightning.trainer(tmp_path, callbacks=[callback]).fit(WithoutSteps(), lightning.loader(3))
-    assert "no step was counted" in callback.session.findings.summary
-    assert "step the optimizers from self.optimizers()" in callback.session.findings.summary
-
-
-class Manual(lightning.Plain):
-    """Steps torch's own optimizer, which Lightning does not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        loss = self.net(batch).pow(2).mean()
-        self.manual_backward(loss)
-        optimizer.optimizer.step()
-        return loss
+        self.manual_backward(self.net(batch).pow(2).mean())
+        if self.steps:
+            optimizer.optimizer.step()
 
 
-def test_an_optimizer_of_torch_in_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback = PrecisionDebugCallback(CONFIG)
-    lightning.trainer(tmp_path, callbacks=[callback], limit_train_batches=3).fit(Manual(), lightning.loader(3))
-    (text,) = said_of_steps(caplog)
-    assert "step the optimizers from self.optimizers()" in text
-
-
-def test_a_trainer_steps_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback = PrecisionDebugTrainerCallback(CONFIG)
-    transformers.trainer(transformers.arguments(tmp_path, max_steps=2), callback).train()
-    assert callback.session.iteration == 2
-    assert said_of_steps(caplog) == []
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_lightning_module_without_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: bool) -> None:
+    callback = PrecisionDebugCallback(CONFIG, log_dir=tmp_path)
+    lightning.trainer(tmp_path, callbacks=[callback]).fit(Manual(steps=steps), lightning.loader(3))
+    told = "".join(said_of_steps(caplog)) if steps else callback.session.findings.summary
+    assert steps or "no step was counted" in told
+    assert "step the optimizers from self.optimizers()" in told
 
 
 def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

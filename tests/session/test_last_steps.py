@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,25 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     return [row for row in open_run(folder).events.to_pylist() if row["kind"] == "last_steps"]
 
 
-def test_sigusr1_between_steps_and_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = te.Linear(32, 32)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return te.Linear(32, 32)
+
+
+@pytest.fixture
+def session(tmp_path: Path, model: torch.nn.Module) -> InspectSession:
+    return InspectSession(statistics(), model=model, log_dir=tmp_path)
+
+
+def test_sigusr1_between_steps_and_in_a_step(
+    session: InspectSession, model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values on the host are in the files without another step: a process group that hangs is seen while it hangs."""
+    with session:
         train(session, model, 3)
         signal.raise_signal(signal.SIGUSR1)
+        assert session.flush(30)
+        assert [row["iteration"] for row in recorded(tmp_path)] == [3]
         run: Any = session._run
         reduce = run._reduce
         monkeypatch.setattr(run, "_reduce", lambda ending: (signal.raise_signal(signal.SIGUSR1), reduce(ending)))
@@ -57,23 +71,12 @@ def test_sigusr1_between_steps_and_in_a_step(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-@pytest.mark.extended
-def test_a_process_group_that_hangs_is_seen_while_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values on the host are in the files without another step."""
-    monkeypatch.setattr(writer_thread, "FLUSH_SECONDS", 0.01)
-    model = te.Linear(32, 32)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-        train(session, model, 3)
-        signal.raise_signal(signal.SIGUSR1)
-        assert session.flush(30)
-        assert [row["iteration"] for row in recorded(tmp_path)] == [3]
-
-
-def test_a_handler_of_the_script_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_of_the_script_stays(
+    session: InspectSession, model: torch.nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     calls = []
-    model = te.Linear(32, 32)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+    with session:
         signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))  # as Lightning does, before step 1
         own = signal.getsignal(signal.SIGUSR1)
         train(session, model, 2)
@@ -86,35 +89,32 @@ def test_a_handler_of_the_script_stays(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.extended
-def test_a_later_handler_of_the_script_stays(tmp_path: Path) -> None:
-    model = te.Linear(32, 32)
-    with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+def test_a_later_handler_of_the_script_stays(session: InspectSession, model: torch.nn.Module) -> None:
+    with session:
         train(session, model, 1)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     assert signal.signal(signal.SIGUSR1, signal.SIG_DFL) is signal.SIG_IGN
 
 
 @pytest.mark.extended
-def test_a_session_in_another_thread_sets_no_handler(tmp_path: Path) -> None:
-    model = te.Linear(32, 32)
-
-    def work() -> None:
-        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+def test_a_session_in_another_thread_sets_no_handler(
+    session: InspectSession, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    def work() -> Any:
+        with session:
             train(session, model, 2)
-            handlers.append(signal.getsignal(signal.SIGUSR1))
+            return signal.getsignal(signal.SIGUSR1)
 
-    handlers: list[Any] = []
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.SIG_DFL]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == signal.SIG_DFL
     assert len(recorded(tmp_path)) == 1
 
 
 @pytest.mark.extended
-def test_many_requests_leave_room_for_the_error(tmp_path: Path) -> None:
-    model = te.Linear(32, 32)
-    with pytest.raises(RuntimeError), InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
+def test_many_requests_leave_room_for_the_error(
+    session: InspectSession, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError), session:
         for _ in range(2 * MOST_RECORDS):
             train(session, model, 1)
             signal.raise_signal(signal.SIGUSR1)
