@@ -58,6 +58,9 @@ COMPUTED: dict[str, Callable[[], torch.Tensor]] = {
     "einsum": lambda: torch.einsum("bnd,bmd->bnm", ones(2, 5, 7), ones(2, 3, 7)),
     "conv1d": lambda: functional.conv1d(ones(2, 4, 9), ones(6, 4, 3), padding=1),
     "conv2d of a stride": lambda: functional.conv2d(ones(2, 4, 9, 9), ones(6, 4, 3, 3), stride=2),
+    "conv2d of a traced model": lambda: torch.ops.aten._convolution(
+        ones(2, 4, 9, 9), ones(6, 4, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, False, False, True
+    ),
     "transposed": lambda: functional.conv_transpose2d(ones(2, 4, 5, 5), ones(4, 6, 3, 3), stride=2),
 }
 
@@ -67,23 +70,20 @@ def test_the_multiply_adds_are_those_of_torchs_own_counter() -> None:
         products, counted = run(COMPUTED[name])
         assert sum(macs_of(product) for product in products) == counted > 0
         assert len(products) == 3, "the forward, and a product for each of two gradients"
+        if name == "linear":
+            assert [product.sizes for product in products] == [(8, 3, 7, 1), (8, 7, 3, 1), (3, 7, 8, 1)]
+        if "conv" in name:
+            assert [product.role for product in products] == ["fprop", "dgrad", "wgrad"]
 
 
-def test_the_sizes_of_a_linear_layer_and_of_its_gradients() -> None:
-    products, _ = run(COMPUTED["linear"])
-    assert [product.sizes for product in products] == [(8, 3, 7, 1), (8, 7, 3, 1), (3, 7, 8, 1)]
-
-
-def test_a_convolution_in_groups() -> None:
-    """By its definition: each of the results is a sum over a kernel and the channels of its group."""
+def test_convolutions() -> None:
+    """In groups, by the definition: each of the results is a sum over a kernel and the channels of its group. A frozen
+    weight has no wgrad."""
     results, kernel, channels = 2 * 6 * 7 * 7, 3 * 3, 4 // 2
     products, _ = run(lambda: functional.conv2d(ones(2, 4, 9, 9), ones(6, 2, 3, 3), groups=2))
     assert [(product.role, macs_of(product)) for product in products] == [
         (gemm, results * kernel * channels) for gemm in ("fprop", "dgrad", "wgrad")
     ]
-
-
-def test_a_frozen_weight_has_no_wgrad() -> None:
     products, _ = run(lambda: functional.conv2d(ones(2, 4, 9, 9), torch.ones(6, 4, 3, 3)))
     assert [product.role for product in products] == ["fprop", "dgrad"]
 
@@ -112,13 +112,6 @@ def test_an_outer_product(in_place: bool) -> None:
 
     products, _ = run(compute)
     assert [product.sizes for product in products] == [(5, 3, 1, 1), (5, 1, 3, 1), (3, 1, 5, 1)]
-
-
-def test_the_convolution_of_a_traced_model() -> None:
-    rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, False, False, True)
-    products, counted = run(lambda: torch.ops.aten._convolution(ones(2, 4, 9, 9), ones(6, 4, 3, 3), *rest))
-    assert [product.role for product in products] == ["fprop", "dgrad", "wgrad"]
-    assert sum(map(macs_of, products)) == counted
 
 
 @pytest.mark.parametrize("causal", [False, True])

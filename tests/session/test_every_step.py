@@ -1065,7 +1065,7 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path) -> None:
     model = kind()
-    steps = 30
+    steps = 30 if kind is Experts else 10
     put = nan_at("between", steps - 2, 0)
     with InspectSession(log_dir=tmp_path, model=model) as session:
         run: Any = session._run

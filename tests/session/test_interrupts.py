@@ -137,15 +137,6 @@ def test_ctrl_c_in_any_line_of_the_end_leaves_nothing_patched(tmp_path: Path, en
         end(at, tmp_path / str(at))
 
 
-def test_the_remainder_has_the_logging_step_after_the_last_one(tmp_path: Path, keeper: Keeper) -> None:
-    net = te.Linear(32, 32)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
-        net(batch(0)).sum().backward()
-        session.step(40)
-        net(batch(1)).sum().backward()
-    assert [(records.iteration, records.logging_step) for records in keeper.steps] == [(0, 40), (1, 41)]
-
-
 TERMINATED = """
 from te_precision_callbacks import reference
 reference.install()

@@ -71,14 +71,15 @@ def test_a_session_puts_everything_back(tmp_path: Path, keeper: Keeper, error: B
     with nullcontext() if error is None else pytest.raises(type(error)):
         with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
             train_step(net)
-            session.step()
+            session.step(40)
             train_step(net)
             if error is not None:
                 raise error
     assert module_state(net) == modules
     assert net[0].name == "first"
     assert keeper.closed == [error]
-    assert keeper.iterations == [0, 1], "what was gathered for the step that failed is written"
+    steps = [(records.iteration, records.logging_step) for records in keeper.steps]
+    assert steps == [(0, 40), (1, 41)], "what was gathered for the step that failed is written, under the next number"
     assert {row.layer for row in keeper.steps[0]} == {"0", "1.fc1", "1.fc2"}
 
 
@@ -120,24 +121,26 @@ def test_another_transformer_engine_is_refused_by_what_it_lacks(
 
 
 def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
-    """Nothing refers to the first one any more; stop() may come twice, or without start()."""
+    """The first one is unharmed, though nothing refers to it any more; stop() may come twice, or without start()."""
+    net = model()
 
     def start() -> None:
-        InspectSession(statistics(), model=model(), log_dir=tmp_path / "1").start()
+        InspectSession(statistics(), model=net, log_dir=tmp_path / "1").start()
 
     start()
-    session = InspectSession(statistics(), model=model(), log_dir=tmp_path / "2")
+    session = InspectSession(statistics(), model=net, log_dir=tmp_path / "2")
     session.stop()
     with pytest.raises(SessionError, match=rf"Another session is running, started at {__file__}:\d+") as raised:
         session.start()
     assert "running_session().stop()" in str(raised.value)
+    first: Any = running_session()
     with pytest.raises(SessionError, match="already running"):
-        running_session().start()
-    running_session().stop()
-    assert running_session() is None
+        first.start()
+    train(first, net, 1)
+    assert first.last_statistics
     for _ in range(2):
-        session.stop()
-    observed(tmp_path / "2", statistics(), steps=1)
+        first.stop()
+    assert running_session() is None
 
 
 def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> None:

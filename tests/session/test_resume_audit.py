@@ -25,7 +25,7 @@ from tests.conftest import feature, statistics
 from tests.docs.pages import blocks
 from tests.forked import ranks
 
-DELAYED = recipes.DelayedScaling(amax_history_len=4)
+DELAYED, CURRENT = recipes.DelayedScaling(amax_history_len=4), recipes.Float8CurrentScaling()
 RECIPES: Mapping[str, tuple[recipes.Recipe, tuple[int, int]]] = {
     "delayed": (DELAYED, (9, 0)),
     "current": (recipes.Float8CurrentScaling(), (9, 0)),
@@ -167,21 +167,7 @@ def test_strict_raises_before_the_parameters_change(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- findings
 
 
-def without_extra_state(weights: State) -> State:
-    return {key: value for key, value in weights.items() if not key.endswith("_extra_state")}
-
-
 MISSING = "No scales and amax histories were restored: the first step uses scales of 1"
-
-
-def test_a_checkpoint_without_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    state = saved(tmp_path, DELAYED)
-    state["model"] = without_extra_state(state["model"])
-    caplog.clear()
-    assert findings(resumed(tmp_path, state, DELAYED)) == [f"{MISSING}: all 5 layers."]
-    (said,) = warned(caplog)
-    assert MISSING in said
-    assert "(iteration 3, run " in said
 
 
 def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> None:
@@ -194,37 +180,6 @@ def test_a_checkpoint_after_an_evaluation_in_high_precision(tmp_path: Path) -> N
         state = {"model": model.state_dict(), "session": session.state_dict()}
     (finding,) = findings(resumed(tmp_path, state, DELAYED))
     assert "it was saved after a forward outside of FP8, such as an evaluation" in finding
-
-
-def test_histories_that_were_cut(tmp_path: Path) -> None:
-    state = saved(tmp_path, DELAYED)
-    for key in [key for key in state["model"] if key.endswith("_extra_state")]:
-        content = pickle.loads(state["model"][key].numpy().tobytes())
-        content["recipe"] = recipes.DelayedScaling(amax_history_len=2)
-        for direction in ("fwd", "bwd"):
-            content[f"amax_history_{direction}"] = content[f"amax_history_{direction}"][-2:].clone()
-        state["model"][key] = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
-    assert findings(resumed(tmp_path, state, DELAYED)) == [
-        "Amax histories of 2 steps instead of 4 in the checkpoint (forward and backward): all 5 layers."
-    ]
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "found"),
-    [
-        (DELAYED, recipes.Float8CurrentScaling(), "Another recipe: DelayedScaling -> Float8CurrentScaling"),
-        (DELAYED, None, "Another recipe: DelayedScaling -> no recipe"),
-        (
-            DELAYED,
-            recipes.DelayedScaling(amax_history_len=8, margin=1),
-            "Other values of DelayedScaling: amax_history_len 4 -> 8, margin 0 -> 1",
-        ),
-    ],
-)
-def test_another_recipe_is_one_line(
-    tmp_path: Path, before: recipes.Recipe | None, now: recipes.Recipe | None, found: str
-) -> None:
-    assert findings(resumed(tmp_path, saved(tmp_path, before), now)) == [f"{found}: all 5 layers."]
 
 
 def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
@@ -241,17 +196,6 @@ def test_quantized_weights_that_went_through_bfloat16(tmp_path: Path) -> None:
 
     assert findings(resumed(tmp_path, state, recipe, quantized=True, dtype=torch.float32, then=look)) == [
         "Quantized primary weights have changed: they were rounded again: all 5 layers."
-    ]
-
-
-def test_another_config_and_other_versions(tmp_path: Path) -> None:
-    state = saved(tmp_path, DELAYED)
-    text = state["session"]["fingerprint"]
-    state["session"]["fingerprint"] = re.sub('"transformer_engine": ?"[^"]*"', '"transformer_engine":"2.19.0"', text)
-    config = {**statistics(freq=2), "bf16": feature("DisableFP8Layer", ["fc1"])}
-    assert findings(resumed(tmp_path, state, DELAYED, config=config)) == [
-        "Other versions: transformer_engine 2.19.0 -> 2.20.2.",
-        "Another config of precision debugging.",
     ]
 
 
@@ -320,36 +264,85 @@ def test_a_checkpoint_is_complete_after_the_stop_as_well(tmp_path: Path) -> None
     assert session.state_dict() == {"iteration": 3}, "the session does not keep the model"
 
 
-# ---------------------------------------------------------------------- the warning of docs/session.md
+# ---------------------------------------------------------------------- what differs, as docs/session.md shows it
 
 
-def test_the_warning_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint: dict[str, Any] | None = None
-    for run in range(2):
-        model = net(DELAYED, quantized=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with InspectSession(statistics(), model=model, log_dir=tmp_path) as session:
-            if checkpoint is not None:
-                session.load_state_dict(checkpoint["session"])
-                model.load_state_dict(checkpoint["model"])
-            for _ in range(3):
-                with te.autocast(recipe=DELAYED):
-                    model(torch.randn(32, 64, dtype=torch.bfloat16)).float().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                session.step()
-            checkpoint = {"model": model.state_dict(), "session": session.state_dict()}
-        assert session.iteration == 3 * (run + 1)
-    assert findings(session.resume_report) == []
+def cut_histories(state: State) -> None:
+    for key in [key for key in state["model"] if key.endswith("_extra_state")]:
+        content = pickle.loads(state["model"][key].numpy().tobytes())
+        content["recipe"] = recipes.DelayedScaling(amax_history_len=2)
+        for direction in ("fwd", "bwd"):
+            content[f"amax_history_{direction}"] = content[f"amax_history_{direction}"][-2:].clone()
+        state["model"][key] = torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
 
+
+def of_another_version(state: State) -> None:
+    text = state["session"]["fingerprint"]
+    state["session"]["fingerprint"] = re.sub('"transformer_engine": ?"[^"]*"', '"transformer_engine":"2.19.0"', text)
+
+
+def lose(*names: str) -> Callable[[State], object]:
+    """Remove the entries with these endings."""
+    return lambda state: [state["model"].pop(key) for key in [*state["model"]] if key.endswith(names)]
+
+
+def nothing(state: State) -> None:
+    pass
+
+
+HIGH = {"bf16": feature("DisableFP8Layer", ["fc1"])}
+
+
+@pytest.mark.parametrize(
+    ("change", "now", "config", "found"),
+    [
+        (lose("_extra_state"), DELAYED, None, [f"{MISSING}: all 5 layers."]),
+        (lose("0._extra_state", "1._extra_state"), DELAYED, None, [f"{MISSING}: {{0-1}}.fc1, {{0-1}}.fc2."]),
+        (
+            cut_histories,
+            DELAYED,
+            None,
+            ["Amax histories of 2 steps instead of 4 in the checkpoint (forward and backward): all 5 layers."],
+        ),
+        (nothing, CURRENT, None, ["Another recipe: DelayedScaling -> Float8CurrentScaling: all 5 layers."]),
+        (nothing, None, None, ["Another recipe: DelayedScaling -> no recipe: all 5 layers."]),
+        (
+            nothing,
+            recipes.DelayedScaling(amax_history_len=8, margin=1),
+            None,
+            ["Other values of DelayedScaling: amax_history_len 4 -> 8, margin 0 -> 1: all 5 layers."],
+        ),
+        (
+            of_another_version,
+            DELAYED,
+            {**statistics(freq=2), **HIGH},
+            [
+                "Other versions: transformer_engine 2.19.0 -> 2.20.2.",
+                "Another config of precision debugging.",
+            ],
+        ),
+    ],
+    ids=["no state", "part of the state", "short histories", "recipe", "no recipe", "values", "version and config"],
+)
+def test_what_differs(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[State], object],
+    now: recipes.Recipe | None,
+    config: Any,
+    found: list[str],
+) -> None:
     state = saved(tmp_path, DELAYED)
-    del state["model"]["0._extra_state"], state["model"]["1._extra_state"]
+    change(state)
     caplog.clear()
-    resumed(tmp_path, state, DELAYED)
-    shown = [text for text in blocks("docs/session.md", "text") if "differs from" in text]
-    run_id = r"run \d{8}-\d{6}-\d{3}-[0-9a-f]{6}"
+    assert findings(resumed(tmp_path, state, now, config=config)) == found
     (said,) = warned(caplog)
-    assert re.sub(run_id, "run", shown[0].strip()) == re.sub(run_id, "run", said.rpartition("\n")[0])
+    assert all(text.rstrip(".") in said for text in found)
+    assert "(iteration 3, run " in said
+    if "{" in found[0]:
+        shown = [text for text in blocks("docs/session.md", "text") if "differs from" in text]
+        run_id = r"run \d{8}-\d{6}-\d{3}-[0-9a-f]{6}"
+        assert re.sub(run_id, "run", shown[0].strip()) == re.sub(run_id, "run", said.rpartition("\n")[0])
 
 
 # ---------------------------------------------------------------------- several ranks
