@@ -121,8 +121,7 @@ def test_an_overflow_stops_the_loop(tmp_path: Path, flags: list[str]) -> None:
         ({"debug": ["overflow"], "te_precision_config": None}, {}, UnknownDebugOptionError, "overflow"),
         ({"debug": (), "te_precision_config": "my.yaml"}, {}, OptionError, r"my.yaml.*--debug te_precision"),
         ({"debug": "te_precision", "te_precision_config": "no_such.yaml"}, {}, ConfigError, r"no_such\.yaml"),
-        # A mapping is taken as well.
-        ({"debug": "te_precision", "te_precision_config": statistics()}, {"log_dri": "x"}, OptionError, "log_dri"),
+        ({"debug": "te_precision", "te_precision_config": None}, {"log_dri": "x"}, OptionError, "log_dri"),
     ],
 )
 def test_wrong_options_raise_before_the_loop(
@@ -130,6 +129,10 @@ def test_wrong_options_raise_before_the_loop(
 ) -> None:
     with pytest.raises(kind, match=message):
         debugging(argparse.Namespace(**options), net(), **keywords)
+
+
+def test_a_mapping_is_taken_as_well(tmp_path: Path) -> None:
+    debugging(argparse.Namespace(debug="te_precision", te_precision_config=statistics()), net(), log_dir=tmp_path)
 
 
 @pytest.mark.processes

@@ -40,17 +40,14 @@ with InspectSession(model=model, log_dir=folder):
 USUAL = (
     "a block ends",
     "stop() is not called",
-    "a watched script ends",
     "exception in a block",
     "exception in a watched script",
-    "Ctrl-C in a block",
-    "SIGTERM in a block",
-    "SIGKILL",
     "exception in the first step",
     "SIGTERM, then resumed",
     "exception on rank 1",
 )
-"""Those that ``make test`` runs; ``make test-all`` runs all."""
+"""Those that ``make test`` runs, beside the signals of tests/session/test_interrupts.py and the scripts of
+tests/test_watch.py; ``make test-all`` runs all."""
 
 WAYS = (
     Way("a block ends", "with", ""),

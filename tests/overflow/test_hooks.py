@@ -67,12 +67,12 @@ def calls_itself() -> torch.nn.Module:
 
 FRAMES: dict[str, tuple[Callable[[], torch.nn.Module], list[float], Callable[[Line], bool], list[Any]]] = {
     # An input is measured before the module changes it, and its gradient belongs to its old values.
-    "in place, forward": (
+    "in place": (
         lambda: torch.nn.Sequential(
             Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True)
         ),
         [2.0, -1.0],
-        lambda line: "grad" not in line.role,
+        lambda line: "grad of" not in line.role,
         [
             (">", "0", "input[0]", "2.00e+00"),
             ("<", "0", "output", "6.00e+00"),
@@ -84,15 +84,6 @@ FRAMES: dict[str, tuple[Callable[[], torch.nn.Module], list[float], Callable[[Li
             ("<", "3", "output", "1.00e+00"),
             (">", "", "input[0]", "2.00e+00"),
             ("<", "", "output", "1.00e+00"),
-        ],
-    ),
-    "in place, backward": (
-        lambda: torch.nn.Sequential(
-            Scale(-3.0), torch.nn.ReLU(inplace=True), Scale(5.0), torch.nn.Hardtanh(inplace=True)
-        ),
-        [2.0, -1.0],
-        lambda line: "grad_" in line.role,
-        [
             (">", "", "grad_output", "1.00e+00"),
             (">", "3", "grad_output", "1.00e+00"),
             ("<", "3", "grad_input[0]", "1.00e+00"),
