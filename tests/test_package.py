@@ -67,30 +67,25 @@ def test_every_lazy_name_is_there() -> None:
 
 
 @pytest.mark.processes
-def test_the_error_of_a_missing_extra_has_the_install_command() -> None:
+def test_the_error_of_a_missing_package_has_a_remedy() -> None:
+    """Of a session without Transformer Engine, and of a missing extra."""
     code = """
 import sys
-sys.modules |= {name: None for name in ("lightning", *sys.modules) if name.partition(".")[0] == "lightning"}
-from te_precision_callbacks import PrecisionDebugError
-try:
-    from te_precision_callbacks import PrecisionDebugCallback
-except ImportError as error:
-    print(isinstance(error, PrecisionDebugError), error)"""
-    assert re.match(r"True.*pip install -e '.\[lightning\]' in a checkout of te-precision-callbacks", python(code))
-
-
-@pytest.mark.processes
-def test_the_error_of_a_session_without_transformer_engine_has_a_remedy() -> None:
-    code = """
 from te_precision_callbacks import InspectSession, PrecisionDebugError
 try:
     InspectSession().start()
 except PrecisionDebugError as error:
-    print(type(error).__name__, error)"""
-    text = python(code)
-    assert text.startswith("TransformerEngineUnavailableError")
-    assert "reference.install_where_needed()" in text
-    assert "te-precision run" in text
+    print(type(error).__name__, error)
+sys.modules |= {name: None for name in ("lightning", *sys.modules) if name.partition(".")[0] == "lightning"}
+try:
+    from te_precision_callbacks import PrecisionDebugCallback
+except ImportError as error:
+    print("extra:", isinstance(error, PrecisionDebugError), error)"""
+    of_session, _, of_extra = python(code).partition("extra: ")
+    assert of_session.startswith("TransformerEngineUnavailableError")
+    assert "reference.install_where_needed()" in of_session
+    assert "te-precision run" in of_session
+    assert re.match(r"True.*pip install -e '.\[lightning\]' in a checkout of te-precision-callbacks", of_extra)
 
 
 @pytest.mark.processes
