@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from te_precision_callbacks.coverage.matrix_products import (
-    NOT_COUNTED,
     OPERATORS,
     MatrixProduct,
     products_of,
@@ -165,7 +164,6 @@ def test_the_operators_that_are_counted_have_these_names() -> None:
     assert counted - names - higher - ABSENT == {
         name for name in counted if name.startswith("higher_order") and name not in higher
     }
-    assert {f"aten::{name}" for name in NOT_COUNTED} <= names
 
 
 LIKE_PRODUCTS = re.compile(
@@ -242,8 +240,8 @@ WHY_NOT = [
     ("aten::upsample_linear1d", (SQUARE,), ""),
     ("aten::linalg_vector_norm", (SQUARE,), ""),
     ("aten::lgamma", (SQUARE,), ""),
-    ("aten::_cdist_forward", (SQUARE, SQUARE), "depends on its method"),
-    ("aten::_trilinear", (SQUARE, SQUARE), "without an equivalent"),
+    ("aten::_cdist_forward", (SQUARE, SQUARE), "may multiply matrices"),
+    ("aten::_trilinear", (SQUARE, SQUARE), "may multiply matrices"),
 ]
 
 

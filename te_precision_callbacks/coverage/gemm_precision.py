@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.vocabulary import GEMMS, GemmName
-from te_precision_callbacks.coverage.spans import AnyIteration, Iterations
+from te_precision_callbacks.coverage.spans import Iterations
 
 FROZEN = "frozen weight"
 NO_INPUT_GRADIENT = "input needs no gradient"
@@ -73,7 +73,7 @@ def _format_formats(formats: tuple[str, ...]) -> str:
     return joined
 
 
-class Precision(AnyIteration[GemmPrecision]):
+class Precision(tuple[GemmPrecision, ...]):
     """The observed precision of each GEMM of a run; calling the object returns the precision in one iteration.
 
     session.precision              # all formats that each GEMM had
@@ -82,6 +82,20 @@ class Precision(AnyIteration[GemmPrecision]):
     A layer without a forward in the iteration keeps its previous precision; so do the GEMMs of the backward in an
     iteration without one, such as a skipped batch.
     """
+
+    _at: Callable[[int], Iterable[GemmPrecision]]
+
+    def __new__(cls, gemms: Iterable[GemmPrecision], at: Callable[[int], Iterable[GemmPrecision]]) -> Precision:
+        made = super().__new__(cls, gemms)
+        made._at = at
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self), self._at
+
+    def __call__(self, *, at: int) -> tuple[GemmPrecision, ...]:
+        """Return the precision in a debug iteration; raises IterationError if it has not run in this session."""
+        return tuple(self._at(at))
 
 
 class Format(NamedTuple):

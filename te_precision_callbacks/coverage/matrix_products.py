@@ -72,7 +72,9 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
         return ""
     namespace, _, name = operator.partition("::")
     if namespace == "aten":
-        return _why_not_counted_of_torch(name)
+        if _NAME_OF_PRODUCT.search(name) and not _NAME_WITHOUT_PRODUCT.search(name):
+            return "may multiply matrices"
+        return ""
     if namespace in _NO_PRODUCTS:
         return ""
     matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and _has_numbers(tensor)]
@@ -82,20 +84,11 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
 
 
 _NAME_OF_PRODUCT = re.compile(
-    r"mm(_|$)|mv_?$|matmul|(^|_)linear|conv(?!ert)|attention|rnn|lstm|gru|addr|linalg|solve|cholesky|ormqr|pdist"
+    r"mm(_|$)|mv_?$|matmul|(^|_|tri)linear|conv(?!ert)|attention|rnn|lstm|gru|addr|linalg|solve|cholesky|ormqr"
+    r"|(p|c|euclidean_)dist"
 )
 
 _NAME_WITHOUT_PRODUCT = re.compile(r"fused_\w+_cell|linear\dd|reorder|flatten|search|cross|vector_norm|powsum|check")
-
-
-@functools.cache
-def _why_not_counted_of_torch(name: str) -> str:
-    if name in NOT_COUNTED:
-        return NOT_COUNTED[name]
-    is_named_so = _NAME_OF_PRODUCT.search(name) and not _NAME_WITHOUT_PRODUCT.search(name)
-    if is_named_so:
-        return "may multiply matrices"
-    return ""
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
@@ -304,19 +297,6 @@ OPERATORS: Mapping[str, _Find] = {
     "flash_attn::_flash_attn_varlen_backward": _attention(heads_first=False, gradient=0, bounds=9),
     "flash_attn_3::_flash_attn_forward": _attention(heads_first=False, bounds=7),
     "flash_attn_3::_flash_attn_backward": _attention(heads_first=False, gradient=0, bounds=6),
-}
-
-NOT_COUNTED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("_cdist_forward", "_cdist_backward", "_euclidean_dist", "_linalg_eigh", "_linalg_solve_ex"),
-            *("_linalg_svd", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_matrix_exp", "linalg_qr"),
-            "linalg_solve_triangular",
-        ),
-        "decomposes a matrix or computes distances, in a number of multiply-adds that depends on its method",
-    ),
-    "_trilinear": "multiplies matrices in a layer without an equivalent in Transformer Engine",
-    **dict.fromkeys(("_foreach_mm", "linear", "linear_backward"), "multiplies matrices on a device without support"),
 }
 
 _NO_PRODUCTS = frozenset(

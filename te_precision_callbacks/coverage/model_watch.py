@@ -1,4 +1,6 @@
-"""Watches the calls of a model and their backwards. In counted calls a dispatch mode sees torch's operators.
+"""The matrix products of a model's steps: Transformer Engine's from the step's table, torch's from its operators.
+
+The calls of the model and their backwards are watched. In counted calls a dispatch mode sees torch's operators.
 
 One call of each kind is counted, and represents the others, also in later steps. The mode does not change results, runs
 each operator exactly once, and propagates exceptions.
@@ -27,20 +29,31 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
 )
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import class_names
+from te_precision_callbacks.coverage.formats import format_of
+from te_precision_callbacks.coverage.history import CountedStep
 from te_precision_callbacks.coverage.marks import made_in_thread
-from te_precision_callbacks.coverage.micro_batches import ModelCall, ModelCalls, leaves
+from te_precision_callbacks.coverage.micro_batches import NOT_CALLED, Kind, ModelCall, ModelCalls, Parts, leaves
 from te_precision_callbacks.coverage.operator_products import REDUCING, KeptState, OperatorProducts
-from te_precision_callbacks.coverage.step_table import StepTable, Unseen
+from te_precision_callbacks.coverage.products import OTHER_KERNEL, CountedKinds, SeenProduct
+from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable, Unseen, attention_sizes
 from te_precision_callbacks.layers.forwards import (
     ForwardKind,
     compiled_in_callers_only,
     is_in_backward,
     outside_of_dynamo,
 )
-from te_precision_callbacks.layers.naming import SURROUNDS, Model, NamedTorchModule, roots_of
+from te_precision_callbacks.layers.naming import (
+    SURROUNDS,
+    Model,
+    NamedTorchModule,
+    modules_of,
+    named_attention,
+    roots_of,
+)
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import has_state
 
@@ -90,8 +103,8 @@ class UnobservedForwards:
         self._outside = {}
 
 
-class ModelWatch:
-    """Watches the calls of a model, and the operators of torch in counted ones, until :meth:`close`.
+class ModelProducts:
+    """The matrix products of a model's steps, from the calls of the model, until :meth:`close`.
 
     Args:
         is_paused: returns whether the integration evaluates.
@@ -109,10 +122,13 @@ class ModelWatch:
         is_tapped: whether the forwards of Transformer Engine's modules with known GEMMs are noted in every step, by
             :meth:`note_forward`.
         is_evaluation_mode: returns whether forwards of modules in evaluation mode are evaluations.
+        attentions: id of a module of Transformer Engine's attention -> its path.
     """
 
     calls: ModelCalls
     operators: OperatorProducts
+    attentions: Mapping[int, str]
+    _kinds: CountedKinds
     _modules: Mapping[int, NamedTorchModule]
 
     def __init__(
@@ -136,14 +152,27 @@ class ModelWatch:
         self._replaced = Replacements(keeps_later=True)
         self.close()
 
-    def watch(self, model: Model, modules: Mapping[int, NamedTorchModule]) -> None:
-        """Watch a model, after :meth:`close`. The first step is counted. ``modules`` maps ids to paths and modules."""
+    def watch_model(self, model: Model, names: Mapping[int, str]) -> None:
+        """Count the products of a model from the next step on, and stop counting any other model.
+
+        ``names`` maps ids of modules to paths.
+        """
+        self.close()
+        modules: dict[int, NamedTorchModule] = {}
+        for module in modules_of(model):
+            if id(module) in names:
+                modules[id(module)] = names[id(module)], module
+        self.attentions = named_attention(model, names)
+        for key, path in self.attentions.items():
+            for part in modules[key][1].modules():
+                modules[id(part)] = path, part
         self._modules = modules
         self.operators = OperatorProducts(modules, self.state, self.calls, self.table)
         self.state.watch(model)
         self.active = True
         self.counting = True
         roots = roots_of(model)
+        self._kinds = CountedKinds(next((modules[id(root)][0] for root in roots if id(root) in modules), ""))
         whole = set(map(id, roots))
         for root in roots:
             for number, module in enumerate(root.modules()):
@@ -153,12 +182,47 @@ class ModelWatch:
         engine: Any = torch.autograd
         self._replaced.replace(engine, "_engine_run_backward", self._wrap_backward(engine._engine_run_backward))
 
-    def end_step(self) -> None:
+    def take_step(self) -> CountedStep | None:
+        """End a step; None if it had no products."""
+        if not self.active:
+            return None
+        try:
+            gemms = self.table.step_gemms()
+            is_first = self.calls.is_first
+            step_calls = self.calls.end_step()
+            parts: Parts = {} if self.failure else self._keep_products(step_calls)
+            has_gemms = gemms is not None and bool(gemms.calls or gemms.attention or gemms.unseen)
+            if not parts and not has_gemms and not self.failure:
+                return None
+            why_not = self.failure or ("" if parts else NOT_CALLED)
+            return CountedStep(gemms, parts, self._kinds, self.state.rows() if is_first else None, why_not)
+        finally:
+            self._end_step()
+
+    def _end_step(self) -> None:
         if self.counting:
             self.operators = OperatorProducts(self._modules, self.state, self.calls, self.table)
         if self.counting and not self.calls.is_first:
             self.state.close()
         self.counting = self.active and not self.failure and self.calls.should_count
+
+    def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
+        by_call = group_by_key((seen.call, seen) for seen in self.operators.seen)
+        parts: Parts = {}
+        counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
+        for call in step_calls:
+            parts[call.kind, False] = parts.get((call.kind, False), 0) + 1
+            if call.may_have_backward:
+                parts[call.kind, True] = parts.get((call.kind, True), 0) + 1
+            if call.is_counted:
+                counted.setdefault(call.kind, []).append((call, by_call.get(call, [])))
+        for kind, products in counted.items():
+            self._kinds.put(kind, products, self.calls)
+        return parts
+
+    def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.counting and self.calls.is_first:
+            self.state.note_step(optimizer)
 
     def close(self) -> None:
         self.active = False
@@ -170,6 +234,8 @@ class ModelWatch:
         self.failure = ""
         self.calls = ModelCalls()
         self._modules = {}
+        self.attentions = {}
+        self._kinds = CountedKinds("")
         self.operators = OperatorProducts(self._modules, self.state, self.calls, self.table)
 
     def _wrap_module(self, number: int, module: Any) -> None:
@@ -368,6 +434,29 @@ class ModelWatch:
         if sharded:
             self.operators.nodes.enter_outer(arguments)
 
+    # ------------------------------------------------------------------ attention
+
+    def leave_attention(self, layer: str, kind: ForwardKind, arguments: Mapping[str, Any]) -> None:
+        """Count the products of an attention with an unknown kernel, by the arguments of its forward."""
+        if not self.counting or not self.sees_operators():
+            return
+        call = self.operators.forward_call()
+        if kind is ForwardKind.SILENT and not is_in_backward():  # a checkpoint recomputes it in the backward
+            self.operators.nodes.note_running(SeenProduct(layer, "attention", call=call))
+        if kind is not ForwardKind.OBSERVED or (call is None and is_in_backward()):
+            return
+        if layer in self.operators.with_product:
+            return
+        tensors = arguments["query_layer"], arguments["key_layer"], arguments["value_layer"]
+        sizes = attention_sizes(*tensors, arguments["qkv_format"])
+        query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
+        has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        # In a backward, a gradient for each operand, with equal multiply-adds.
+        for backward in (False, True, True) if has_backward else (False,):
+            for seen in AttentionCall(layer, backward, (query, key), (query, value), *sizes).products(OTHER_KERNEL):
+                seen.call = call
+                self.operators.see(seen)
+
 
 class CallOfOneModule:
     """A call of one module, in an attribute of it; copies of the module get ``function(*arguments)`` instead."""
@@ -395,7 +484,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, watcher: ModelWatch, *, only: Iterable[str] | None = None) -> None:
+    def __init__(self, watcher: ModelProducts, *, only: Iterable[str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watcher = watcher
         self._only = None if only is None else frozenset(only)

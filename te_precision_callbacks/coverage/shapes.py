@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, GEMMS, GemmName, recipe_of
 from te_precision_callbacks.layers.naming import NamedModule
 from te_precision_callbacks.te import modules as te_modules
-from te_precision_callbacks.te.gemm_shapes import Refusal, refusals
+from te_precision_callbacks.te.gemm_shapes import refusals
 from te_precision_callbacks.te.package import transformer_engine_error
 from te_precision_callbacks.te.state import recipe_of_module
 
@@ -30,27 +30,20 @@ logger = logging.getLogger(__name__)
 
 
 def explain_failure(error: BaseException | None, modules: Sequence[NamedModule], others: Mapping[int, str]) -> None:
-    """Add a note to an exception of Transformer Engine: the layer, and the next supported size.
+    """Add notes to the exceptions in the chain of an error.
 
-    Python 3.10 has no notes; there the text is logged. ``others`` are the names of other modules of Transformer Engine,
-    such as attention, by id.
+    An exception of Transformer Engine gets the layer, and the next supported size; a ``CheckpointError`` of torch that
+    layers of Transformer Engine in FP8 cause gets the remedy. ``others`` are the names of other modules of Transformer
+    Engine, such as attention, by id.
     """
+    was_shown = error is getattr(sys, "last_value", None)
     inner = transformer_engine_error(error)
-    if not isinstance(inner, Exception):
-        return
-    try:
-        place = _place(inner.__traceback__, modules)
-        text = _explanation(place) or _layer_of(inner, place, others)
-    except Exception as failure:
-        logger.error("The layer of the exception above could not be found.", exc_info=failure)
-        return
-    if text:
-        _add_note(inner, text, was_shown=_was_shown(error))
-
-
-def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModule]) -> None:
-    """Add a note to a ``CheckpointError`` of torch that layers of Transformer Engine in FP8 cause."""
-    was_shown = _was_shown(error)
+    if isinstance(inner, Exception):
+        try:
+            place = _place(inner.__traceback__, modules)
+            _add_note(inner, _explanation(place) or _layer_of(inner, place, others), was_shown=was_shown)
+        except Exception as failure:
+            logger.error("The layer of the exception above could not be found.", exc_info=failure)
     while error is not None and not isinstance(error, CheckpointError):
         error = error.__cause__ or error.__context__
     if error is not None and any(recipe_of_module(named.module) for named in modules):
@@ -63,11 +56,10 @@ def explain_checkpoint(error: BaseException | None, modules: Sequence[NamedModul
         )
 
 
-def _was_shown(error: BaseException | None) -> bool:
-    return error is not None and error is getattr(sys, "last_value", None)
-
-
 def _add_note(error: BaseException, text: str, *, was_shown: bool) -> None:
+    """Add a note, unless it is empty; log it if the exception was shown already. Python 3.10 has no notes."""
+    if not text:
+        return
     if was_shown or not hasattr(error, "add_note"):
         logger.error("%s", text)
     elif text not in getattr(error, "__notes__", ()):
@@ -138,21 +130,18 @@ def _explanation(place: _FailedLayer | None) -> str | None:
             asserted=row.checks_operands,
         )
         for refusal in refused:
-            if refusal.gemm in gemms:
-                return _describe_refusal(layer.name, refusal, refused)
+            if refusal.gemm not in gemms:
+                continue
+            works = max(other.next_size for other in refused if other.dimension == refusal.dimension)
+            dimension: str = refusal.dimension
+            if dimension == "tokens":
+                dimension += " (product of all input dimensions but the last)"
+            return (
+                f"te-precision-callbacks: the layer {layer.name!r} cannot run the GEMM {refusal.gemm}: {dimension} is"
+                f" {refusal.size}, but must be a multiple of {refusal.multiple} for {refusal.asked_by}. Next size that"
+                f" all GEMMs of the layer support: {works}."
+            )
     return None
-
-
-def _describe_refusal(layer: str, first: Refusal, refused: Sequence[Refusal]) -> str:
-    works = max(refusal.next_size for refusal in refused if refusal.dimension == first.dimension)
-    dimension: str = first.dimension
-    if dimension == "tokens":
-        dimension += " (product of all input dimensions but the last)"
-    return (
-        f"te-precision-callbacks: the layer {layer!r} cannot run the GEMM {first.gemm}: {dimension} is"
-        f" {first.size}, but must be a multiple of {first.multiple} for {first.asked_by}. Next size that all GEMMs of"
-        f" the layer support: {works}."
-    )
 
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _FailedLayer | None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex
 
 from te_precision_callbacks.base.errors import PrecisionDebugError
-
-FactT = TypeVar("FactT")
 
 
 class IterationError(PrecisionDebugError, LookupError): ...
@@ -64,21 +61,3 @@ class Iterations:
                 spans = (str(first) if first == last else f"{first} to {last}" for first, last in self._ran)
                 observed = f"Observed: {', '.join(spans)}."
             raise IterationError(f"{what}(at={iteration!r}): this session did not observe that iteration. {observed}")
-
-
-class AnyIteration(tuple[FactT, ...]):
-    """Facts about a run, as a tuple; calling it returns the facts of one iteration."""
-
-    _at: Callable[[int], Iterable[FactT]]
-
-    def __new__(cls, entries: Iterable[FactT], at: Callable[[int], Iterable[FactT]]) -> AnyIteration[FactT]:
-        made = super().__new__(cls, tuple(entries))
-        made._at = at
-        return made
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return tuple(self), self._at
-
-    def __call__(self, *, at: int) -> tuple[FactT, ...]:
-        """Return the facts of a debug iteration; raises IterationError if it has not run in this session."""
-        return tuple(self._at(at))

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,8 +25,8 @@ from te_precision_callbacks.coverage.gemm_precision import (
     GemmFact,
     PrecisionHistory,
 )
+from te_precision_callbacks.coverage.matrix_products import Sizes
 from te_precision_callbacks.coverage.products import (
-    ATTENTION,
     FUSED,
     PlacedProduct,
     SeenProduct,
@@ -34,7 +34,6 @@ from te_precision_callbacks.coverage.products import (
     sum_products,
 )
 from te_precision_callbacks.coverage.spans import Iterations
-from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import NamedModule, NamedOperation, modules_with_gemms
 from te_precision_callbacks.te import modules as te_modules
 
@@ -45,19 +44,34 @@ GEMM that is no product of its own: of a forward that is computed again."""
 
 
 class AttentionCall(NamedTuple):
-    """Attention in a forward or its backward, with the formats of the operands of its two products."""
+    """Attention in a forward or its backward, with the formats and the sizes of its two products."""
 
     layer: str
     backward: bool
     qk: tuple[str, str]
     pv: tuple[str, str]
-    sizes: AttentionSizes
+    qk_sizes: Sizes
+    pv_sizes: Sizes
 
-    def products(self, kernel: str) -> Iterator[SeenProduct]:
-        """Yield its products; in a backward, each stands for two, the gradients of both operands."""
-        for gemm in ATTENTION:
-            formats, sizes = getattr(self, gemm), getattr(self.sizes, gemm)
-            yield SeenProduct(self.layer, "attention", gemm, formats, sizes, kernel, backward=self.backward)
+    def products(self, kernel: str) -> list[SeenProduct]:
+        """Return its products; in a backward, each stands for two, the gradients of both operands."""
+        return [
+            SeenProduct(self.layer, "attention", "qk", self.qk, self.qk_sizes, kernel, backward=self.backward),
+            SeenProduct(self.layer, "attention", "pv", self.pv, self.pv_sizes, kernel, backward=self.backward),
+        ]
+
+
+def attention_sizes(query: Any, key: Any, value: Any, form: str) -> tuple[Sizes, Sizes]:
+    """Return the sizes of both products of operands in a format such as ``sbhd``, with a letter per dimension.
+
+    Packed sequences (``thd``) count as one sequence, since their bounds are on the device.
+    """
+    sizes = dict(zip(form, query.size(), strict=True))
+    batch = sizes.get("b", 1) * sizes["h"]
+    length = "s" if "s" in form else "t"
+    rows = sizes[length]
+    columns = key.size()[form.index(length)]
+    return (rows, columns, sizes["d"], batch), (rows, value.size()[-1], columns, batch)
 
 
 class Unseen(NamedTuple):

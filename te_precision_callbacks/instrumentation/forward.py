@@ -27,7 +27,7 @@ from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.replaced import Replacements
 from te_precision_callbacks.base.scalars import ScalarBuffer
-from te_precision_callbacks.coverage.model_products import ModelProducts
+from te_precision_callbacks.coverage.model_watch import ModelProducts
 from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.flight.ring import Ring

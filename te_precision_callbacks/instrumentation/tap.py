@@ -38,8 +38,7 @@ from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.formats import recipe_of_operator, recipe_text
 from te_precision_callbacks.coverage.marks import made_in_thread
-from te_precision_callbacks.coverage.model_products import ModelProducts
-from te_precision_callbacks.coverage.model_watch import hide_operators, modes_are_active
+from te_precision_callbacks.coverage.model_watch import ModelProducts, hide_operators, modes_are_active
 from te_precision_callbacks.coverage.step_table import Unseen
 from te_precision_callbacks.instrumentation.arguments import (
     GEMM,

@@ -18,13 +18,12 @@ from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.layouts import unquantized
 from te_precision_callbacks.base.replaced import AnyFunction
 from te_precision_callbacks.coverage.formats import format_made_by, format_of, recipe_text
-from te_precision_callbacks.coverage.model_products import ModelProducts
-from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable
+from te_precision_callbacks.coverage.model_watch import ModelProducts
+from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable, attention_sizes
 from te_precision_callbacks.engine.kernels.columns import RECIPROCAL
 from te_precision_callbacks.instrumentation.arguments import forward_arguments
 from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward, Running
 from te_precision_callbacks.layers.forwards import Classify, ForwardKind
-from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te.state import current_recipe
 
@@ -173,13 +172,13 @@ def _attention_call(layer: str, arguments: Mapping[str, Any]) -> AttentionCall:
     tensors = arguments["q"], arguments["k"], arguments["v"]
     query, key, value = (format_of(tensor, columnwise=False) for tensor in tensors)
     layout = arguments["qkv_layout"].replace("3", "").replace("2", "").partition("_")[0]
-    sizes = AttentionSizes.of(*tensors, layout)
+    sizes = attention_sizes(*tensors, layout)
     if "d_o" not in arguments:
         probabilities = format_made_by(arguments["s_quantizer"], query)
-        return AttentionCall(layer, False, (query, key), (probabilities, value), sizes)
+        return AttentionCall(layer, False, (query, key), (probabilities, value), *sizes)
     gradient = format_of(arguments["d_o"], columnwise=False)
     scores = format_made_by(arguments.get("dp_quantizer"), gradient)
-    return AttentionCall(layer, True, (scores, key), (gradient, value), sizes)
+    return AttentionCall(layer, True, (scores, key), (gradient, value), *sizes)
 
 
 _QUANTIZER_OF_NORM = 5  # position of the quantizer among the arguments of apply_normalization

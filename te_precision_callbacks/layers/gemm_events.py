@@ -106,44 +106,6 @@ class GemmEvent:
         return columns[1] if layout[1] == "T" else columns[0], m, k
 
 
-class AttentionSizes(NamedTuple):
-    """The sizes of attention's two matrix products.
-
-    Attributes:
-        batch: number of sequences times heads.
-        rows, columns: numbers of queries and keys.
-        size, size_v: head dimension of queries and keys, and of values.
-    """
-
-    batch: int
-    rows: int
-    columns: int
-    size: int
-    size_v: int
-
-    @property
-    def qk(self) -> tuple[int, int, int, int]:
-        """n, m, k and the batch of the product of queries and keys."""
-        return self.rows, self.columns, self.size, self.batch
-
-    @property
-    def pv(self) -> tuple[int, int, int, int]:
-        """n, m, k and the batch of the product of probabilities and values."""
-        return self.rows, self.size_v, self.columns, self.batch
-
-    @classmethod
-    def of(cls, query: Any, key: Any, value: Any, form: str) -> AttentionSizes:
-        """Return the sizes of operands in a format such as ``sbhd``, with a letter per dimension.
-
-        Packed sequences (``thd``) count as one sequence, since their bounds are on the device.
-        """
-        rows = dict(zip(form, query.size(), strict=True))
-        columns = dict(zip(form, key.size(), strict=True))
-        sequences = rows.get("b", 1) * rows["h"]
-        length = "s" if "s" in form else "t"
-        return cls(sequences, rows[length], columns[length], rows["d"], value.size()[-1])
-
-
 BeforeSum = Callable[[str, GemmName, Any, Kept], Any]
 """Called before a GEMM accumulates, with the layer, the GEMM, the sum so far, and ``kept`` of the forward; its
 return value becomes ``before`` of the event."""

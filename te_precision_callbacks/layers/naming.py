@@ -39,14 +39,8 @@ NamedTorchModule = tuple[str, torch.nn.Module]
 """A module after its path."""
 
 
-class DetectedScope(NamedTuple):
-    """The pipeline stage and the expert group of a rank; empty if unknown, or equal on all ranks."""
-
-    stage: str
-    experts: str
-
-
-def detect_scope(module: torch.nn.Module) -> DetectedScope:
+def _detect_scope(module: torch.nn.Module) -> tuple[str, str]:
+    """Return the pipeline stage and the expert group of a rank; empty if unknown, or equal on all ranks."""
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     stage, experts = _megatron_scope(parameters)
     meshes: dict[Any, None] = dict.fromkeys(getattr(parameter, "device_mesh", None) for parameter in parameters)
@@ -55,7 +49,7 @@ def detect_scope(module: torch.nn.Module) -> DetectedScope:
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a submesh of the root mesh.
         stage = stage or _mesh_position(mesh._get_root_mesh(), _PIPELINE, "pp")
         experts = experts or _mesh_position(mesh, _EXPERTS, "ep")
-    return DetectedScope(stage, experts)
+    return stage, experts
 
 
 def _megatron_scope(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
@@ -260,13 +254,12 @@ def named_te_modules(
 
 def _scope_without_numbers(place: _Node) -> str:
     """Return the scope of the rank without the parts that numbers in the path already show."""
-    rank_scope = detect_scope(place.module)
-    parts = []
-    if not place.has_number:
-        parts.append(rank_scope.stage)
-    if not place.has_experts:
-        parts.append(rank_scope.experts)
-    return ".".join(filter(None, parts))
+    stage, experts = _detect_scope(place.module)
+    if place.has_number:
+        stage = ""
+    if place.has_experts:
+        experts = ""
+    return ".".join(filter(None, (stage, experts)))
 
 
 def _aliases(name: str, others: Sequence[str], part: str, scope: str) -> tuple[str, ...]:

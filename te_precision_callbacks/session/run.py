@@ -25,7 +25,7 @@ from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.steps import describe_never_due
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
-from te_precision_callbacks.coverage.shapes import explain_checkpoint, explain_failure
+from te_precision_callbacks.coverage.shapes import explain_failure
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
@@ -474,7 +474,6 @@ class Run:
         layers = self.model.layers
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
-        explain_checkpoint(ended_by, layers.modules)
         attached = self.model.attached
         leads_all = own_rank() == 0
         with uninterrupted(), without_collections(), ExitStack() as stack:

@@ -24,17 +24,16 @@ from te_precision_callbacks.coverage import operator_products as products_module
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.marks import NodesOfProducts
 from te_precision_callbacks.coverage.micro_batches import ModelCalls
-from te_precision_callbacks.coverage.model_products import ModelProducts
-from te_precision_callbacks.coverage.model_watch import ModelWatch
+from te_precision_callbacks.coverage.model_watch import ModelProducts
 from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable
 from te_precision_callbacks.flight.ring import Ring
+from te_precision_callbacks.instrumentation import tap_parts
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers import forwards
 from te_precision_callbacks.layers.forwards import ForwardClassifier
-from te_precision_callbacks.layers.gemm_events import AttentionSizes
 from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.te import modules as te_modules
 from tests.capability import any_capability, stand_for
@@ -228,13 +227,13 @@ def test_nothing_looks_at_the_operators_inside_of_layers_of_transformer_engine(
 ) -> None:
     """Of their products there are events, and on the reference backend a layer has hundreds of operators."""
     looked: list[bool] = []
-    own = ModelWatch.before_operator
+    own = ModelProducts.before_operator
 
-    def before(products: ModelWatch, arguments: Any, **of_operator: bool) -> None:
+    def before(products: ModelProducts, arguments: Any, **of_operator: bool) -> None:
         looked.append(any("reference" in Path(frame.f_code.co_filename).parts for frame, _ in walk_stack(None)))
         own(products, arguments, **of_operator)
 
-    monkeypatch.setattr(ModelWatch, "before_operator", before)
+    monkeypatch.setattr(ModelProducts, "before_operator", before)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), te.LayerNormLinear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
     )
@@ -568,11 +567,11 @@ def test_attention_has_the_formats_and_sizes_of_the_extensions_arguments(monkeyp
         _, table = run(made(), reported)
     assert not reported
     assert [name for name, _ in calls] == ["fused_attn_fwd", "fused_attn_bwd"]
-    sizes = AttentionSizes(2 * 4, 128, 128, 32, 32)
+    sizes = (128, 128, 32, 2 * 4), (128, 32, 128, 2 * 4)
     e4m3, e5m2 = "FP8 E4M3", "FP8 E5M2"
     assert table.attention == {
-        AttentionCall("attention", False, (e4m3, e4m3), (e4m3, e4m3), sizes): 1,
-        AttentionCall("attention", True, (e5m2, e4m3), (e5m2, e4m3), sizes): 1,
+        AttentionCall("attention", False, (e4m3, e4m3), (e4m3, e4m3), *sizes): 1,
+        AttentionCall("attention", True, (e5m2, e4m3), (e5m2, e4m3), *sizes): 1,
     }
     for (_, arguments), gradients in zip(calls, (0, 1), strict=True):
         formats = Counter(
@@ -592,6 +591,6 @@ def test_a_failure_while_attention_is_counted_changes_nothing(monkeypatch: pytes
         def fail(*_: Any) -> None:
             raise ValueError("no sizes")
 
-        monkeypatch.setattr(AttentionSizes, "of", fail)
+        monkeypatch.setattr(tap_parts, "attention_sizes", fail)
         assert torch.equal(run(made(), reported)[0], expected)
     assert reported == ["attention: no sizes"] * 2
