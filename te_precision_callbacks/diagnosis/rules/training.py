@@ -502,7 +502,7 @@ RULES = (
         """,
         check=DivergingLoss,
         essential=True,
-        consequence_of=("weight-jump", "learning-rate", "growth of weight"),
+        consequence_of=("weight-jump", "learning-rate", "kept-gradient", "growth of weight"),
     ),
     Rule(
         id="gradient-norm",
