@@ -65,9 +65,8 @@ STEP_CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if mode == "default" else pytest.mark.extended) for mode in STEP_CASES]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("mode", STEP_CASES)
 def test_step_benchmark_measures_every_case(mode: str) -> None:
     sizes = {"layers": 1, "hidden": 64, "sequence": 32, "batch": 2}
     cases = cases_of("step.py", mode, *(f"--{name}={size}" for name, size in sizes.items()), *SHORTEST)

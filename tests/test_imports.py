@@ -31,7 +31,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-CALLS_OF_IMPORTS = re.compile(r"\b(import_module|__import__|find_spec|resolve_name|modules\.\w+)$")
+IMPORTERS = {"import_module", "__import__", "find_spec", "resolve_name"}
+
+
+def last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def beginning(node: ast.expr) -> str:
@@ -48,10 +52,12 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("modules"):
+        elif isinstance(node, ast.Subscript) and last_name(node.value) == "modules":
             yield beginning(node.slice)
-        elif isinstance(node, ast.Call) and CALLS_OF_IMPORTS.search(ast.unparse(node.func)):
-            yield from map(beginning, [*node.args[:1], *(keyword.value for keyword in node.keywords)])
+        elif isinstance(node, ast.Call):
+            of_modules = isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "modules"
+            if of_modules or last_name(node.func) in IMPORTERS:
+                yield from map(beginning, [*node.args[:1], *(keyword.value for keyword in node.keywords)])
 
 
 @cache

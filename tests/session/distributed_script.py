@@ -185,7 +185,7 @@ def origin(rank: int, folder: Path) -> None:
     """A nan on rank 1, between two collection steps; its gradients reach both ranks."""
     net = torch.nn.Sequential(te.Linear(32, 32), te.LayerNormLinear(32, 32), te.Linear(32, 32))
     optimizer, steps = torch.optim.SGD(net.parameters(), lr=1e-3), iter(range(11))
-    net[1].register_forward_hook(lambda *given: given[2] * nan_if(next(steps) == 7 and rank == 1)[:1])
+    net[1].register_forward_hook(lambda module, inputs, output: output * nan_if(next(steps) == 7 and rank == 1))
     with InspectSession(model=net, log_dir=folder) as session:
         for _ in loop(session, net, 11, fp8=lambda _: True):
             for parameter in net.parameters():

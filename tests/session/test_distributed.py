@@ -148,16 +148,38 @@ def test_layers_at_equal_paths_have_the_numbers_of_one_process(two: Path, case: 
     assert results == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_coverage_of_all_ranks(two: Path) -> None:
-    products = {
-        **{f"pp0.0 {gemm} fp8": 16 * 32 * 32 for gemm in ("fprop", "wgrad")},
-        **{f"pp1.0 {gemm} fp32": 16 * 32 * 64 for gemm in ("fprop", "wgrad")},
-    }
-    assert written(two / "coverage") == [(products, "nan")] * 2, "the loop calls modules of the model, not the model"
+LINEAR = 32 * 32
+OF_STAGES = {
+    **{f"pp0.0 {gemm} fp8": 16 * LINEAR for gemm in ("fprop", "wgrad")},
+    **{f"pp1.0 {gemm} fp32": 16 * LINEAR * 2 for gemm in ("fprop", "wgrad")},
+}
+RUN_OF_SPLIT = ["up fprop", "up wgrad", *(f"down {gemm}" for gemm in GEMMS)]
+NUMBERS = 2 * 64 * 32 + 32 + 64  # of the two layers' parameters
+
+
+@pytest.mark.parametrize(
+    ("case", "of", "expected"),
+    [
+        ("coverage", "", (OF_STAGES, "nan")),  # the loop calls modules of the model, not the model
+        # Its shard under tensor parallelism, the whole weight under fully_shard; each product once.
+        ("sharded", "tensor parallel ", {f"{product} fp32": 16 * 64 * 64 for product in RUN_OF_SPLIT}),
+        ("sharded", "fully_shard ", {f"{product} fp32": 16 * 64 * 128 for product in RUN_OF_SPLIT}),
+        ("reduced", "DDP ", {"float32": 4 * NUMBERS}),
+        ("reduced", "DDP with a hook ", {"float16": 2 * NUMBERS}),
+        ("reduced", "fully_shard in bfloat16 ", {"float32": 4 * NUMBERS}),
+        ("reduced", "FSDP1 ", {"bfloat16": 2 * NUMBERS}),
+        ("reduced", "tensor parallel ", {}),  # it reduces activations and their gradients alone
+        # inf and nan of one rank stop all ranks before the step of their optimizers
+        ("kept", "", (2, True, [(("pp1.linear",), "activation", 2)])),
+    ],
+)
+def test_both_ranks_know_the_same(two: Path, case: str, of: str, expected: object) -> None:
+    """Their products, and the bytes of gradients that they reduce, by type."""
+    assert written(two / case, of) == [expected] * 2
 
 
 def test_products_of_batches_of_other_sizes_are_added_up(two: Path) -> None:
-    first = (16 + 48) * 32 * 32
+    first = (16 + 48) * LINEAR
     low = {f"0 {gemm} fp8": first for gemm in ("fprop", "wgrad")}
     for products, count, share, parameters in written(two / "uneven"):
         assert products == {**low, **{f"1 {gemm} fp32": first for gemm in GEMMS}}
@@ -165,13 +187,6 @@ def test_products_of_batches_of_other_sizes_are_added_up(two: Path) -> None:
         assert 0 <= count - len(products) <= 1
         assert share == pytest.approx(2 / 5)
         assert parameters == 2 * 4
-
-
-@pytest.mark.parametrize(("how", "width"), [("tensor parallel", 64), ("fully_shard", 128)])
-def test_what_a_rank_multiplies_of_split_layers(two: Path, how: str, width: int) -> None:
-    """Its shard under tensor parallelism, the whole weight under fully_shard; each product once."""
-    ran = ["up fprop", "up wgrad", *(f"down {gemm}" for gemm in GEMMS)]
-    assert written(two / "sharded", f"{how} ") == [{f"{product} fp32": 16 * 64 * width for product in ran}] * 2
 
 
 def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
@@ -184,23 +199,6 @@ def test_a_rank_that_misses_a_step_mixes_no_batches(two: Path) -> None:
     assert maxima(two / "missed", 1)[2] == 3, (
         "an iteration of rank 1 holds two steps of the optimizer, of which no other rank hears"
     )
-
-
-NUMBERS = 2 * 64 * 32 + 32 + 64  # of the two layers' parameters
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("DDP", {"float32": 4 * NUMBERS}),
-        ("DDP with a hook", {"float16": 2 * NUMBERS}),
-        ("fully_shard in bfloat16", {"float32": 4 * NUMBERS}),
-        ("FSDP1", {"bfloat16": 2 * NUMBERS}),
-        ("tensor parallel", {}),  # it reduces activations and their gradients alone
-    ],
-)
-def test_in_which_type_gradients_are_reduced(two: Path, how: str, expected: dict[str, int]) -> None:
-    assert written(two / "reduced", f"{how} ") == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -223,10 +221,6 @@ def test_a_finding_or_broken_contract_of_one_rank_stops_all_in_one_step(
     for step, text in written(two / case):
         assert step == at
         assert not [part for part in parts if part not in text], text
-
-
-def test_inf_and_nan_of_one_rank_stop_all_ranks_before_the_step_of_their_optimizers(two: Path) -> None:
-    assert written(two / "kept") == [(2, True, [(("pp1.linear",), "activation", 2)])] * 2
 
 
 def test_the_first_rank_knows_where_it_began_on_another_one(two: Path) -> None:

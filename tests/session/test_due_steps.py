@@ -39,12 +39,12 @@ def test_what_the_run_does_not_reach(
 ) -> None:
     config = {"s": feature(name, ["all"], **options)}
     observed(tmp_path, config, net=torch.nn.Sequential(te.Linear(32, 32)), steps=4, start_step=start, records="off")
-    told = [record.getMessage() for record in caplog.records if "became active" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "became active" in record.getMessage()]
     text = (
         "The run ended after step 3, before these features became active: the config mapping (section 's'):"
         f" {name}, {steps}. Choose steps up to 3, or run longer; steps start at 0."
     )
-    assert told == [text] * bool(steps)
+    assert messages == [text] * bool(steps)
 
 
 @pytest.mark.parametrize(

@@ -66,21 +66,21 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
 @pytest.mark.parametrize(
     ("call", "is_said"),
     [
-        (lambda kept, net: kept.infer_and_assign_layer_names(net), False),  # the layers are named anew
-        (lambda kept, net: kept.end_debug(), True),
-        (lambda kept, net: debug_api.end_debug(), True),
+        (lambda functions, net: functions.infer_and_assign_layer_names(net), False),  # the layers are named anew
+        (lambda functions, net: functions.end_debug(), True),
+        (lambda functions, net: debug_api.end_debug(), True),
     ],
 )
 def test_other_calls_lose_nothing(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, call: Callable[[Any, Net], None], is_said: bool
 ) -> None:
     """Also of a function that the script has kept from before the session."""
-    kept, net = SimpleNamespace(**vars(debug_api)), Net()
+    functions, net = SimpleNamespace(**vars(debug_api)), Net()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(2):
-            call(kept, net)
+            call(functions, net)
             net(torch.randn(16, 32)).sum().backward()
-            call(kept, net)
+            call(functions, net)
             session.step()
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 2
     words = "calls debug_api.end_debug() while the session is running. The call is ignored."
@@ -256,9 +256,9 @@ class Manual(lightning.Plain):
 def test_a_lightning_module_without_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: bool) -> None:
     callback = PrecisionDebugCallback(CONFIG, log_dir=tmp_path)
     lightning.trainer(tmp_path, callbacks=[callback]).fit(Manual(steps=steps), lightning.loader(3))
-    told = "".join(said_of_steps(caplog)) if steps else callback.session.findings.summary
-    assert steps or "no step was counted" in told
-    assert "step the optimizers from self.optimizers()" in told
+    text = "".join(said_of_steps(caplog)) if steps else callback.session.findings.summary
+    assert steps or "no step was counted" in text
+    assert "step the optimizers from self.optimizers()" in text
 
 
 def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -294,7 +294,7 @@ HIGH = {"bf16": feature("DisableFP8Layer", ["fc1"])}
 
 
 @pytest.mark.parametrize(
-    ("change", "now", "config", "found"),
+    ("change", "recipe", "config", "expected"),
     [
         (lose("_extra_state"), DELAYED, None, [f"{MISSING}: all 5 layers."]),
         (lose("0._extra_state", "1._extra_state"), DELAYED, None, [f"{MISSING}: {{0-1}}.fc1, {{0-1}}.fc2."]),
@@ -328,18 +328,18 @@ def test_what_differs(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     change: Callable[[State], object],
-    now: recipes.Recipe | None,
+    recipe: recipes.Recipe | None,
     config: Any,
-    found: list[str],
+    expected: list[str],
 ) -> None:
     state = saved(tmp_path, DELAYED)
     change(state)
     caplog.clear()
-    assert findings(resumed(tmp_path, state, now, config=config)) == found
+    assert findings(resumed(tmp_path, state, recipe, config=config)) == expected
     (said,) = warned(caplog)
-    assert all(text.rstrip(".") in said for text in found)
+    assert all(text.rstrip(".") in said for text in expected)
     assert "(iteration 3, run " in said
-    if "{" in found[0]:
+    if "{" in expected[0]:
         shown = [text for text in blocks("docs/session.md", "text") if "differs from" in text]
         run_id = r"run \d{8}-\d{6}-\d{3}-[0-9a-f]{6}"
         assert re.sub(run_id, "run", shown[0].strip()) == re.sub(run_id, "run", said.rpartition("\n")[0])
