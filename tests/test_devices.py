@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -77,45 +76,20 @@ def test_a_lost_gpu_is_reported_once(cuda: Callable[..., None], caplog: pytest.L
         ObservationFailures(strict=True, rank=0).report("observing", "fc1", lost())
 
 
-@pytest.fixture
-def to_host(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    reads = mock.Mock(side_effect=frames.to_host)
-    monkeypatch.setattr(frames, "to_host", reads)
-    return reads
-
-
-@pytest.fixture
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(4, 4)
-    return model, torch.optim.SGD(model.parameters(), lr=0.0)
-
-
 def test_overflow_detection_leaves_a_lost_gpu_to_training(
-    cuda: Callable[..., None], to_host: mock.Mock, trained: Any, caplog: pytest.LogCaptureFixture
+    cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The look before the optimizer's step is where the host waits, so an error of a kernel comes up there first."""
-    model, optimizer = trained
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
     with DebugActivationOverflow(model), caplog.at_level(logging.WARNING):
         model(torch.ones(2, 4)).sum().backward()
         cuda(lost())
-        to_host.side_effect = lost()
+        monkeypatch.setattr(frames, "to_host", mock.Mock(side_effect=lost()))
         optimizer.step()
     assert "Activation overflow detection ends" in caplog.text
     assert caplog.text.count("device-side assert") == 1
-
-
-def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], to_host: mock.Mock, trained: Any) -> None:
-    """A warm-up has left something to look at, and the optimizer's step is captured."""
-    model, optimizer = trained
-    with DebugActivationOverflow(model):
-        model(torch.full((2, 4), torch.inf)).sum().backward()
-        cuda(capturing=True)
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        assert not to_host.called
-        cuda()
-        with pytest.raises(ActivationOverflowError):
-            optimizer.step()
 
 
 # --- a capture --------------------------------------------------------------------------------------------------------
@@ -137,6 +111,23 @@ def test_no_statistic_is_measured_in_a_capture(cuda: Callable[..., None], caplog
     cuda()
     note()
     assert engine.has_news
+
+
+def test_overflow_detection_rests_in_a_capture(cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up has left something to look at, and the optimizer's step is captured."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    reads = mock.Mock(side_effect=frames.to_host)
+    monkeypatch.setattr(frames, "to_host", reads)
+    with DebugActivationOverflow(model):
+        model(torch.full((2, 4), torch.inf)).sum().backward()
+        cuda(capturing=True)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert not reads.called
+        cuda()
+        with pytest.raises(ActivationOverflowError):
+            optimizer.step()
 
 
 def test_a_step_in_a_capture_warns_and_collects_nothing(
