@@ -109,6 +109,8 @@ def test_the_command_takes_several_runs_a_side(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "mean of 3 paired seeds" in result.output
     assert "Within the tolerance of 0.25 % (two one-sided tests at 5 %)." in " ".join(result.output.split())
+    lower = command("--a", *b, "--tolerance", 0.0001, "--b", *a)
+    assert "of 0.01 % (two one-sided tests at 5 %): B is lower." in " ".join(lower.output.split())
     result = command("--a", *a, "--tolerance", 0.0001, "--b", *b, "--json")
     assert result.exit_code == 1
     found = json.loads(result.output)

@@ -344,7 +344,8 @@ def describe_pairs(paired: PairedDifference, loss: str, a: str = "A", b: str = "
     if paired.decision == "within":
         yield f"Within the tolerance of {bound} ({tested})."
     elif paired.decision == "beyond":
-        yield f"NOT within the tolerance of {bound} ({tested})."
+        side = "lower" if paired.difference < 0 else "higher"
+        yield f"NOT within the tolerance of {bound} ({tested}): {b} is {side}."
     elif paired.pairs_needed is None:
         yield f"Cannot decide with {paired.pairs} seeds whether {b} is within {bound}; nor would 1,000 seeds."
     else:
