@@ -1,6 +1,7 @@
 """The first difference of two runs, its size, and the noise that it exceeds."""
 
 import dataclasses
+import json
 import math
 import re
 from pathlib import Path
@@ -387,6 +388,15 @@ def test_facts_that_differ_come_with_their_values(
     runs: Runs, ours: dict[str, Any], theirs: dict[str, Any], stated: list[tuple[str, str, str]]
 ) -> None:
     assert [(fact.name, fact.a, fact.b) for fact in runs.compared(ours, theirs).facts] == stated
+
+
+def test_what_a_run_writes_at_its_end_is_no_fact_that_differs(runs: Runs) -> None:
+    record(runs.folder / "killed", numbers(0))
+    (file,) = (runs.folder / "killed").rglob("run.json")
+    facts = json.loads(file.read_text())
+    assert facts.pop("files")
+    file.write_text(json.dumps(facts))
+    assert facts_that_differ(runs.a, open_run(runs.folder / "killed")) == []
 
 
 def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:

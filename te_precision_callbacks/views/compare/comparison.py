@@ -77,7 +77,7 @@ def _with_prefix(table: pa.Table, new: str, old: str) -> pa.Table:
 
 
 _OF_EVERY_RUN = re.compile(
-    "run_id|segment|parent_segment|status|host|pid|pid_namespace|pid_started|launch|config_hash|.*_at|first_.*|last_.*"
+    "run_id|files|segment|parent_segment|status|host|pid|pid_namespace|pid_started|launch|config_hash|.*_at|first_.*|last_.*"
 )
 """Facts that differ between any two runs."""
 
