@@ -31,6 +31,7 @@ import yaml
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
+from te_precision_callbacks.base.failures import Guard
 from te_precision_callbacks.base.optimizers import held_ids, optimizers_of_process
 from te_precision_callbacks.base.ranks import has_other_ranks, world_size
 from te_precision_callbacks.base.replaced import Replacements
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from te_precision_callbacks.session import InspectSession
 
 logger = logging.getLogger(__name__)
-
-LAST_BACKWARDS = 20
-"""Backward passes without a step at the end of a run, after which a warning says that they are not observed."""
 
 MOST_BACKWARDS = 1000
 """Backward passes without a step before a warning: nanoGPT accumulates 40, and LBFGS evaluates up to 25."""
@@ -76,7 +74,6 @@ class ScriptWatch:
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._unscaled: torch.Tensor | None = None  # the loss before a GradScaler's last scaling
         self._backwards = 0  # since the last step
-        self._most_backwards = LAST_BACKWARDS // 2  # in a step
         self._iterations = 0
         self._search_until = SEARCHED_ITERATIONS
         self._search = Replacements()
@@ -101,10 +98,10 @@ class ScriptWatch:
         self._at_exit = Finalize(None, self.finish, exitpriority=101)
 
     def finish(self) -> None:
-        """Warn if a training, or its end, was not observed."""
+        """Warn if no training was observed."""
         if self._has_ended or not (self._has_called or self._backwards):
             return
-        if not self._has_attached or self._backwards >= (2 * self._most_backwards if self._iterations else 1):
+        if not self._has_attached or (self._backwards and not self._iterations):
             if self._backwards < MOST_BACKWARDS:  # later, it has been said
                 self._warn()
             if self.session is not None:
@@ -139,18 +136,16 @@ class ScriptWatch:
 
         @functools.wraps(function)
         def guarded(*args: Any, **keywords: Any) -> None:
-            if self._has_ended:
-                return
-            try:
-                function(*args, **keywords)
-            except PrecisionDebugError:
-                raise
-            except Exception as error:
-                logger.error("--watch failed and stops; the training continues. %s.", _ADVICE, exc_info=error)
-                with contextlib.suppress(Exception):
-                    self.end(error)
+            with Guard(self._fail, PrecisionDebugError):
+                if not self._has_ended:
+                    function(*args, **keywords)
 
         return guarded
+
+    def _fail(self, error: Exception) -> None:
+        logger.error("--watch failed and stops; the training continues. %s.", _ADVICE, exc_info=error)
+        with contextlib.suppress(Exception):
+            self.end(error)
 
     def _replace(self, owner: Any, name: str, before: Any) -> None:
         original = getattr(owner, name)
@@ -273,7 +268,6 @@ class ScriptWatch:
                 self._waiting[other] = count < BEHIND and not set(held_ids(other)).issubset(held_ids(optimizer))
         if all(self._steps.get(other) for other, is_waited_for in self._waiting.items() if is_waited_for):
             self._steps.clear()
-            self._most_backwards = max(self._most_backwards, self._backwards)
             self._backwards = 0
             self._iterations += 1
             if self._iterations >= self._search_until:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.errors import ObservationError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
 from te_precision_callbacks.instrumentation.debug_path import DelayedScalingLayers
@@ -61,67 +62,71 @@ class StepCollector:
         delayed_scaling: DelayedScalingLayers,
     ) -> None:
         self._context = context
-        self._inspector = context.inspector
         self._observation = observation
         self._scalars = scalars
         self._layers = layers
         self._delayed_scaling = delayed_scaling
-        self._measured: list[Measured] = []
+        self._measured: Measured | None = None
         self._is_local = False
 
     def reduce(self, ending: EndingStep, optimizer_steps: int) -> None:
-        ranks = self._context.ranks
-        for measured, _ in self._observation.take(
-            ending.iteration, reduce=ranks.several, optimizer_steps=optimizer_steps
-        ):
-            if measured:
-                self._measured.append(measured)
+        """Reduce the statistics, and begin the next iteration; after a failure, the statistics are local."""
+        context = self._context
+        try:
+            several = context.ranks.several
+            for measured, _ in self._observation.take(
+                ending.iteration, reduce=several, optimizer_steps=optimizer_steps
+            ):
+                self._measured = measured
+            context.inspector.step()
+        except ObservationError:
+            raise
+        except Exception as error:
+            context.ranks.leave(error)
+            context.failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
+            context.inspector.iteration = ending.iteration + 1  # inspector.step() may have failed before counting
+            self.collect_local()
 
     def collect_local(self) -> None:
         """Collect this rank's statistics, unless the statistics of the step were already collected."""
+        context = self._context
         has_reduced = bool(self._measured)
         try:
-            for measured, _ in self._observation.take(self._inspector.iteration, reduce=False):
-                if measured and not has_reduced:
-                    self._measured.append(measured)
-            self._inspector.log_local_buffers()
+            for measured, _ in self._observation.take(context.iteration, reduce=False):
+                if not has_reduced:
+                    self._measured = measured
+            context.inspector.log_local_buffers()
         except Exception as error:
             logger.error("The statistics collected since the last step cannot be read and are lost.", exc_info=error)
-        self._is_local = not has_reduced and self._context.ranks.several
+        self._is_local = not has_reduced and context.ranks.several
 
     def read(self, ending: EndingStep) -> StepRecords | None:
-        try:
-            return self._records(ending)
-        finally:
-            self._measured = []
-            self._is_local = False
-            self._scalars.clear()
-
-    def _records(self, ending: EndingStep) -> StepRecords | None:
-        names = [name for name, _ in self._scalars.entries]
-        measured = self._measured
-        ranks = self._context.ranks
+        """Return the records of the step, if it has any, and begin the next step."""
         results = self._context.results
-        if not names and not measured:
-            return None
+        ranks = self._context.ranks
+        table = results.series
+        measured = self._measured
+        local = self._is_local
+        histograms: Mapping[int, tuple[float, ...]] = {}
         try:
-            values = self._scalars.read()
-            table = results.series
+            names = [name for name, _ in self._scalars.entries]
             own = [table.intern(*parse_log_name(name, self._layers.names)) for name in names]
-            local = self._is_local
-            all_series = []
-            all_values = []
-            histograms: dict[int, tuple[float, ...]] = {}
-            for part in measured:
-                local = local or part.local
-                all_series.append(part.series)
-                all_values.append(part.values)
-                histograms |= part.histograms
-            series = np.concatenate([*all_series, np.array(own, dtype=np.int32)])
-            numbers = np.concatenate([*all_values, np.array(values)])
+            series = np.array(own, dtype=np.int32)
+            numbers = np.array(self._scalars.read())
+            if measured:
+                series = np.concatenate([measured.series, series])
+                numbers = np.concatenate([measured.values, numbers])
+                histograms = measured.histograms
+                local = local or measured.local
+            elif not names:
+                return None
         except Exception as error:
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
+        finally:
+            self._measured = None
+            self._is_local = False
+            self._scalars.clear()
         # When ranks are disconnected, sinks get the first rank's values; at the end, each rank writes its remainder.
         left_to_first = local and not ending.is_remainder and not ranks.leads
         reduced = len(series) - len(own) if left_to_first or (ranks.several and not local) else 0
@@ -157,11 +162,13 @@ class TrainerScalars:
 
     Attributes:
         has_loss: whether a training loss was added.
+        are_shared: whether ranks have exchanged losses.
         losses: training losses that rank 0 may not have: in a pipeline, only the last stage computes the loss.
     """
 
     def __init__(self, context: RunContext) -> None:
         self.has_loss = False
+        self.are_shared = False
         self.losses: deque[Loss] = deque(maxlen=_MOST_LOSSES)
         self._context = context
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # by iteration and logging step
@@ -182,6 +189,7 @@ class TrainerScalars:
 
     def exchange_losses(self) -> list[Scalars]:
         """Return the mean losses over the ranks that have one. All ranks must call this."""
+        self.are_shared = True
         own = list(self.losses)
         self.losses.clear()
         of_steps = group_by_key(

@@ -30,6 +30,7 @@ class RunResults:
 
     Attributes:
         started_at: the line of the script that started the session; empty before the start.
+        counts_from, integration, gives_way: see :meth:`InspectSession.start`.
         filters_loss: whether the trainer filters inf and nan from the loss that it logs.
         expects_low: the setting of the trainer that selects low precision.
         whole_run: the verdict on a resumed run including its earlier starts; None before the end, and for other runs.
@@ -40,6 +41,9 @@ class RunResults:
     log_dir: Path
     iteration: int
     started_at: str = ""
+    counts_from: int = 0
+    integration: str = "session"
+    gives_way: bool = False
     iterations: Iterations = field(default_factory=Iterations)
     layers: tuple[LayerInfo, ...] = ()
     unconverted: Mapping[str, str] = field(default_factory=dict)
@@ -91,15 +95,6 @@ class RunResults:
         return self.whole_run
 
 
-@dataclass
-class LoopFacts:
-    """Facts about the training loop from its integration; see :meth:`InspectSession.start`."""
-
-    counts_from: int = 0
-    integration: str = "session"
-    gives_way: bool = False
-
-
 @dataclass(frozen=True)
 class RunContext:
     """Shared state of a run.
@@ -110,7 +105,6 @@ class RunContext:
     """
 
     options: SessionOptions
-    loop: LoopFacts
     results: RunResults
     failures: ObservationFailures
     ranks: Ranks
@@ -126,9 +120,9 @@ class RunContext:
         self.events.append(Event("observation_failed", text, self.iteration, "warning"))
 
     def logging_step(self, iteration: int) -> int:
-        return iteration + self.loop.counts_from
+        return iteration + self.results.counts_from
 
     def describe_step(self) -> str:
         iteration = self.iteration
-        logged = "" if self.loop.integration == "session" else f", step {self.logging_step(iteration)}"
+        logged = "" if self.results.integration == "session" else f", step {self.logging_step(iteration)}"
         return f"debug iteration {iteration}{logged}"

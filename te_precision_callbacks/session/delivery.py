@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,6 @@ import torch
 
 from te_precision_callbacks.base.ranks import has_other_ranks, own_rank
 from te_precision_callbacks.base.ranks.meeting import next_keys, shared_store
-from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.options import read_statistics_log, record_limit
 from te_precision_callbacks.runs.run_files import FOLDER, Place
@@ -21,8 +19,6 @@ from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.statistics_log import StatisticsLog
 from te_precision_callbacks.sinks.step_records import Event, EventSink, RunInfo, Scalars, Sink, StepRecords
 from te_precision_callbacks.sinks.writer_thread import WriterThread
-
-logger = logging.getLogger(__name__)
 
 SinkT = TypeVar("SinkT", bound=Sink)
 
@@ -106,7 +102,6 @@ class RunFiles:
 
     Attributes:
         log, records: None if switched off.
-        page: the command that writes the report page; empty without records.
     """
 
     def __init__(self, context: RunContext, given_names: Mapping[str, str]) -> None:
@@ -120,7 +115,6 @@ class RunFiles:
         self._log_dir = log_dir
         self.log = None if choice.ranks == "off" else StatisticsLog(given_names=given_names, limit=choice.limit)
         self.records = RecordSink(log_dir, limit) if limit else None
-        self.page = ""
         self.sinks: list[Sink] = [sink for sink in (self.log, self.records) if sink is not None]
 
     @property
@@ -142,7 +136,7 @@ class RunFiles:
                 store = shared_store(f"te_precision_callbacks/records/{self._log_dir.absolute()}")
                 self.records.keys = next_keys(store, own_rank())
 
-    def begin(self) -> None:
+    def begin(self, sinks: Sinks) -> None:
         """Agree with all ranks on the folder of the records; on failure, the run is not recorded."""
         ranks = self._ranks
         group = self._context.options.process_group
@@ -154,6 +148,7 @@ class RunFiles:
             try:
                 self.records.place = self.records.begin()
             except Exception as error:
+                sinks.drop(self.records)
                 self.records = None
                 self._context.failures.report("recording", "the run", error)
         if with_rank_0:
@@ -176,9 +171,3 @@ class RunFiles:
             if folder.is_dir():
                 return folder
         return self._log_dir
-
-    def log_command(self) -> None:
-        """Log the command that writes the report page, if the run has records."""
-        if self.run_folder != self._log_dir:
-            self.page = shell_command("te-precision", "report", str(self.run_folder))
-            logger.info("%s makes one page of this run.", self.page)

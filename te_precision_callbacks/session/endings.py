@@ -163,16 +163,22 @@ class ClosingReport:
                 self._context.inspector.log(text)
 
     def print_verdict(self, error: BaseException | None) -> None:
+        folder = str(self._files.run_folder)
+        log_dir = self._results.log_dir
+        page = ""
+        if folder != str(log_dir):  # the run has records
+            page = shell_command("te-precision", "report", folder)
+            logger.info("%s makes one page of this run.", page)
         if self._context.options.quiet or os.environ.get("TE_PRECISION_QUIET", "") not in ("", "0"):
             return
         logs = diagnose = ""
         if (lost := self._context.failures.lost_folder) is not None:
             logs = f"none, because {lost} cannot be written to"
-        elif self._results.log_dir.is_dir():
-            logs = str(self._results.log_dir)
-            diagnose = shell_command("te-precision", "diagnose", str(self._files.run_folder))
+        elif log_dir.is_dir():
+            logs = str(log_dir)
+            diagnose = shell_command("te-precision", "diagnose", folder)
         ended_by = "" if error is None else summarize_error(error)
-        lines = closing_lines(self._results.findings, self._ran, logs, self._files.page, diagnose, ended_by)
+        lines = closing_lines(self._results.findings, self._ran, logs, page, diagnose, ended_by)
         sys.stderr.write("\n".join((*lines, "")))
 
 

@@ -63,7 +63,7 @@ class RunFacts:
         self._options = context.options
         self._model = model
         self._results = context.results
-        self._integration = context.loop.integration
+        self._integration = context.results.integration
         self._taken: tuple[object, ...] = (None,)
         self._scales_loss = False
         self._rests_until = 0.0

@@ -236,7 +236,7 @@ class ObservedModel:
                 " they run in, and inf and nan, are observed."
             )
         elif not self.layers.of_all:
-            logger.warning("%s", no_layers_warning(goes_on, self._context.loop.integration))
+            logger.warning("%s", no_layers_warning(goes_on, self._context.results.integration))
         self.model = model
         self._plan_of = {entry.layer.name: entry for entry in plan.layers}
         self._describe_layers()
@@ -431,7 +431,7 @@ class ObservedModel:
                 "" if len(named) == 1 else "s",
                 fold_for_sentence(*named, most=2),
                 _FOR_TRAINER
-                if self._context.loop.integration == "transformers"
+                if self._context.results.integration == "transformers"
                 else f"Remedy: {REMEDIES[Reason.RECOMPUTED]}.",
             )
 

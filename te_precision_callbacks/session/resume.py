@@ -126,7 +126,7 @@ class ResumeAudit:
             context = self._context
             unsaved = unsaved_layers(taken)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
-                converts = context.loop.integration in ("accelerate", "transformers")
+                converts = context.results.integration in ("accelerate", "transformers")
                 remedy = _EVALUATE_IN_FP8_WITH_ACCELERATE if converts else "Evaluate inside te.autocast"
                 logger.warning("%s %s", unsaved, _EVALUATE_IN_FP8 % remedy)
             return taken

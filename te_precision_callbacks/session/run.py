@@ -47,7 +47,7 @@ from te_precision_callbacks.session.checks import (
     RuleChecks,
 )
 from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
-from te_precision_callbacks.session.context import LoopFacts, RunContext, RunResults
+from te_precision_callbacks.session.context import RunContext, RunResults
 from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events
 from te_precision_callbacks.session.endings import ClosingReport, call_on_request, forget_request, uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
@@ -79,11 +79,9 @@ class Run:
         sinks: Iterable[Sink],
         results: RunResults,
         classify: ForwardClassifier,
-        loop: LoopFacts,
     ) -> None:
         self.live = False
         self._process = os.getpid()
-        self._at_exit: Finalize | None = None
         self._is_in_step = False
         self.last_logging_step: int | None = None
         # A method of the run's ranks would keep the model alive as long as the results.
@@ -91,10 +89,12 @@ class Run:
         failures = ObservationFailures(strict=options.strict, rank=own_rank(), leads=leading)
         ranks = Ranks(options.process_group, reduce=options.reduce, report=failures.report)
         inspector = Inspector(results.log_dir, options, failures)
-        context = RunContext(options, loop, results, failures, ranks, inspector)
+        context = RunContext(options, results, failures, ranks, inspector)
         self.context = context
+        self._results = results
+        self._failures = failures
+        self._ranks = ranks
         classify.begin(abandoned=self._is_abandoned)
-        self._classify = classify
         scalars = ScalarBuffer(failures)
         self._scalars = scalars
         engine = StatisticsEngine(results.series, failures.report)
@@ -108,18 +108,16 @@ class Run:
         self._loop_checks = LoopChecks(context, model)
         self._optimizer_hooks: list[RemovableHandle | ScaledStepHook] = []
         self._updated_at: int | None = None  # the last iteration in which an optimizer has stepped with gradients
-        self._logs_updates = options.config.is_default
         self._collector = StepCollector(
             context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
         )
         self._trainer_scalars = TrainerScalars(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
-        self._shares_losses = False
         self._rules = RuleChecks(context, self._every_step)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, scalars, self._every_step)
         self.hooks.products.around_backward = self._parameters.watch.clearing.around_backward
-        self.backward_loss = BackwardLoss(failures)
+        self.backward_loss = BackwardLoss(failures, self._trainer_scalars)
         self._clipping = ClippingWatch(self._parameters.watch.before_clipping, failures)
         self.overflow = OverflowCheck(context)
         self._files = RunFiles(context, model.layers.given)
@@ -128,82 +126,97 @@ class Run:
         self.resume_audit = ResumeAudit(context, model, self._files.records)
         self._scale_restore = ScaleRestoreCheck(context, model)
         self._closing = ClosingReport(context, self._files)
+        self._undo = ExitStack()
+        for undo in (
+            classify.end,
+            inspector.stop,
+            self.hooks.remove,
+            self._parameters.watch.remove,
+            self._clipping.remove,
+            self.resume_audit.end,
+            self.backward_loss.remove,
+        ):
+            self._undo.callback(undo)
+
+    @property
+    def iteration(self) -> int:
+        return self.context.inspector.iteration
 
     # ------------------------------------------------------------------ start and attach
 
     def start(self, at_exit: Finalize) -> None:
         self.live = True
-        self._at_exit = at_exit
+        self._undo.callback(at_exit.cancel)
         self.context.inspector.start(self.observation, self._scalars)
         self.hooks.install()
         self.count_from(self.context.options.start_step or 0)
 
     def count_from(self, iteration: int) -> None:
         self.context.inspector.iteration = iteration
-        self.context.failures.iteration = iteration
+        self._failures.iteration = iteration
         self.last_logging_step = None
         self.hooks.query_all()
 
     def attach(self, model: Model) -> None:
-        context = self.context
-        ranks = self.context.ranks
+        ranks = self._ranks
         ranks.meet()
         with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
             self.observation.engine.reduce_over(ranks.messages)
-            context.inspector.events.begin(in_full=self._files.writes_all)
+            self.context.inspector.events.begin(in_full=self._files.writes_all)
             self._files.attach()
             self.model.attach(model)
             self._contract.attach(self.model)
-            self._parameters.watch.begin(context.iteration)
+            self._parameters.watch.begin(self.iteration)
             if not self._optimizer_hooks:
                 self._optimizer_hooks += hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
                 self._optimizer_hooks.append(ScaledStepHook(self._before_scaled_step))
+                for handle in self._optimizer_hooks:
+                    self._undo.callback(handle.remove)
             self._clipping.begin()
             self.overflow.attach(model)
         ranks.settle()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         place = len(self.hooks.every_step.ring.order)
-        is_collected = self._logs_updates and bool(self.hooks.answers.watched.due)
-        self._parameters.before_optimizer_step(optimizer, self.context.iteration, place, is_collected=is_collected)
+        is_collected = bool(self.hooks.answers.watched.due) and self.context.options.config.is_default
+        self._parameters.before_optimizer_step(optimizer, self.iteration, place, is_collected=is_collected)
         self._scale_restore.before_step(optimizer)
         self.resume_audit.compare_restored()
-        if self._rules.stops_for_nonfinite and not self.context.results.scales_loss and not is_capturing():
+        if self._rules.stops_for_nonfinite and not self._results.scales_loss and not is_capturing():
             self._stop_before_step(optimizer)
 
     def _stop_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Stop the run on all ranks if inf or nan would reach weights. A GradScaler skips such a step by itself."""
-        context = self.context
-        ranks = context.ranks
+        ranks = self._ranks
         gradients = self._parameters.watch.sizes
         if not self.model.is_trained_by(optimizer) or not self._parameters.watch.had_gradients:
             return
         is_broken = False
-        with context.failures.guard("looking for", "inf and nan"):
+        with self._failures.guard("looking for", "inf and nan"):
             is_broken = self.hooks.every_step.ring.is_broken() or gradients.is_broken()
         is_broken = ranks.any("inf and nan", "looking for inf and nan", own=is_broken)
         if is_broken and (ranks.are_connected or not ranks.several):  # a rank alone would let the others wait
-            with context.failures.guard("stopping before", "the step of an optimizer"):
-                self._every_step.end_step(context.iteration, waits=True)
+            with self._failures.guard("stopping before", "the step of an optimizer"):
+                self._every_step.end_step(self.iteration, waits=True)
                 if gradients.is_broken():
-                    self._parameters.end(context.iteration)
+                    self._parameters.end(self.iteration)
                 self._send()
             self._rules.stop_if_wanted(at_once=True)
 
     def _before_scaled_step(self, optimizer: Any) -> None:
-        results = self.context.results
-        with self.context.failures.guard("observing", "a GradScaler"):
-            results.scales_loss = results.scales_loss or self.model.is_trained_by(optimizer)
+        with self._failures.guard("observing", "a GradScaler"):
+            if not self._results.scales_loss:
+                self._results.scales_loss = self.model.is_trained_by(optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._loop_checks.note(optimizer)
         self.hooks.products.note_optimizer_step(optimizer)
         self._parameters.watch.after_step(optimizer)
-        if self._parameters.watch.last_update == self.context.iteration and self._parameters.watch.had_gradients:
-            self._updated_at = self.context.iteration
+        if self._parameters.watch.last_update == self.iteration and self._parameters.watch.had_gradients:
+            self._updated_at = self.iteration
             self.hooks.every_step.note_update()
         # A backward that was not seen has left gradients. They are read from the device only if no backward was seen.
-        table = self.context.results.table
+        table = self._results.table
         if table.lacks_backward and has_gradients(self.model.parameters()):
             table.note_backward()
 
@@ -218,6 +231,7 @@ class Run:
                 return None
             if not self._loop_checks.has_stepped:
                 call_on_request(self._record_on_request)
+                self._undo.callback(forget_request, self._record_on_request)
             self._is_in_step = True
             with uninterrupted(), without_collections():
                 try:
@@ -228,23 +242,24 @@ class Run:
         except RaisedInTraining:
             raise
         except Exception as error:  # a bug of this package must neither end the training nor block the other ranks
-            self.context.ranks.leave(error)
-            self.context.failures.report("ending", f"iteration {self.context.failures.iteration}", error)
+            self._ranks.leave(error)
+            self._failures.report("ending", f"iteration {self._failures.iteration}", error)
             return None
         finally:
             self._is_in_step = False
-            self.context.failures.iteration = self.context.iteration
+            self._failures.iteration = self.iteration
 
     def _record_on_request(self, *_: Any) -> None:
         """Record the last steps that are on the host, between two steps at once: the next one may never end."""
         if not self.is_forked:
             self._every_step.is_requested = True
             if self.live and not self._is_in_step:
-                self._every_step.record_requested(self.context.iteration)
+                self._every_step.record_requested(self.iteration)
                 self._try("recording", "the last steps", self._send)
 
     def _end_step(self, logging_step: int | None) -> StepRecords | None:
         context = self.context
+        ranks = self._ranks
         self.overflow.check()
         if self.is_forked:
             self._warn_once(
@@ -253,21 +268,21 @@ class Run:
             )
             return None
         context.inspector.keep()
-        iteration = context.iteration
+        iteration = self.iteration
         ending = EndingStep(iteration, context.logging_step(iteration) if logging_step is None else logging_step)
         try:
-            with context.ranks.together(
+            with ranks.together(
                 "step()",
                 ObservationError,
                 ConfigError,
-                agree=context.options.strict and context.ranks.several,
+                agree=context.options.strict and ranks.several,
                 on_all=(PrecisionContractError, PrecisionFindingError),
             ):
                 records = self._run_step(ending)
             # Reconnect ranks that were disconnected; all continue at the largest iteration.
             steps = -1 if self.observation.engine.optimizers_differ else self._loop_checks.optimizer_steps
-            common = context.ranks.reconnect(context.iteration, steps)
-            if common is not None and common != context.iteration:
+            common = ranks.reconnect(self.iteration, steps)
+            if common is not None and common != self.iteration:
                 self.count_from(common)
             return records
         except BaseException:  # the failed step counts as an iteration
@@ -284,8 +299,7 @@ class Run:
         self.resume_audit.compare_restored()
         self._scale_restore.end_step()
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
-        for loss in self.backward_loss.end_step(iteration, ending.logging_step):
-            self._trainer_scalars.add(*loss)
+        self.backward_loss.end_step(iteration, ending.logging_step)
         self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
         self.context.inspector.report_events()
         stepped = self._parameters.watch.stepped(iteration)
@@ -294,13 +308,13 @@ class Run:
         self._parameters.watch.updates.end_step()
         self._start_sinks(together=True)
         # Reduce the statistics over the ranks, and begin the next iteration.
-        ranks = self.context.ranks
+        ranks = self._ranks
         optimizer_steps = self._loop_checks.optimizer_steps
         wants_losses = ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss
         ranks.request(losses=wants_losses, origins=bool(self._every_step.unsent))
         self._contract.begin_step(iteration)
-        self._reduce(ending)
-        self.hooks.begin(self.context.iteration)
+        self._collector.reduce(ending, optimizer_steps)
+        self.hooks.begin(self.iteration)
         # Check the facts, on which the rules for events depend, and the statistics where they are delivered.
         self._check_facts(iteration)
         self._send_pending()
@@ -322,61 +336,37 @@ class Run:
 
     def _exchange(self, *, losses: bool, origins: bool) -> None:
         """Send losses and origins of inf and nan to the first rank; all ranks must call this."""
-        ranks = self.context.ranks
-        if origins:
-            of_others = self._every_step.exchange_origins(ranks)
-            for rank, event in of_others if ranks.leads else ():
+        of_others = self._every_step.exchange_origins(self._ranks) if origins else []
+        shared = self._trainer_scalars.exchange_losses() if losses else []
+        if self._ranks.leads:
+            for rank, event in of_others:
                 self._rules.event(event, rank)
-        if losses:
-            self._shares_losses = True
-            shared = self._trainer_scalars.exchange_losses()
-            self._send_scalars(shared if ranks.leads else ())
+            self._send_scalars(shared)
 
     def _start_sinks(self, *, together: bool) -> None:
         """Start the sinks, unless they have started; ``together``: whether all ranks call this."""
         if self._sinks.have_started:
             return
-        records = self._files.records
-        try:
-            if together:
-                self._files.begin()
-        finally:
-            if records is not None and self._files.records is None:
-                self._sinks.drop(records)
-        context = self.context
+        if together:
+            self._files.begin(self._sinks)
         self._sinks.start(
             RunInfo(
-                log_dir=context.results.log_dir,
+                log_dir=self._results.log_dir,
                 rank=own_rank(),
                 world_size=world_size(),
-                start_iteration=context.iteration,
-                layers=context.results.layers,
+                start_iteration=self.iteration,
+                layers=self._results.layers,
                 versions=dict(versions()),
-                config=context.options.config.name,
+                config=self.context.options.config.name,
             )
         )
 
-    def _reduce(self, ending: EndingStep) -> None:
-        inspector = self.context.inspector
-        try:
-            self._collector.reduce(ending, self._loop_checks.optimizer_steps)
-            inspector.step()
-        except ObservationError:
-            raise
-        except Exception as error:
-            self.context.ranks.leave(error)
-            self.context.failures.report("gathering the statistics of", f"iteration {ending.iteration}", error)
-            inspector.iteration = ending.iteration + 1  # inspector.step() may have failed before counting
-            self._collector.collect_local()
-
     def _check_facts(self, iteration: int, *, at_last: bool = False, has_statistics: bool = False) -> None:
-        results = self.context.results
         records = self._files.records
-        with self.context.failures.guard("gathering the facts of", f"iteration {iteration}"):
+        with self._failures.guard("gathering the facts of", f"iteration {iteration}"):
             adds_eps = self._parameters.adds_eps
-            results.adds_eps = results.adds_eps if adds_eps is None else adds_eps  # the optimizer may be gone
-            if at_last and records is not None and results.iterations.last is not None:
-                records.last = results.iterations.last
+            if adds_eps is not None:  # otherwise the optimizer may be gone
+                self._results.adds_eps = adds_eps
             if not self._facts.has_changed(at_last=at_last, has_statistics=has_statistics):
                 return
             facts = self._facts.take()
@@ -394,7 +384,7 @@ class Run:
         if len(records.series):
             self._check_facts(ending.iteration, has_statistics=True)
         try:
-            with self.context.failures.guard("checking", f"iteration {ending.iteration}"):
+            with self._failures.guard("checking", f"iteration {ending.iteration}"):
                 records = self._rules.records(records)
                 self._send()
         finally:
@@ -423,7 +413,7 @@ class Run:
                 self._rules.event(event)
 
     def _send_pending(self, *, at_last: bool = False) -> None:
-        self._send(*(Event("observation_failed", text, at, "error") for at, text in self.context.failures.take()))
+        self._send(*(Event("observation_failed", text, at, "error") for at, text in self._failures.take()))
         self._send_scalars(self._trainer_scalars.take(at_once=at_last))
         self._send()
 
@@ -440,23 +430,19 @@ class Run:
         written = [wait(until) for wait in waits]
         return all(written)
 
-    def log(self, values: Mapping[str, Any], logging_step: int | None) -> int | None:
-        if self.is_forked:
-            return None
+    def log(self, values: Mapping[str, Any], logging_step: int | None) -> None:
         self.backward_loss.note_logged(values)
-        iteration = self.context.iteration
-        last = self.last_logging_step
+        iteration = self.iteration
         if logging_step is None:
             logging_step = self.context.logging_step(iteration)
-        elif logging_step == last and iteration:
+        elif logging_step == self.last_logging_step and iteration:
             iteration -= 1
         self._trainer_scalars.add(iteration, logging_step, values)
-        return logging_step
 
     def note_checkpoint(self, file: str) -> None:
         """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
-        iteration = self.context.iteration
-        self.context.results.diagnosis.note_checkpoint(iteration, file)
+        iteration = self.iteration
+        self._results.diagnosis.note_checkpoint(iteration, file)
         self._parameters.watch.note_checkpoint()
         text = f"A checkpoint was saved before debug iteration {iteration}."
         self._send(Event("checkpoint_saved", text, iteration, phase="checkpoint", data={"file": file}))
@@ -464,13 +450,11 @@ class Run:
     def restore_losses(self, losses: Sequence[float]) -> None:
         if losses:
             text = f"The run was resumed after a training loss of {losses[-1]:.6g}."
-            before = max(self.context.iteration - 1, 0)
-            self._send(Event("losses_restored", text, before, data={"losses": losses}))
+            self._send(Event("losses_restored", text, max(self.iteration - 1, 0), data={"losses": losses}))
 
     # ------------------------------------------------------------------ stop
 
     def stop(self, error: BaseException | None, logging_step: int | None) -> None:
-        context = self.context
         layers = self.model.layers
         ended_by = error or sys.exc_info()[1]
         explain_failure(ended_by, layers.modules, layers.other_names)
@@ -478,7 +462,7 @@ class Run:
         leads_all = own_rank() == 0
         with uninterrupted(), without_collections(), ExitStack() as stack:
             if ended_by is not None and not self._loop_checks.has_trained:
-                context.results.table.abandon()
+                self._results.table.abandon()
             if not attached and ended_by is None:
                 logger.warning(
                     "The session ended without a model, so nothing was observed. Pass model=, or call attach(model)"
@@ -494,13 +478,12 @@ class Run:
                 ("closing", "the sinks", True, lambda: self._close_sinks(error)),
                 ("checking", "the whole run", leads_all, self._closing.check_whole_run),
                 ("logging", "the coverage", leads_all, self._closing.log_coverage),
-                ("logging", "the command of the report", leads_all, self._files.log_command),
                 ("printing", "the verdict", attached and leads_all, lambda: self._closing.print_verdict(ended_by)),
                 ("undoing", "the changes of the session", True, self._put_back),
                 ("closing", "the dumps", True, lambda: self._close_dumps(error)),
-                ("leaving", "the other ranks", True, context.ranks.end),
+                ("leaving", "the other ranks", True, self._ranks.end),
             ]
-            stack.callback(context.failures.summarize)
+            stack.callback(self._failures.summarize)
             for doing, of, wanted, call in reversed(parts):  # the stack runs all parts, even if some of them fail
                 if wanted:
                     stack.callback(self._try, doing, of, call)
@@ -512,26 +495,25 @@ class Run:
             raise
         except Exception as error:
             try:
-                self.context.failures.report(doing, of, error)
+                self._failures.report(doing, of, error)
             except Exception:  # with strict=True, where the run has ended already
                 logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
 
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
-        self._every_step.end_step(self.context.iteration, waits=True)
-        for loss in self.backward_loss.take():
-            self._trainer_scalars.add(*loss)
+        iteration = self.iteration
+        self._every_step.end_step(iteration, waits=True)
+        self.backward_loss.record()
         self.model.warn_of_refused()
         self._loop_checks.end(error)
         if not self._files.writes_all and (isinstance(error, KeyboardInterrupt) or not is_failure(error)):
             self._sinks.skipped = self._files.sinks
-        iteration = self.context.iteration
         last = self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration) if last is None else last + 1
         self._deliver_local(EndingStep(iteration, logging_step, is_remainder=True))
 
     def _check_parameters(self) -> None:
-        last = self.context.results.iterations.last
+        last = self._results.iterations.last
         if last is not None:  # an exception may have ended the run after a step of an optimizer
             self._parameters.end(max(last, self._parameters.watch.stepped_at))
             self._send()
@@ -542,13 +524,12 @@ class Run:
         has_stepped = self._loop_checks.has_stepped
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
-            results = self.context.results
-            before = results.coverage.changes
+            before = self._results.coverage.changes
             self.model.note_order()
             self.model.note_unobserved()
             self.model.note_products()
-            if results.coverage.changes != before:
-                results.table.leave(self.context.iteration)
+            if self._results.coverage.changes != before:
+                self._results.table.leave(self.iteration)
         if self._contract.keeper is None or (error is not None and not attached):
             return
         why_not = "the model did not run a training forward and backward during the session"
@@ -558,14 +539,13 @@ class Run:
             why_not = "the run ended before its first optimizer step"
         elif is_in_evaluation(self.model.layers.modules):
             why_not = "the model is in evaluation mode: call model.train() before the training"
-        iteration = self.context.iteration - has_stepped
         try:
-            self._contract.end_run(iteration, why_not, has_step=has_step, raises=error is None)
+            self._contract.end_run(self.iteration - has_stepped, why_not, has_step=has_step, raises=error is None)
         finally:
             self._send()
 
     def _send_end(self, error: BaseException | None) -> None:
-        iteration = self.context.iteration
+        iteration = self.iteration
         with suppress(ObservationError):  # with strict=True; something else has ended the run already
             why = "the end of the run"
             if error is not None:
@@ -579,16 +559,18 @@ class Run:
             self._every_step.note_last_nonfinite(iteration)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
-            if error is None and self._shares_losses:
+            if error is None and self._trainer_scalars.are_shared:
                 self._exchange(losses=True, origins=True)
             self._check_facts(iteration, at_last=True)
             self._send()
             if self._files.records is not None:
                 self._files.records.step = iteration
+                if self._results.iterations.last is not None:
+                    self._files.records.last = self._results.iterations.last
             self._rules.event(end_of(error, max(iteration - 1, 0), iteration))
 
     def _warn_never_due(self, error: BaseException | None) -> None:
-        last = self.context.results.iterations.last
+        last = self._results.iterations.last
         if own_rank() or error is not None or last is None:
             return
         if text := describe_never_due(self.context.options.config, last):
@@ -607,21 +589,9 @@ class Run:
             self.observation.recorder.close()
 
     def _put_back(self) -> None:
-        with ExitStack() as then:
-            then.callback(self._classify.end)
-            then.callback(self.context.inspector.stop)
-            then.callback(self.hooks.remove)
-            if self._at_exit is not None:
-                then.callback(self._at_exit.cancel)
-            then.callback(forget_request, self._record_on_request)
-            for handle in self._optimizer_hooks:
-                then.callback(handle.remove)
-            then.callback(self._parameters.watch.remove)
-            then.callback(self._clipping.remove)
-            then.callback(self.resume_audit.end)
-            then.callback(self.backward_loss.remove)
-            self.context.results.iteration = self.context.iteration
-            self.live = False
+        self._results.iteration = self.iteration
+        self.live = False
+        self._undo.close()
 
     # ------------------------------------------------------------------ forks
 
@@ -631,7 +601,7 @@ class Run:
 
     def _is_abandoned(self) -> bool:
         self.context.inspector.keep()  # before a forward reads it
-        return self.live and os.getpid() != self._process
+        return self.live and self.is_forked
 
     def _warn_once(self, text: str) -> None:
         if self.context.notices.first(text):

@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from te_precision_callbacks.base.errors import OptionError, SessionError
+from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.coverage.coverage import Coverage
 from te_precision_callbacks.coverage.gemm_precision import Precision
@@ -22,7 +23,7 @@ from te_precision_callbacks.layers.naming import Model, named_roots
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, step_number
 from te_precision_callbacks.overflow import DebugActivationOverflow
 from te_precision_callbacks.runs.fingerprints import ResumeReport
-from te_precision_callbacks.session.context import LoopFacts, RunResults
+from te_precision_callbacks.session.context import RunResults
 from te_precision_callbacks.session.endings import stop_at_exit
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
@@ -99,8 +100,7 @@ class InspectSession:
         self._run: Run | None = None
         self._resume_audit: ResumeAudit | None = None
         self._results = self._new_results(None)
-        self._loop = LoopFacts()
-        self._has_warned_of_log = False
+        self._notices = Notices()
         self._resumed_loss = ResumedLoss()
         self._classify = ForwardClassifier(precision_features_in_eval=options.precision_features_in_eval)
 
@@ -129,7 +129,7 @@ class InspectSession:
         """The current debug iteration, counted from 0; after the end, the first iteration that did not run."""
         if self._run is None:
             return self._results.iteration
-        return self._run.context.iteration
+        return self._run.iteration
 
     @iteration.setter
     def iteration(self, value: int) -> None:
@@ -282,7 +282,7 @@ class InspectSession:
         if self.running:
             raise SessionError("This session is already running. Call stop() first, or create a new session.")
         other = running_session()
-        if other is not None and other._loop.gives_way:
+        if other is not None and other._results.gives_way:
             other.stop()
         elif other is not None:
             raise SessionError(
@@ -291,11 +291,14 @@ class InspectSession:
             )
         import_transformer_engine()
         warn_unless_supported()
-        self._results = self._new_results(log_dir)
-        self._results.started_at = _place_in_script()
-        self._loop = LoopFacts(counts_from, integration, gives_way)
+        results = self._new_results(log_dir)
+        results.started_at = _place_in_script()
+        results.counts_from = counts_from
+        results.integration = integration
+        results.gives_way = gives_way
+        self._results = results
         self._classify.eval_mode_counts = eval_mode_counts
-        run = Run(self._options, sinks, self._results, self._classify, self._loop)
+        run = Run(self._options, sinks, results, self._classify)
         self._run = run
         self._resume_audit = run.resume_audit
         _last_started = weakref.ref(self)
@@ -368,14 +371,14 @@ class InspectSession:
             logging_step = step_number("logging_step=", logging_step)
         if not isinstance(scalars, Mapping):
             raise OptionError(f"log() takes a mapping of names to numbers, such as {{'loss': loss}}, not {scalars!r}.")
-        if not self.running and not self._has_warned_of_log:
-            self._has_warned_of_log = True
-            logger.warning("log(): the session is not running, so nothing is recorded. Call it before stop().")
-        if self._run is not None:
-            step = self._run.log(scalars, logging_step)
-            if step is not None:
-                self._resumed_loss.note(scalars)
-                self._run.restore_losses(self._resumed_loss.take_restored(scalars))
+        run = self._run
+        if run is None:
+            if self._notices.first("log"):
+                logger.warning("log(): the session is not running, so nothing is recorded. Call it before stop().")
+        elif not run.is_forked:
+            run.log(scalars, logging_step)
+            self._resumed_loss.note(scalars)
+            run.restore_losses(self._resumed_loss.take_restored(scalars))
 
     def follow(self, owner: Any, name: str = "loss", *, total: bool = False) -> None:
         """Record the loss that is passed to ``owner.backward(loss)``, averaged over the micro-batches of a step.

@@ -20,6 +20,7 @@ from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
+from te_precision_callbacks.session.collecting import TrainerScalars
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event
@@ -132,7 +133,7 @@ class LoopChecks:
                     text,
                 )
         self._in_evaluation = False
-        if self._context.loop.integration == "session" and own_rank() == 0:  # integrations call step() themselves
+        if self._context.results.integration == "session" and own_rank() == 0:  # integrations call step() themselves
             self._check_further_steps(in_regions=in_regions)
         self.has_stepped = True
         self._steps.clear()
@@ -184,7 +185,7 @@ class LoopChecks:
         If no optimizer has stepped either, record that in the verdict.
         """
         if not self.has_stepped:
-            integration = self._context.loop.integration
+            integration = self._context.results.integration
             if not (error or self._steps) and self._context.results.table.order[0] and integration != "watch":
                 self._context.note_unobserved(
                     "no step was counted, so all that ran belongs to debug iteration"
@@ -199,7 +200,7 @@ class LoopChecks:
             text = (
                 f"{type(optimizer).__name__} stepped {count} times without a session step(), so all these steps count"
                 f" as debug iteration {self._context.iteration}."
-                f" {_REMEDIES.get(self._context.loop.integration, _REMEDY)}"
+                f" {_REMEDIES.get(self._context.results.integration, _REMEDY)}"
             )
             self._context.note_unobserved(text)
             logger.warning("%s", f"{text} {ignored}".rstrip())
@@ -208,13 +209,14 @@ class LoopChecks:
 class BackwardLoss:
     """Records the loss that is passed to an object's ``backward``; it stays on its device."""
 
-    def __init__(self, failures: ObservationFailures) -> None:
+    def __init__(self, failures: ObservationFailures, scalars: TrainerScalars) -> None:
         self._failures = failures
+        self._scalars = scalars
         self._name = ""
         self._is_total = False
         self._sum: torch.Tensor | None = None
         self._count = 0
-        self._last: list[tuple[int, int, dict[str, torch.Tensor]]] = []
+        self._last: tuple[int, int, torch.Tensor] | None = None
         self._script_logs = False
         self._hook: BeforeCalls | None = None
 
@@ -232,21 +234,21 @@ class BackwardLoss:
     def note_logged(self, scalars: Mapping[str, Any]) -> None:
         self._script_logs |= self._name in scalars
 
-    def end_step(self, iteration: int, logging_step: int) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
-        """End a step; return the loss of the step before, since a script may log its own loss after ``step()``."""
-        last = self.take()
+    def end_step(self, iteration: int, logging_step: int) -> None:
+        """End a step; record the loss of the step before, since a script may log its own loss after ``step()``."""
+        self.record()
         if self._sum is not None:
             loss = self._sum if self._is_total else self._sum / self._count
-            self._last = [(iteration, logging_step, {self._name: loss})]
+            self._last = iteration, logging_step, loss
         self._sum = None
         self._count = 0
-        return last
 
-    def take(self) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
-        """Return iteration, logging step and loss of the last step, if the script does not log its loss."""
-        last = [] if self._script_logs else self._last
-        self._last = []
-        return last
+    def record(self) -> None:
+        """Record the loss of the last step, if the script does not log its loss."""
+        if self._last is not None and not self._script_logs:
+            iteration, logging_step, loss = self._last
+            self._scalars.add(iteration, logging_step, {self._name: loss})
+        self._last = None
 
     @outside_of_dynamo
     def _note(self, *losses: Any, **keywords: Any) -> None:

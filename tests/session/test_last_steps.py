@@ -57,9 +57,9 @@ def test_sigusr1_between_steps_and_in_a_step(
         signal.raise_signal(signal.SIGUSR1)
         assert session.flush(30)
         assert [row["iteration"] for row in recorded(tmp_path)] == [3]
-        run: Any = session._run
-        reduce = run._reduce
-        monkeypatch.setattr(run, "_reduce", lambda ending: (signal.raise_signal(signal.SIGUSR1), reduce(ending)))
+        collector: Any = session._run._collector  # type: ignore[union-attr]
+        reduce = collector.reduce
+        monkeypatch.setattr(collector, "reduce", lambda *step: (signal.raise_signal(signal.SIGUSR1), reduce(*step)))
         train(session, model, 1)
         monkeypatch.undo()
         train(session, model, 2)
