@@ -89,6 +89,8 @@ class DebugActivationOverflow:
 
     Attributes:
         reports: the number of reported overflows.
+        loss_scaled: set to True if something other than torch's GradScaler scales the loss. Inf or nan in gradients
+            then does not stop the run.
 
     After an :class:`ActivationOverflowError` the detector stays active, for a loop that catches the error. A second
     detector on a model replaces the first.
@@ -131,6 +133,7 @@ class DebugActivationOverflow:
             process_group=process_group,
         )
         self.reports = 0
+        self.loss_scaled = False
         self._options = options
         self._roots = roots
         self._messages: Messages | None = None
@@ -161,17 +164,6 @@ class DebugActivationOverflow:
         """The number of the current or last training batch, from 0; before training, of the evaluation batch."""
         recorder = self._recorder
         return recorder.batch if recorder.batch >= 0 else max(recorder.evaluation, 0)
-
-    @property
-    def loss_scaled(self) -> bool:
-        """Set to True if something other than torch's GradScaler scales the loss. Inf or nan in gradients then does not
-        stop the run.
-        """
-        return self._reader.loss_scaled
-
-    @loss_scaled.setter
-    def loss_scaled(self, value: bool) -> None:
-        self._reader.loss_scaled = value
 
     def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
         """Use a session's messages to other ranks, and its current training step, as text, in reports."""
@@ -333,6 +325,7 @@ class DebugActivationOverflow:
                 evaluation=evaluation,
                 traces=not (evaluation and self._recorder.batch >= 0),
                 may_be_skipped=may_be_skipped,
+                loss_scaled=self.loss_scaled,
             )
         failure = self._recorder.failure
         if finding is None and failure is not None:

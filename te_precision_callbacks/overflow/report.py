@@ -54,14 +54,12 @@ class FrameReader:
     """Reads frames, and finds the first overflow.
 
     Attributes:
-        loss_scaled: whether gradients may be inf or nan, since the loss is scaled.
         step: returns the name of the step, for messages.
         history: the last frames.
         count: the number of frames since the last common check of the ranks.
     """
 
     def __init__(self, options: DetectorOptions) -> None:
-        self.loss_scaled = False
         self.step: Callable[[], str] = str
         self.count = 0
         self.history: deque[Frame] = deque(maxlen=options.max_frames)
@@ -69,18 +67,19 @@ class FrameReader:
         self._last_title = ""
 
     def first_overflow(
-        self, frames: Sequence[Frame], *, evaluation: bool, traces: bool, may_be_skipped: bool
+        self, frames: Sequence[Frame], *, evaluation: bool, traces: bool, may_be_skipped: bool, loss_scaled: bool
     ) -> Finding | None:
         """Return the first overflow; log traced frames, and keep frames for later reports.
 
         Args:
             traces: whether ``trace_batches`` refers to their batches.
             may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
+            loss_scaled: whether gradients may be inf or nan, since the loss is scaled.
         """
         read(frame.extremes for frame in frames)
         traced = self._options.trace_batches if traces else ()
         self._trace([frame for frame in frames if frame.batch in traced], "evaluation batch" if evaluation else "batch")
-        index = self._first_bad(frames, traced, gradients=not self.loss_scaled)
+        index = self._first_bad(frames, traced, gradients=not loss_scaled)
         scale = None
         if index is not None and frames[index].kind == "gradient" and may_be_skipped:
             scale = largest_loss_scale()

@@ -258,17 +258,17 @@ class GradientSizes:
                 [parameter.name for parameter in weights], [parameter.weight for parameter in weights]
             )
         waits = False
+        launched: list[_Copy] = []
         for order, names, logarithms in self._stepped:
             waits |= not at_last and logarithms.device.type != "cpu"
-            self._copies.append(_Copy(iteration, order, names, to_host(logarithms)))
+            launched.append(_Copy(iteration, order, names, to_host(logarithms)))
         self._clipped = []
         self._stepped = []
-        ready: list[_Copy] = []
-        later: list[_Copy] = []
-        for copy in self._copies:
-            is_later = waits and copy.iteration >= iteration
-            (later if is_later else ready).append(copy)
-        self._copies = later
+        ready = self._copies
+        self._copies = launched
+        if not waits:
+            ready = ready + launched
+            self._copies = []
         first: tuple[int, int | None] | None = None
         problems: list[Problem] = []
         for copy in ready:

@@ -13,10 +13,11 @@ and the arithmetic of their ``dequantize``). :mod:`te_precision_callbacks.base.n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,11 +152,7 @@ def read_stored(tensor: Any, *, columnwise: bool) -> Stored | None:
         return None
     if scales is None:
         raise LayoutError(f"The {type(tensor).__name__} has {direction} data but no scales for them.")
-    if mode == NVFP4:
-        return _nvfp4(tensor, data, scales, columnwise)
-    if mode == MXFP8:
-        return _mxfp8(tensor, data, scales, columnwise)
-    return _block_fp8(tensor, mode, data, scales, columnwise)
+    return _in_blocks(tensor, mode, data, scales, columnwise)
 
 
 def per_tensor_codes(tensor: Any) -> torch.Tensor | None:
@@ -215,80 +212,69 @@ def _per_tensor(tensor: Any, columnwise: bool) -> Stored | None:
         scale_memory=ScaleMemory(tensor._scale_inv.detach().reshape(1, 1)),
         scale_format=None,
         block=(max(1, codes.shape[0]), max(1, codes.shape[1])),
-        shape=_shape(data, transposed),
+        shape=_shape(data.shape, transposed),
         stored_scale_shape=tuple(tensor._scale_inv.shape),
     )
 
 
-def _mxfp8(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
-    codes = _matrix(data, False)
-    block = (32, 1) if columnwise else (1, 32)
-    # A row of swizzled scales has the blocks of a row, or of a column for columnwise data.
-    along = scales.detach().reshape(-1, scales.shape[-1])
-    is_swizzled = bool(tensor._with_gemm_swizzled_scales)
-    turned = is_swizzled and columnwise
-    along = along.reshape(along.shape[::-1]) if turned else along
-    return Stored(
-        mode=MXFP8,
-        columnwise=columnwise,
-        codes=codes,
-        transposed=False,
-        element_format=fp8_format(tensor),
-        scale_memory=_scale_memory(
-            tensor, along.view(torch.uint8), codes.shape, block, swizzled=is_swizzled, transposed=turned
-        ),
-        scale_format=E8M0,
-        block=block,
-        shape=tuple(data.shape),
-        stored_scale_shape=tuple(scales.shape),
-        swizzled=is_swizzled,
-    )
+_BLOCKS: dict[str, Block] = {BLOCK_1D: (1, 128), BLOCK_2D: (128, 128), MXFP8: (1, 32), NVFP4: (1, 16)}
+
+_SCALE_FORMATS = {MXFP8: E8M0, NVFP4: E4M3}
+"""Scaling mode -> the format of its scales, if they are stored as codes."""
 
 
-def _block_fp8(tensor: Any, mode: str, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
-    codes = _matrix(data, columnwise)
-    block = (128, 128) if mode == BLOCK_2D else (1, 128)
-    return Stored(
+def _in_blocks(tensor: Any, mode: str, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
+    transposed = columnwise and mode != MXFP8
+    codes = _matrix(data, transposed)
+    block = _BLOCKS[mode]
+    element_format = E2M1 if mode == NVFP4 else fp8_format(tensor)
+    in_byte = 8 // element_format.bits
+    scale_format = _SCALE_FORMATS.get(mode)
+    swizzled = scale_format is not None and bool(tensor._with_gemm_swizzled_scales)
+    turned = False
+    along = scales.detach()
+    if scale_format is not None:
+        along = along.view(torch.uint8)
+    if mode == BLOCK_1D:
+        along = along.t()
+    elif mode == MXFP8:
+        along = along.reshape(-1, scales.shape[-1])
+        if columnwise:
+            block = (32, 1)
+            # A row of swizzled scales has the blocks of a row, or of a column for columnwise data.
+            turned = swizzled
+            along = along.reshape(along.shape[::-1]) if turned else along
+    if swizzled:
+        tiles(along)  # which raises
+    matrix_shape = (codes.shape[0], codes.shape[1] * in_byte)
+    needed = blocks.block_counts(matrix_shape, block)
+    has = tuple(along.shape[::-1] if turned else along.shape)
+    if len(has) != 2 or any(there < needs for there, needs in zip(has, needed, strict=True)):
+        raise LayoutError(
+            f"The {type(tensor).__name__} has scales of shape {has}; its data of shape {matrix_shape} need {needed}."
+        )
+    part = Stored(
         mode=mode,
         columnwise=columnwise,
         codes=codes,
-        transposed=columnwise,
-        element_format=fp8_format(tensor),
-        scale_memory=_scale_memory(
-            tensor, scales.detach() if mode == BLOCK_2D else scales.detach().t(), codes.shape, block
-        ),
-        scale_format=None,
+        transposed=transposed,
+        element_format=element_format,
+        scale_memory=ScaleMemory(along, swizzled, turned),
+        scale_format=scale_format,
         block=block,
-        shape=_shape(data, columnwise),
+        shape=_shape((*data.shape[:-1], data.shape[-1] * in_byte), transposed),
         stored_scale_shape=tuple(scales.shape),
+        swizzled=swizzled,
     )
-
-
-def _nvfp4(tensor: Any, data: torch.Tensor, scales: torch.Tensor, columnwise: bool) -> Stored:
-    codes = _matrix(data, False)
-    rows = codes.shape[0]
-    columns = codes.shape[1] * 2
-    is_swizzled = bool(tensor._with_gemm_swizzled_scales)
+    if mode != NVFP4:
+        return part
     amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
     if amax is None:
         raise LayoutError(f"The {type(tensor).__name__} has FP4 data without their amax.")
-    block = (1, 16)
-    return Stored(
-        mode=NVFP4,
-        columnwise=columnwise,
-        codes=codes,
-        transposed=columnwise,
-        element_format=E2M1,
-        scale_memory=_scale_memory(
-            tensor, scales.detach().view(torch.uint8), (rows, columns), block, swizzled=is_swizzled
-        ),
-        scale_format=E4M3,
-        block=block,
-        shape=(columns, rows) if columnwise else (*data.shape[:-1], columns),
-        stored_scale_shape=tuple(scales.shape),
+    return dataclasses.replace(
+        part,
         amax=amax.detach().float().reshape(-1),
         largest_scale=float(getattr(tensor, "_nvfp4_e4m3_max", E4M3.max)),
-        swizzled=is_swizzled,
         hadamard=columnwise and bool(getattr(tensor._quantizer, "with_rht", False)),
     )
 
@@ -304,27 +290,7 @@ def _matrix(data: torch.Tensor, transposed: bool) -> torch.Tensor:
     return data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
 
 
-def _shape(data: torch.Tensor, transposed: bool) -> tuple[int, ...]:
+def _shape(memory: Sequence[int], transposed: bool) -> tuple[int, ...]:
     if transposed:
-        return (*data.shape[1:], *data.shape[:1])
-    return tuple(data.shape)
-
-
-def _scale_memory(
-    tensor: Any,
-    scales: torch.Tensor,
-    shape: tuple[int, ...] | torch.Size,
-    block: Block,
-    *,
-    swizzled: bool = False,
-    transposed: bool = False,
-) -> ScaleMemory:
-    if swizzled:
-        tiles(scales)
-    needed = blocks.block_counts(shape, block)
-    has = tuple(scales.shape[::-1] if transposed else scales.shape)
-    if len(has) != 2 or any(there < needs for there, needs in zip(has, needed, strict=True)):
-        raise LayoutError(
-            f"The {type(tensor).__name__} has scales of shape {has}; its data of shape {tuple(shape)} need {needed}."
-        )
-    return ScaleMemory(scales, swizzled, transposed)
+        return (*memory[1:], memory[0])
+    return tuple(memory)
