@@ -230,13 +230,14 @@ class GradientSizes:
     def before_step(
         self, optimizer: Optimizer, names: Sequence[str], gradients: Sequence[torch.Tensor], order: int
     ) -> None:
-        # A script may clear the gradients of a bad batch after clipping, and step.
-        clipped = [clipped for clipped in self._clipped if not set(names).isdisjoint(clipped.names)]
+        clipped = self._clipped
         self._clipped = []
         # A GradScaler gives it to a fused optimizer, which then skips the step by itself.
         if self._has_found or is_capturing() or getattr(optimizer, "found_inf", None) is not None:
             return
         if clipped:
+            # A script may clear the gradients of a bad batch after clipping, and step.
+            clipped = [magnitudes for magnitudes in clipped if not set(names).isdisjoint(magnitudes.names)]
             already = set(itertools.chain.from_iterable([magnitudes.names for magnitudes in clipped]))
             are_new = [name not in already for name in names]
             names = [*itertools.compress(names, are_new)]

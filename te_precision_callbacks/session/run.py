@@ -108,6 +108,7 @@ class Run:
         self._loop_checks = LoopChecks(context, model)
         self._optimizer_hooks: list[RemovableHandle | ScaledStepHook] = []
         self._updated_at: int | None = None  # the last iteration in which an optimizer has stepped with gradients
+        self._logs_updates = options.config.is_default
         self._collector = StepCollector(
             context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
         )
@@ -178,7 +179,7 @@ class Run:
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         place = len(self.hooks.every_step.ring.order)
-        is_collected = bool(self.hooks.answers.watched.due) and self.context.options.config.is_default
+        is_collected = self._logs_updates and bool(self.hooks.answers.watched.due)
         self._parameters.before_optimizer_step(optimizer, self.iteration, place, is_collected=is_collected)
         self._scale_restore.before_step(optimizer)
         self.resume_audit.compare_restored()
@@ -294,7 +295,8 @@ class Run:
     def _run_step(self, ending: EndingStep) -> StepRecords | None:
         """Run the parts of a step in order: collect, reduce, check, deliver, record."""
         iteration = ending.iteration
-        self._rules.begin_step(0 if self._updated_at is None else iteration - self._updated_at)
+        if self._rules.stops_for_nonfinite and self._updated_at is not None:
+            self._rules.begin_step(iteration - self._updated_at)
         # Collect what this rank has seen in the step.
         self.resume_audit.compare_restored()
         self._scale_restore.end_step()
@@ -341,7 +343,8 @@ class Run:
         if self._ranks.leads:
             for rank, event in of_others:
                 self._rules.event(event, rank)
-            self._send_scalars(shared)
+            if shared:
+                self._send_scalars(shared)
 
     def _start_sinks(self, *, together: bool) -> None:
         """Start the sinks, unless they have started; ``together``: whether all ranks call this."""
