@@ -80,7 +80,7 @@ class RuleChecks:
         reactions = read_reactions(context.options.on_finding)
         self.stops_for_nonfinite = "stop" in map(reactions.get, ("nonfinite", *SEVERITIES))
         self._stopping: list[Finding] = []
-        self._without_update = 0
+        self._may_drop = False  # whether the script may drop the batch of this step
         self._held: list[Finding] = []  # of inf and nan in steps without an update
 
     def begin_step(self, without_update: int) -> None:
@@ -89,10 +89,10 @@ class RuleChecks:
         A script that drops bad batches by itself is not stopped: the next update is checked before it is made. One that
         drops batch after batch is.
         """
-        self._without_update = without_update
+        self._may_drop = 0 < without_update <= FINITE_AGAIN
         if without_update > FINITE_AGAIN:
             self._stopping += self._held
-        if not 0 < without_update <= FINITE_AGAIN:
+        if not self._may_drop:
             self._held.clear()
 
     def facts(self, facts: FactTables, iteration: int) -> None:
@@ -167,8 +167,7 @@ class RuleChecks:
                 Event("finding", str(finding), iteration, severity, layer=layer, tensor=finding.tensor, data=data)
             )
             stops = self._calls_for_stop(finding)
-            is_dropped = self.stops_for_nonfinite and 0 < self._without_update <= FINITE_AGAIN
-            if stops and is_dropped and finding.rule == "nonfinite":
+            if stops and self._may_drop and finding.rule == "nonfinite":
                 self._held.append(finding)
                 stops = False
             if stops:
