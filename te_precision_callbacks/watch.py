@@ -209,7 +209,8 @@ class ScriptWatch:
     def _attach(self, models: Iterable[torch.nn.Module], optimizers: Iterable[Optimizer]) -> None:
         from te_precision_callbacks.session import InspectSession
 
-        if _has_pipeline_stages():
+        stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
+        if stages is not None and any(issubclass(type(item), stages._PipelineStageBase) for item in gc.get_objects()):
             logger.error(
                 "--watch stops: stages of torch.distributed.pipelining may give their layers equal names, which would"
                 " mix their statistics. %s, with a name for the stage: model={'stage1': module}.",
@@ -321,11 +322,6 @@ def _is_called_on_all_ranks(module: torch.nn.Module) -> bool:
     """Return whether no rank waits for another one in the call: there is one rank, or DDP or FSDP over all ranks."""
     group = getattr(module, "process_group", None)
     return not has_other_ranks(None) or (group is not None and group.size() == world_size())
-
-
-def _has_pipeline_stages() -> bool:
-    stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
-    return stages is not None and any(issubclass(type(item), stages._PipelineStageBase) for item in gc.get_objects())
 
 
 # ---------------------------------------------------------------------- the command line

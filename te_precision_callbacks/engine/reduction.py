@@ -117,9 +117,17 @@ class Reduction:
         except BaseException as error:
             messages.leave(error)
             raise
-        self._note_optimizers(messages, layout, stamp)
         if self._is_undecided:
             return self._collect_own(slots)
+        if layout.optimizer_step_difference() and not self.optimizers_differ:
+            self.optimizers_differ = True
+            if messages.rank == 0:
+                logger.warning(
+                    "The ranks have different numbers of optimizer steps up to iteration %d. Unless the ranks have"
+                    " different optimizers, a rank has missed a step(): call step() after each optimizer step on all"
+                    " ranks.",
+                    stamp.iteration,
+                )
         self.local = False
         return layout.unpack(self._series)
 
@@ -164,17 +172,6 @@ class Reduction:
         since = stamp.iteration - self._last_agreement
         self._is_undecided = self._agreements == 1 and since < _DECISIVE
         return not self._is_undecided and (self._agreements > 1 or 2 * difference < since)
-
-    def _note_optimizers(self, messages: Messages, layout: _Layout, stamp: Stamp) -> None:
-        if layout.optimizer_step_difference() and not self.optimizers_differ and not self._is_undecided:
-            self.optimizers_differ = True
-            if messages.rank == 0:
-                logger.warning(
-                    "The ranks have different numbers of optimizer steps up to iteration %d. Unless the ranks have"
-                    " different optimizers, a rank has missed a step(): call step() after each optimizer step on all"
-                    " ranks.",
-                    stamp.iteration,
-                )
 
     def _new_segments(self, slots: Segments) -> list[SegmentDescription]:
         news: list[SegmentDescription] = []
@@ -307,7 +304,7 @@ class _Layout:
         return int(largest + smallest)
 
     def has_one_optimizer_count(self) -> bool:
-        return not self.optimizer_step_difference() and bool(self._stamps()[0, -1] > 0)
+        return not self.optimizer_step_difference() and self._stamps()[0, -1].item() > 0
 
     def _stamps(self) -> Values:
         return self.message[-_TRAILER:_CHANGED].reshape(2, -1)

@@ -405,7 +405,18 @@ class ObservedModel:
         if step is None:
             return
         outside = frozenset() if step.gemms is None else step.gemms.recomputed_outside
-        self._warn_of_recomputed(outside)
+        if outside and own_rank() == 0 and self._notices.first("recomputed"):
+            named = [layer.name for layer in self.layers.own if layer.name in outside]
+            logger.warning(
+                "Gradient checkpointing (use_reentrant=True) recomputes the forward of %d layer%s outside of"
+                " te.autocast: %s. So the backward does not run in low precision. %s",
+                len(named),
+                "" if len(named) == 1 else "s",
+                fold_for_sentence(*named, most=2),
+                _FOR_TRAINER
+                if self._context.results.integration == "transformers"
+                else f"Remedy: {REMEDIES[Reason.RECOMPUTED]}.",
+            )
         self._results.coverage.put(self._inspector.iteration, step, lambda: self._layer_facts(outside))
         if step.has_backward:
             self._results.table.note_backward()
@@ -420,20 +431,6 @@ class ObservedModel:
             kept = kept_by_sections(map(sections.__getitem__, info.sections))
             facts[info.name] = HighPrecisionFacts(kept, overrides.get(info.name, ""), info.name in recomputed_outside)
         return facts
-
-    def _warn_of_recomputed(self, layers: Collection[str]) -> None:
-        if layers and own_rank() == 0 and self._notices.first("recomputed"):
-            named = [layer.name for layer in self.layers.own if layer.name in layers]
-            logger.warning(
-                "Gradient checkpointing (use_reentrant=True) recomputes the forward of %d layer%s outside of"
-                " te.autocast: %s. So the backward does not run in low precision. %s",
-                len(named),
-                "" if len(named) == 1 else "s",
-                fold_for_sentence(*named, most=2),
-                _FOR_TRAINER
-                if self._context.results.integration == "transformers"
-                else f"Remedy: {REMEDIES[Reason.RECOMPUTED]}.",
-            )
 
     # ------------------------------------------------------------------ refused layers
 

@@ -9,6 +9,7 @@ rounded to each tensor's dtype. ``mode`` 0 is Adam with L2 regularization, 1 is 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, SupportsInt
 
@@ -81,7 +82,7 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """Roll the amax histories and update the scales of delayed scaling, once per step for all modules, in place.
 
-    ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20).
+    ``common/recipe/delayed_scaling.cu``, ``kernel_bulk`` (TE 2.20). Histories of one length are updated together.
 
     Args:
         amax_reduction_buffer: float32, the newest amaxes of all modules, concatenated.
@@ -90,13 +91,24 @@ def fused_amax_and_scale_update_after_reduction(
         fp8_dtype: E4M3 or E5M2.
         margin: the scale is lowered by this power of two.
     """
-    largest = fp8_format(fp8_dtype).max * 2.0**-margin
-    most_recent = amax_compute_algo == "most_recent"
+    scaled_max = fp8_format(fp8_dtype).max * 2.0**-margin
     reduced = torch.split(amax_reduction_buffer.view(-1), [scale.numel() for scale in scales])
-    for newest, history, scale in zip(reduced, amax_histories, scales, strict=True):
-        updated = delayed_scaling(newest, history, scale.view(-1), most_recent=most_recent, largest_number=largest)
-        overwrite(history, updated[0])
-        overwrite(scale, updated[1].view(scale.shape))
+    by_length = defaultdict(list)
+    for module in zip(reduced, amax_histories, scales, strict=True):
+        by_length[module[1].shape[0]].append(module)
+    for modules in by_length.values():
+        newest, histories, own_scales = zip(*modules, strict=True)
+        updated = delayed_scaling(
+            torch.cat(newest),
+            torch.cat(histories, dim=1),
+            torch.cat([scale.view(-1) for scale in own_scales]),
+            most_recent=amax_compute_algo == "most_recent",
+            largest_number=scaled_max,
+        )
+        counts = [amaxes.shape[0] for amaxes in newest]
+        with torch.inference_mode():  # in which some of them may have been made
+            torch._foreach_copy_(histories, torch.split(updated[0], counts, dim=-1))
+            torch._foreach_copy_([scale.view(-1) for scale in own_scales], torch.split(updated[1], counts, dim=-1))
 
 
 L2_REGULARIZATION = 0

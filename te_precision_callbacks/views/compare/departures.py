@@ -124,7 +124,9 @@ def _describe_departures(values: ComparedValues) -> Iterator[tuple[Subject, Stat
         subject = values.subjects[number]
         scale = values.families.scales[values.families.number[number]]
         end = begin + length
-        a, b, difference = (_upper_median(column[begin:end]) for column in (of_a, of_b, values.difference))
+        a, b, difference = (
+            float(np.sort(column[begin:end])[length // 2]) for column in (of_a, of_b, values.difference)
+        )
         if scale is MAGNITUDE and a < 0 and b < 0:  # the smaller magnitude is the larger value
             difference = -difference
         spread = float(values.spread[begin])
@@ -147,10 +149,6 @@ def _describe_departures(values: ComparedValues) -> Iterator[tuple[Subject, Stat
                 since=0 if is_first else int(iterations[begin - 1]) + 1,
             ),
         )
-
-
-def _upper_median(values: Floats) -> float:
-    return float(np.sort(values)[len(values) // 2])
 
 
 def _stretches(series: Ints, difference: Floats, limit: Floats) -> tuple[Ints, Ints]:

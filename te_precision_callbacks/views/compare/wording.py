@@ -75,14 +75,12 @@ def describe_first(comparison: Comparison) -> Iterator[str]:
         yield "All paired values are bit-identical."
         return
     first = comparison.first
-    if first is None and comparison.layers_apart:
-        yield "No layer was compared."
-        return
     if first is None:
         beyond = "exceeds the noise floor" if comparison.floor else "is large enough to count"
         steps = min(comparison.lasting, comparison.pairing.steps)
         beyond += f" for {steps} steps" if steps > 1 else ""
-        yield f"No difference {beyond}, although not all values are equal."
+        text = f"No difference {beyond}, although not all values are equal."
+        yield "No layer was compared." if comparison.layers_apart else text
         return
     plainer = ("std", "cur_amax") if first.strongest.statistic in ("min", "max", "mean") else ()
     departure = next(

@@ -145,11 +145,12 @@ def read_view(
         notes.append(
             f"{unknown}: all values so far are from the first step of delayed scaling, which has no scale yet."
         )
+    option = ["--run", run.run_id] if len(list_runs(run.path)) > 1 else []
     events = (row for row in run.events_of_ranks() if (row["kind"], row["severity"]) != ("parameters", "info"))
     return RunView(
         run=run,
         verdict=diagnose(run),
-        more=_diagnose_command(run),
+        more=shell_command("te-precision", "diagnose", str(run.path), *option),
         status=format_status(run),
         outcome=outcome_notes(run),
         facts=_summarize_facts(run),
@@ -163,11 +164,6 @@ def read_view(
         events=list(map(_shown_event, events))[-MOST_EVENTS:],
         notes=notes,
     )
-
-
-def _diagnose_command(run: RecordedRun) -> str:
-    option = ["--run", run.run_id] if len(list_runs(run.path)) > 1 else []
-    return shell_command("te-precision", "diagnose", str(run.path), *option)
 
 
 def _summarize_facts(run: RecordedRun) -> dict[str, str]:
@@ -232,15 +228,14 @@ def _choose_statistics(groups: Mapping[str, _Group], names: Sequence[str], run: 
             if name == label or (request is not None and name == request.statistic.name):
                 matching.append(label)
         if not matching and len(run.series):
-            raise NothingToShowError(_missing_statistic(run, name, list(groups)))
+            if _is_histogram(logged_request(name)) and name in run.series["statistic"].to_pylist():
+                raise NothingToShowError(
+                    f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
+                )
+            known = format_known_names(name, list(groups))
+            raise NothingToShowError(f"{run.path} has no statistic {name!r}.{known}{run.notes_sentence}")
         chosen |= dict.fromkeys(matching)
     return list(chosen)
-
-
-def _missing_statistic(run: RecordedRun, name: str, known: Sequence[str]) -> str:
-    if _is_histogram(logged_request(name)) and name in run.series["statistic"].to_pylist():
-        return f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
-    return f"{run.path} has no statistic {name!r}.{format_known_names(name, known)}{run.notes_sentence}"
 
 
 def _worst_series(run: RecordedRun, group: _Group, most: int) -> Iterator[WorstSeries]:
