@@ -12,7 +12,7 @@ Values that a fused norm or activation function writes only in the GEMM's format
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, some_of
 from te_precision_callbacks.base.vocabulary import Observe
@@ -28,9 +28,6 @@ from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 from te_precision_callbacks.statistics.table import SCALE_SOURCES
 from te_precision_callbacks.te import modules as te_modules
-
-if TYPE_CHECKING:
-    pass
 
 _OVERLAPPING = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
 
