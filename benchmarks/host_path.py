@@ -34,7 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_parts.kernels import layout
+from gpu_parts.layout import layout
 from gpu_parts.rows import Settings
 from gpu_parts.training import PATHS, Training
 from measuring import Case, arguments, report

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from stats import path_of
 
+from gpu_parts.layout import layout
 from gpu_parts.rows import Rows, Settings
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels.columns import (
@@ -150,30 +151,6 @@ def quantized(values: torch.Tensor, *, e5m2: bool) -> tuple[torch.Tensor, torch.
     wide = values.float().nan_to_num(0.0, 0.0, 0.0)
     scale_inv = (wide.abs().max() / largest * 0.4).reshape(1)
     return (wide / scale_inv).clamp(-largest, largest).to(dtype).view(torch.uint8), scale_inv
-
-
-class Layout(NamedTuple):
-    """Layout of a single measurement's vectors, without gaps; ``sums`` and ``maxima`` are the lengths."""
-
-    places: ColumnPlaces
-    sums: int
-    maxima: int
-
-
-def layout(*, codes: bool, histogram: bool) -> Layout:
-    """Return the layout of a measurement.
-
-    Sums: MOMENT_SUMS; with ``codes`` COMPARISON_SUMS and SCALE_SUMS; with ``histogram`` EXPONENT_BINS counts. Maxima:
-    MAXIMA; with ``codes`` SCALE_MAXIMA.
-    """
-    compared = len(MOMENT_SUMS)
-    scales = compared + len(COMPARISON_SUMS)
-    exponents = scales + len(SCALE_SUMS) if codes else compared
-    places = ColumnPlaces(moments=0, maxima=0, exponents=exponents if histogram else -1)
-    if codes:
-        places = places._replace(compared=compared, scales=scales, scale_maxima=len(MAXIMA))
-    maxima = len(MAXIMA) + (len(SCALE_MAXIMA) if codes else 0)
-    return Layout(places, exponents + (EXPONENT_BINS if histogram else 0), maxima)
 
 
 def measured_tensor(

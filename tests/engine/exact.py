@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
+from benchmarks.gpu_parts.layout import layout
 from te_precision_callbacks.engine import kernels
 from te_precision_callbacks.engine.kernels.columns import (
     COMPARISON_SUMS,
@@ -18,7 +19,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     NOTHING,
     SCALE_MAXIMA,
     SCALE_SUMS,
-    ColumnPlaces,
     Pending,
 )
 from te_precision_callbacks.statistics.table import BLOCK_SOURCES, STATISTICS
@@ -52,30 +52,6 @@ IN_TRITON = {
 ROUNDING = 1 + 2.0**-21
 
 FLOAT8 = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}  # e5m2? -> torch's dtype, largest
-
-
-class Layout(NamedTuple):
-    """Layout of a single measurement's vectors, without gaps; ``sums`` and ``maxima`` are the lengths."""
-
-    places: ColumnPlaces
-    sums: int
-    maxima: int
-
-
-def layout(*, codes: bool, histogram: bool) -> Layout:
-    """Return the layout of a measurement.
-
-    Sums: MOMENT_SUMS; with ``codes`` COMPARISON_SUMS and SCALE_SUMS; with ``histogram`` EXPONENT_BINS counts. Maxima:
-    MAXIMA; with ``codes`` SCALE_MAXIMA.
-    """
-    compared = len(MOMENT_SUMS)
-    scales = compared + len(COMPARISON_SUMS)
-    exponents = scales + len(SCALE_SUMS) if codes else compared
-    places = ColumnPlaces(moments=0, maxima=0, exponents=exponents if histogram else -1)
-    if codes:
-        places = places._replace(compared=compared, scales=scales, scale_maxima=len(MAXIMA))
-    maxima = len(MAXIMA) + (len(SCALE_MAXIMA) if codes else 0)
-    return Layout(places, exponents + (EXPONENT_BINS if histogram else 0), maxima)
 
 
 def measured_by(
