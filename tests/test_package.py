@@ -270,7 +270,7 @@ def test_the_steps_of_the_page_work(tmp_path: Path) -> None:
     (of_format,) = steps("A format")
     put(package / "base" / "numerics" / "formats.py", "E2M1 = FloatFormat", of_format)
     (row,) = steps("A rule of the diagnosis")
-    rules = package / "diagnosis" / "rules" / "gradients.py"
+    rules = package / "diagnosis" / "rules" / "tensors.py"
     put(rules, '    Rule(\n        id="zeros-in-wgrad"', textwrap.indent(row.rstrip(), "    ") + ",\n")
     (integration,) = steps("An integration")
 

@@ -26,7 +26,7 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.terminal import Json
-from te_precision_callbacks.diagnosis.finding import Finding, Verdict, order_of_verdicts
+from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, Verdict
 from te_precision_callbacks.layers.folding import fold_names
 
 if TYPE_CHECKING:
@@ -83,13 +83,15 @@ def diagnose_command(
         if note:
             terminal.show_text(f"{note} --all checks all runs.", err=as_json)
         checked = [_check(recorded, known, lines)]
-    worst = min(checked, key=lambda run: order_of_verdicts(run.verdict))
+    verdicts = [entry.verdict for entry in checked]
+    severities = (*SEVERITIES, "")
+    worst = checked[verdicts.index(min(verdicts, key=lambda v: (not v.wrong, v.healthy, severities.index(v.severity))))]
     if len(names) > 1:
         _show_runs(path, checked, worst, as_json=as_json)
     elif as_json:
         terminal.show_json(worst.as_json())
     else:
-        _show_run(worst)
+        _show(worst)
     if not worst.verdict.healthy:
         if worst.verdict.wrong:
             raise typer.Exit(FOUND)
@@ -105,13 +107,19 @@ class _Checked(NamedTuple):
     notes: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        lacks = [self.run.missing_contents] if self.run.missing_contents else []
+        lacks = filter(None, [self.run.missing_contents])
         return {
             **self.verdict.as_json(),
             "outcome": self.outcome,
             "unread": self.run.unread,
             "notes": [*lacks, *self.run.unread, *self.notes],
         }
+
+
+def _order_of_verdicts(checked: _Checked) -> tuple[bool, bool, int]:
+    """A key that sorts runs, the worst first: by the state of the verdict, then by severity."""
+    verdict = checked.verdict
+    return not verdict.wrong, verdict.healthy, (*SEVERITIES, "").index(verdict.severity)
 
 
 def _check(recorded: RecordedRun, known: Path | None, lines: list[KnownLine] | None) -> _Checked:
@@ -127,14 +135,6 @@ def _check(recorded: RecordedRun, known: Path | None, lines: list[KnownLine] | N
             notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
         notes += [f"{known}:{line.number}: {line.text!r} matches no finding." for line in unused]
     return _Checked(recorded, verdict, outcome_notes(recorded), notes)
-
-
-def _show_run(checked: _Checked) -> None:
-    for text in checked.outcome:
-        terminal.show_text(text)
-    _show_limits(checked.run)
-    _show(checked.verdict)
-    terminal.show_notes(checked.notes)
 
 
 def _show_runs(path: str, checked: list[_Checked], worst: _Checked, *, as_json: bool) -> None:
@@ -208,8 +208,10 @@ def _show_texts(*texts: tuple[str, str]) -> None:
             terminal.show_text(f"{name}: {text}", indent=_INDENT, hanging=_INDENT)
 
 
-def _show_limits(run: RecordedRun) -> None:
-    """Print what limits the verdict: a run read from a text log, and unreadable parts."""
+def _show(checked: _Checked) -> None:
+    for text in checked.outcome:
+        terminal.show_text(text)
+    run = checked.run
     if run.missing_contents:
         terminal.show_text(f"{run.path} has no records. {run.missing_contents} Rules that need them are not checked.")
         terminal.show_text("")
@@ -218,9 +220,7 @@ def _show_limits(run: RecordedRun) -> None:
         for text in run.unread:
             terminal.show_text(text, indent=_INDENT, hanging=_INDENT)
         terminal.show_text("")
-
-
-def _show(verdict: Verdict) -> None:
+    verdict = checked.verdict
     terminal.show_text(verdict.summary)
     for finding in verdict:
         terminal.show_text("")
@@ -233,15 +233,7 @@ def _show(verdict: Verdict) -> None:
         for rule in verdict.not_checked:
             collect = f". To provide it: {rule.collect}" if rule.collect else ""
             _show_texts((rule.rule, f"{rule.why}{collect}"))
-
-
-def _format_last_good(finding: Finding) -> str:
-    if finding.last_good is None:
-        return "no earlier step is known to be good"
-    no_checkpoint = f"no checkpoint from before step {finding.since} is known"
-    return f"last step without the problem: {finding.last_good}; " + (
-        no_checkpoint if finding.checkpoint is None else f"last earlier checkpoint: before step {finding.checkpoint}"
-    )
+    terminal.show_notes(checked.notes)
 
 
 def _show_finding(finding: Finding) -> None:
@@ -252,12 +244,17 @@ def _show_finding(finding: Finding) -> None:
         hanging=_INDENT,
     )
     span = f"step {finding.since}" if finding.since == finding.until else f"steps {finding.since} to {finding.until}"
-    since = f"{f'{span} {finding.where}'.rstrip()}; {_format_last_good(finding)}"
-    layers = ", ".join(fold_names(finding.layers, most=_MOST_LAYERS)) if len(finding.layers) > 1 else ""
+    good = "no earlier step is known to be good"
+    if finding.last_good is not None:
+        saved = f"no checkpoint from before step {finding.since} is known"
+        if finding.checkpoint is not None:
+            saved = f"last earlier checkpoint: before step {finding.checkpoint}"
+        good = f"last step without the problem: {finding.last_good}; {saved}"
+    layers = fold_names(finding.layers, most=_MOST_LAYERS) if len(finding.layers) > 1 else ()
     _show_texts(
         ("caused by", finding.caused_by),
-        ("seen in", "" if finding.since is None else since),
-        ("layers", layers),
+        ("seen in", "" if finding.since is None else f"{f'{span} {finding.where}'.rstrip()}; {good}"),
+        ("layers", ", ".join(layers)),
         ("why it matters", finding.why),
         ("what to do", finding.remedy),
         ("not a problem if", finding.disproof),

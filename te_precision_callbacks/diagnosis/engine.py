@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -30,8 +31,8 @@ from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting
 from te_precision_callbacks.diagnosis.rules import ROWS, RULE_OF_ID
 from te_precision_callbacks.sinks.step_records import Event
 
-_Key = tuple[str, str, str]
-"""The title of a row, the tensor, and the key of a sighting."""
+_Key = tuple[str, str, str, bool]
+"""The title of a row, the tensor, the key of a sighting, and whether it is beside a finding in reduced values."""
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Diagnosis:
         self._overriding = {name: self._checks_with(name) for name in ("facts", "step", "scalars", "event")}
         self._order = {row.title: order for order, (row, _) in enumerate(self._checks)}
         self._records: dict[_Key, _FindingRecord] = {}
-        self._failed: dict[str, str] = {}
+        self._checked_elsewhere: set[str] = set()
         self._facts = Facts()
         self.has_run = False
         self._checkpoints: dict[str, int] = {}  # file, or the iteration if the file is unknown -> iteration
@@ -66,6 +67,8 @@ class Diagnosis:
     def set_facts(self, facts: Facts, iteration: int) -> list[Finding]:
         self.has_run = self.has_run or facts.has_run
         self._facts = facts
+        for _, check in self._checks:
+            check.run = facts
         return self._check("facts", iteration, facts)
 
     def step(self, numbers: StepNumbers) -> list[Finding]:
@@ -86,10 +89,23 @@ class Diagnosis:
 
     def adopt(self, finding: Finding) -> None:
         """Add a finding of another rank in its local values, or of a rule of another version."""
-        key = finding.title, finding.tensor, ""
         order = finding.seen_at or 0, self._order.get(finding.title, len(self._order))
-        record = self._records.setdefault(key, _FindingRecord(finding, order))
-        record.finding = replace(_merge_findings(record.finding, finding), ranks=record.finding.ranks)
+        self._add((finding.title, finding.tensor, "", False), finding, order)
+
+    def add_rank(self, other: Diagnosis) -> None:
+        """Add the findings of another rank in its local values. Findings in reduced values stay apart from those."""
+        self._rank = None
+        self._checked_elsewhere |= other._checked
+        for key, record in other._records.items():
+            reduced = self._records.get(key)
+            if reduced is not None and not reduced.finding.ranks:
+                if set(record.finding.layers) <= set(reduced.finding.layers):
+                    continue
+                key = (*key[:3], True)
+            former = self._records.setdefault(key, record)
+            if former is not record:
+                former.finding = _merge_findings(former.finding, record.finding)
+                former.order = min(former.order, record.order)
 
     def note_checkpoint(self, iteration: int, file: str = "") -> None:
         """Note a checkpoint of the state before an iteration; it replaces an earlier checkpoint in the same file."""
@@ -98,56 +114,37 @@ class Diagnosis:
     @property
     def problems(self) -> Mapping[str, int]:
         """Rule -> the number of its errors and warnings so far; cheaper than ``verdict``, for every step."""
-        problems: dict[str, int] = {}
-        for record in self._records.values():
-            if record.finding.severity != "note":
-                problems[record.finding.rule] = problems.get(record.finding.rule, 0) + 1
-        return problems
+        findings = [record.finding for record in self._records.values()]
+        return Counter(finding.rule for finding in findings if finding.severity != "note")
 
     @property
     def verdict(self) -> Verdict:
-        return self.merge_ranks(())
-
-    def merge_ranks(self, others: Sequence[Diagnosis]) -> Verdict:
-        """Return the verdict on all ranks; equal findings are merged. ``others``: one for each other rank."""
-        records: dict[tuple[_Key, bool], _FindingRecord] = {}
-        checked: set[str] = set()
-        for diagnosis in (self, *others):
-            checked |= diagnosis._checked
-            for key, record in diagnosis._records.items():
-                finding = record.finding
-                reduced = records.get((key, False))
-                if finding.ranks and reduced is not None and set(finding.layers) <= set(reduced.finding.layers):
-                    continue
-                former = records.setdefault((key, bool(finding.ranks)), record)
-                if former is not record:
-                    merged = _FindingRecord(_merge_findings(former.finding, finding), min(former.order, record.order))
-                    records[key, bool(finding.ranks)] = merged
+        checked = self._checked
         missing = []
         for row, check in self._checks:
-            if row.title not in checked and (row.title in self._failed or check.applies is not False):
+            if row.title not in checked and (check.failed or check.applies is not False):
                 why = self._why_not(row, check)
                 collect = "" if why else row.collect
                 missing.append(NotChecked(row.id, why or f"needs {row.needs}", collect, row.essential))
         lacking = {rule.rule for rule in missing if rule.essential}
         titles = group_by_key((row.id, row.title) for row, _ in self._checks)
         # Trainers log before or after a step, so the order of calls differs between live and recorded runs.
-        findings = [self._complete(former.finding) for former in sorted(records.values(), key=attrgetter("order"))]
+        records = sorted(self._records.values(), key=attrgetter("order"))
         causes = {row.title: row.consequence_of for row, _ in self._checks}
         return Verdict(
-            tuple(root_causes_first(findings, causes)),
+            tuple(root_causes_first([self._complete(record.finding) for record in records], causes)),
             tuple(rule for rule, (first, *_) in titles.items() if first in checked and rule not in lacking),
             tuple(dict.fromkeys(missing)),
-            rank=None if others else self._rank,
+            rank=self._rank,
             not_observed=self._not_observed,
         )
 
     @property
     def _checked(self) -> set[str]:
         """The titles of the rows that were checked."""
-        with_findings = {title for title, _, _ in self._records}
-        checked = {row.title for row, check in self._checks if check.checked or row.title in with_findings}
-        return checked - self._failed.keys()
+        checked = {title for title, *_ in self._records}
+        checked |= {row.title for row, check in self._checks if check.checked}
+        return checked - {row.title for row, check in self._checks if check.failed} | self._checked_elsewhere
 
     @property
     def _not_observed(self) -> str:
@@ -164,16 +161,16 @@ class Diagnosis:
         return ", ".join(parts)
 
     def _why_not(self, row: Rule, check: RuleCheck) -> str:
-        if row.title in self._failed:
-            return self._failed[row.title]
+        if check.failed:
+            return check.failed
         if not self.has_run:
             return "no training step has run"
         if why := self._lost or check.why_not:
             return why
         layers = self._facts.layers.values()
         if NO_CONFIG in row.collect and not self._facts.te_layers_that_ran:
-            if self._facts.unobserved is not None:
-                return f"no layer was observed: {self._facts.unobserved.refused}"
+            if refused := self._facts.unobserved:
+                return f"no layer was observed: {refused}"
             if self._facts.layers_that_ran:
                 return "the model has no Transformer Engine layers, so there are no statistics"
         if layers and not any(layer.calls or layer.forward is not None for layer in layers):
@@ -203,17 +200,17 @@ class Diagnosis:
 
     def _check(self, name: str, iteration: int, *arguments: Any, rank: int | None = None) -> list[Finding]:
         """Call a method of all checks that override it."""
-        changed: dict[_Key, Finding] = {}
+        returned: dict[_Key, Finding] = {}
         for row, check in self._overriding[name]:
-            if row.title in self._failed:
+            if check.failed:
                 continue
             try:
                 sightings = list(getattr(check, name)(*arguments))
             except Exception as error:  # a rule must not end a training; the verdict reports it as not checked
-                self._failed[row.title] = f"the rule failed in step {iteration}: {type(error).__name__}: {error}"
+                check.failed = f"the rule failed in step {iteration}: {type(error).__name__}: {error}"
                 continue
             for sighting in sightings:
-                key = row.title, sighting.tensor, sighting.key
+                key = row.title, sighting.tensor, sighting.key, False
                 if sighting.withdraws:
                     self._records.pop(key, None)
                     continue
@@ -221,14 +218,26 @@ class Diagnosis:
                 since = sighting.since if name == "facts" else None
                 seen_in = iteration if since is None else since
                 finding = self._found(row, check, sighting, seen_in, rank)
-                record = self._records.setdefault(key, _FindingRecord(finding, (seen_in, self._order[row.title])))
-                if record.finding is not finding:
-                    record.finding = _update(record.finding, finding, sighting)
+                record = self._records.get(key)
+                if record is not None and sighting.replaces:
+                    former = record.finding
+                    remedy = finding.remedy if sighting.remedy else former.remedy
+                    record.finding = replace(
+                        former, severity=finding.severity, seen=finding.seen, seen_at=None, remedy=remedy
+                    )
+                else:
+                    record = self._add(key, finding, (seen_in, self._order[row.title]))
                 severity = severity_order(record.finding)
                 if severity < record.returned:  # not again after it has become a note
                     record.returned = severity
-                    changed[key] = self._complete(record.finding)
-        return worst_first(changed.values())
+                    returned[key] = self._complete(record.finding)
+        return worst_first(returned.values())
+
+    def _add(self, key: _Key, finding: Finding, order: tuple[int, int]) -> _FindingRecord:
+        """Return the record of a key, with a finding, which keeps the ranks that it was found on first."""
+        record = self._records.setdefault(key, _FindingRecord(finding, order))
+        record.finding = replace(_merge_findings(record.finding, finding), ranks=record.finding.ranks)
+        return record
 
     def _found(self, row: Rule, check: RuleCheck, sighting: Sighting, iteration: int, rank: int | None) -> Finding:
         since = sighting.since
@@ -246,7 +255,7 @@ class Diagnosis:
             checkpoint=None,
             seen=without_exponents(sighting.seen),
             why=row.why,
-            remedy=sighting.remedy or row.remedy,
+            remedy=" ".join((sighting.remedy or row.remedy).split()),
             patch=sighting.patch,
             disproof=row.disproof,
             source=row.source,
@@ -259,14 +268,6 @@ def _is_deleted(file: str) -> bool:
     """Return whether a checkpoint was deleted from a readable folder; False for an unknown file."""
     path = Path(file)
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
-
-
-def _update(former: Finding, finding: Finding, sighting: Sighting) -> Finding:
-    """Return the finding of a subject after another sighting of it."""
-    if sighting.replaces:
-        remedy = finding.remedy if sighting.remedy else former.remedy
-        return replace(former, severity=finding.severity, seen=finding.seen, seen_at=None, remedy=remedy)
-    return replace(_merge_findings(former, finding), ranks=former.ranks)
 
 
 def _merge_findings(known: Finding, other: Finding) -> Finding:

@@ -7,6 +7,7 @@ rows, so live and recorded runs are checked alike.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.coverage.coverage import Product
-from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
 from te_precision_callbacks.layers.folding import block_of, form_of
 
 Row = Mapping[str, Any]
@@ -30,6 +30,7 @@ class LayerFacts:
     """A layer.
 
     Attributes:
+        place: in the order of the model.
         module_class: the class of its module; ``attention`` for attention.
         forward, backward: the places in the order of execution; None if it has not run.
         formats: tensor -> its format as an operand, such as ``FP8 E4M3``; without unknown ones.
@@ -46,6 +47,7 @@ class LayerFacts:
     """
 
     name: str
+    place: int = _UNSEEN
     module_class: str = ""
     forward: int | None = None
     backward: int | None = None
@@ -71,9 +73,13 @@ class LayerFacts:
     def has_run(self) -> bool:
         return bool(self.low or self.reasons)
 
-    @property
-    def lacks_backward(self) -> bool:
-        return self.never.get("wgrad") == NO_BACKWARD
+    def format_of(self, tensor: str) -> str:
+        return self.formats.get(tensor, "")
+
+    def quantizes(self, tensor: str) -> bool:
+        """Return whether a product that reads a tensor runs in low precision; True if unknown."""
+        readers = {gemm for gemm, operands in OPERANDS.items() if tensor in operands}
+        return not readers.isdisjoint(self.low) or readers.isdisjoint(self.reasons)
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,6 @@ class Settings:
 
 
 UNKNOWN = Settings(are_known=False)
-
-_UNKNOWN_LAYER = LayerFacts("")
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class Facts:
 
     def _add(self, row: Row) -> LayerFacts:
         name = row["layer"]
-        return self.layers.setdefault(name, LayerFacts(name))
+        return self.layers.setdefault(name, LayerFacts(name, len(self.layers)))
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Iterable[Row]], iteration: int, settings: Settings) -> Facts:
@@ -207,30 +211,18 @@ class Facts:
 
         A module with several layers has the place of the first one.
         """
-        if name in self.layers:
-            layers = [self.layers[name]]
-        else:
-            layers = [layer for inner, layer in self.layers.items() if inner.startswith(f"{name}.")]
-        backward = tensor in ("gradient", "dgrad", "wgrad")
-        first = _UNSEEN + self._order_in_model.get(name, _UNSEEN)
-        for layer in layers:
-            order = layer.backward if backward else layer.forward
-            if order is not None and order < first:
-                first = order
-        return int(backward), first
+        layer = self.layer(name)
+        layers = [layer]
+        if name not in self.layers:
+            layers = [part for inner, part in self.layers.items() if inner.startswith(f"{name}.")]
+        in_backward = tensor in ("gradient", "dgrad", "wgrad")
+        orders = [part.backward if in_backward else part.forward for part in layers]
+        known = [order for order in orders if order is not None]
+        return int(in_backward), min(known, default=_UNSEEN + layer.place)
 
     def layer(self, name: str) -> LayerFacts:
         """Return a layer, without any facts if it is unknown."""
-        return self.layers.get(name, _UNKNOWN_LAYER)
-
-    def format_of(self, name: str, tensor: str) -> str:
-        return self.layer(name).formats.get(tensor, "")
-
-    def quantizes(self, name: str, tensor: str) -> bool:
-        """Return whether a product that reads a tensor of a layer runs in low precision; True if unknown."""
-        layer = self.layer(name)
-        readers = {gemm for gemm, operands in OPERANDS.items() if tensor in operands}
-        return not readers.isdisjoint(layer.low) or readers.isdisjoint(layer.reasons)
+        return self.layers.get(name) or LayerFacts(name)
 
     @property
     def micro_batches(self) -> int:
@@ -256,9 +248,9 @@ class Facts:
         return any(layer.low for layer in self.layers_that_ran)
 
     @property
-    def unobserved(self) -> LayerFacts | None:
-        """The first layer that is not observed."""
-        return next((layer for layer in self.layers.values() if layer.refused and not layer.has_run), None)
+    def unobserved(self) -> str:
+        """Why the first layer that is not observed is not; empty without one."""
+        return next((layer.refused for layer in self.layers.values() if layer.refused and not layer.has_run), "")
 
     @property
     def has_delayed_scaling(self) -> bool:
@@ -271,10 +263,6 @@ class Facts:
         observed = [layer for layer in layers if layer.forward is not None]
         torch_layers = [layer for layer in layers if layer.forward is None and not layer.is_of_te]
         return sorted(observed, key=lambda layer: -(layer.forward or 0))[:1] + torch_layers[-1:]
-
-    @functools.cached_property
-    def _order_in_model(self) -> Mapping[str, int]:
-        return {name: order for order, name in enumerate(self.layers)}
 
     def kind_of(self, name: str) -> str:
         """Return a key that is equal for layers with similar names, class and shape, in blocks with the same parts."""
@@ -292,5 +280,8 @@ class Facts:
 
 
 def _rows_at(rows: Iterable[Row], iteration: int) -> list[Row]:
-    begun = [row for row in rows if (row["since"] or 0) <= iteration]
-    return [row for row in begun if row.get("until") is None or iteration <= row["until"]]
+    return [
+        row
+        for row in rows
+        if (row["since"] or 0) <= iteration <= (math.inf if row.get("until") is None else row["until"])
+    ]

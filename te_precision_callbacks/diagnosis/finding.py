@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from te_precision_callbacks.base.counts import group_by_key, many
+from te_precision_callbacks.base.counts import first_of, group_by_key, many
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.layers.folding import fold_for_sentence
 
@@ -83,10 +83,10 @@ class Finding:
         """The tensor and the layers: ``gradient of h.4.mlp.fc1 and 3 more layers``."""
         if not self.layers:
             return "the model"
-        first, *further = self.layers
-        names = fold_for_sentence(*self.layers) if len(further) < _MOST_NAMES else fold_for_sentence(first)
-        more = f" and {many(len(further), 'more layer')}" if len(further) >= _MOST_NAMES else ""
-        return f"{self.tensor} of {names}{more}" if self.tensor else f"{names}{more}"
+        named = self.layers if len(self.layers) <= _MOST_NAMES else self.layers[:1]
+        more = len(self.layers) - len(named)
+        names = fold_for_sentence(*named) + (f" and {many(more, 'more layer')}" if more else "")
+        return f"{self.tensor} of {names}" if self.tensor else names
 
     @property
     def gemm(self) -> str | None:
@@ -188,17 +188,19 @@ def root_causes_first(findings: Iterable[Finding], causes: Mapping[str, Sequence
             if _explains(cause, finding, causes) and root_of(cause) != finding:
                 cause_of[finding] = cause
                 break
-    groups = group_by_key((root_of(finding), finding) for finding in ordered)
-    worst = sorted(
-        (groups[root] for root in dict.fromkeys(ordered) if root in groups),
-        key=lambda group: min(map(severity_order, group)),
-    )
+    roots = {finding: root_of(finding) for finding in ordered}
+    severities = group_by_key((root, severity_order(finding)) for finding, root in roots.items())
+
+    def order(finding: Finding) -> tuple[int, int, bool, int]:
+        root = roots[finding]
+        return min(severities[root]), ordered.index(root), finding in cause_of, severity_order(finding)
+
     result = []
-    for group in worst:
-        for finding in sorted(group, key=lambda finding: (finding in cause_of, severity_order(finding))):
-            cause = cause_of.get(finding, finding)
-            caused_by = "" if cause is finding else f"{cause.rule} of {cause.subject}"
-            result.append(replace(finding, caused_by=caused_by))
+    for finding in sorted(ordered, key=order):
+        if finding in cause_of:
+            cause = cause_of[finding]
+            finding = replace(finding, caused_by=f"{cause.rule} of {cause.subject}")
+        result.append(finding)
     return result
 
 
@@ -303,9 +305,7 @@ class Verdict(Sequence[Finding]):
             named = ", ".join(rules)
             lack = "lacks" if len(rules) == 1 else "lack"
             reasons.append(f"{named} {lack} {why}" if why.startswith("data") else f"{named}: {why}")
-        more = len(reasons) - _MOST_REASONS
-        shown = [*reasons[:_MOST_REASONS], *([f"{more} more"] if more > 0 else [])]
-        return "; ".join(shown) or "a part of the run cannot be read"
+        return "; ".join(first_of(reasons, _MOST_REASONS, "{} more")) or "a part of the run cannot be read"
 
     def __str__(self) -> str:
         first = f" First: {self.findings[0]}." if self.wrong else ""
@@ -331,14 +331,6 @@ class Verdict(Sequence[Finding]):
             "findings": [finding.as_json() for finding in self.findings],
             "not_checked": [rule._asdict() for rule in self.not_checked],
         }
-
-
-_STATES: tuple[State, ...] = ("problems found", "not enough checked", "no problems found")
-
-
-def order_of_verdicts(verdict: Verdict) -> tuple[int, int]:
-    """A key that sorts verdicts, the worst first: by state, then by severity."""
-    return _STATES.index(verdict.state), (*SEVERITIES, "").index(verdict.severity)
 
 
 MOST_FINDINGS = 5

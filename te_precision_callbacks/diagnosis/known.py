@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +28,15 @@ class KnownFindingsError(PrecisionDebugError, ValueError):
 
 
 class KnownLine(NamedTuple):
+    """A line of the file; ``patterns``: names of layers, or patterns of them."""
+
     number: int
     text: str
     rule: str
-    covers: Callable[[str], bool]
+    patterns: tuple[str, ...]
+
+    def covers(self, name: str) -> bool:
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 def leave_out(known_lines: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[KnownLine]]:
@@ -76,7 +81,9 @@ def read_known(path: Path) -> list[KnownLine]:
                 f"{path}:{number}: {layers!r} is an incomplete list of layers. Copy the line that"
                 " diagnose prints with the finding, or write a pattern such as 'h.*.fc2'."
             )
-        lines.append(KnownLine(number, " ".join(words), rule, _matcher(layers)))
+        texts = [text.strip() for text in _COMMA.split(layers) if text.strip()]
+        patterns = (layers, *chain.from_iterable(map(_expand_ranges, texts)))
+        lines.append(KnownLine(number, " ".join(words), rule, patterns))
     return lines
 
 
@@ -86,18 +93,13 @@ _COMMA = re.compile(r",\s*(?![^{}]*\})")
 _BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
 
 
-def _matcher(layers: str) -> Callable[[str], bool]:
-    patterns = {pattern for text in _COMMA.split(layers) for pattern in _expand_ranges(text.strip())}
-    return lambda name: name == layers or name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _expand_ranges(text: str) -> list[str]:
-    texts = [""]
-    for index, part in enumerate(_BRACES.split(text)):  # texts and ranges in turn
-        texts = [beginning + end for beginning, end in product(texts, _numbers(part) if index % 2 else [part])]
-    return texts if text else []
-
-
-def _numbers(ranges: str) -> list[str]:
-    ends = [part.partition("-") for part in ranges.split(",")]
-    return [str(number) for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+    braces = _BRACES.search(text)
+    if braces is None:
+        return [text]
+    texts = []
+    for numbers in braces[1].split(","):
+        first, _, last = numbers.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            texts += _expand_ranges(f"{text[: braces.start()]}{number}{text[braces.end() :]}")
+    return texts

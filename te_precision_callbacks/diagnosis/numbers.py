@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.base.counts import group_by_key
-from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.series import Family, Series
@@ -70,7 +69,6 @@ class StepNumbers:
         rank: None for reduced values.
         first, last: the first step of the run, and the one before this; None for the first step.
         names, tensors: [rows]: the layers, and their tensors.
-        layers: [rows]: indices of the layers.
         facts: the facts behind all derived arrays.
     """
 
@@ -82,8 +80,6 @@ class StepNumbers:
     def __init__(self, rows: Iterable[tuple[str, str]], entries: Mapping[str, Sequence[ValueEntry]]) -> None:
         self.names = [name for name, _ in rows]
         self.tensors = np.array([tensor for _, tensor in rows], np.str_)
-        layers: dict[str, int] = {}
-        self.layers = np.array([layers.setdefault(name, len(layers)) for name in self.names], np.int64)
         self.facts = Facts()
         self._entries = entries  # recorded statistic, without a recipe in its name -> its entries
         self._derived: dict[object, Any] = {}
@@ -114,20 +110,14 @@ class StepNumbers:
         result: ResultT = self._derived[key]
         return result
 
-    def by_row(self, value_of: Callable[[Facts, str, str], object]) -> npt.NDArray[Any]:
-        """[rows]: a function of the facts, a layer and a tensor."""
-        rows = zip(self.names, self.tensors, strict=True)
-        return self.derive(
-            value_of, lambda: np.array([value_of(self.facts, name, str(tensor)) for name, tensor in rows])
-        )
+    def by_row(self, value_of: Callable[[LayerFacts, str], object]) -> npt.NDArray[Any]:
+        """[rows]: a function of a layer and a tensor."""
+        layers = map(self.facts.layer, self.names)
+        return self.derive(value_of, lambda: np.array(list(map(value_of, layers, self.tensors.tolist()))))
 
     def are(self, tensor: str) -> Mask:
         """[rows]: whether each is the tensor."""
-        key = "are", tensor
-        if key not in self._derived:
-            self._derived[key] = self.tensors == tensor
-        result: Mask = self._derived[key]
-        return result
+        return self.derive(("are", tensor), lambda: self.tensors == tensor)
 
     def names_of(self, rows: Mask) -> list[str]:
         """The layers of some rows."""
@@ -141,19 +131,14 @@ class StepNumbers:
         """The rows with a value of a statistic of tensors, or of their quantized data; those with ``min`` and ``max``
         have ``cur_amax``.
         """
+        return self.derive(("column", statistic), lambda: self._column(statistic))
+
+    def _column(self, statistic: str) -> Column:
+        entries = [*filter(self._is_own, self._entries.get(statistic, ()))]
         if statistic == "cur_amax":
-            return self._derived.get("amax") or self.derive("amax", self._amaxes)
-        return self._derived.get(statistic) or self._recorded(statistic)
-
-    def _amaxes(self) -> Column:
-        least = self._recorded("min").entries
-        largest_entries = self._recorded("max").entries.values()
-        extremes = [entry for entry in largest_entries if entry.row in least]
-        return Column([*self._recorded("cur_amax").entries.values(), *extremes])
-
-    def _recorded(self, statistic: str) -> Column:
-        entries = self._entries.get(statistic, ())
-        return self.derive(statistic, lambda: Column(filter(self._is_own, entries)))
+            least = self.column("min").entries
+            entries += [entry for row, entry in self.column("max").entries.items() if row in least]
+        return Column(entries)
 
     def _is_own(self, entry: ValueEntry) -> bool:
         """Return False for hypothetical values: of a recipe that the layer does not run, and of quantization of a
@@ -164,9 +149,8 @@ class StepNumbers:
             return True
         if request.columnwise or (request.recipe != OWN_RECIPE and request.e5m2 is not None):
             return False
-        layer = self.names[entry.row]
-        runs = request.recipe in (OWN_RECIPE, self.facts.layer(layer).recipe)
-        return runs and self.facts.quantizes(layer, entry.family.tensor)
+        layer = self.facts.layer(self.names[entry.row])
+        return request.recipe in (OWN_RECIPE, layer.recipe) and layer.quantizes(entry.family.tensor)
 
     def has(self, statistic: str) -> bool:
         return len(self.column(statistic).rows) > 0
@@ -174,24 +158,22 @@ class StepNumbers:
     def are_known(self, statistic: str, tensor: str = "") -> Mask:
         """[rows]: whether each has a value of a statistic, and is the tensor."""
 
-        key = "known", statistic, tensor
-        if key not in self._derived:
-            are_known = np.zeros(len(self), bool)
-            are_known[self.column(statistic).rows] = True
-            self._derived[key] = are_known & self.are(tensor) if tensor else are_known
-        result: Mask = self._derived[key]
-        return result
+        def are_known() -> Mask:
+            known = np.isin(np.arange(len(self)), self.column(statistic).rows)
+            return known & self.are(tensor) if tensor else known
+
+        return self.derive(("known", statistic, tensor), are_known)
 
     def values(self, statistic: str) -> Floats:
         """[rows]: the values of a statistic, by its name without a recipe as in docs/statistics.md, or by the name of a
         user's own; nan for rows without it.
         """
         if statistic not in self._columns:
+            column = self.column(statistic)
             values = np.full(len(self), np.nan)
-            if statistic == "cur_amax" and "max" in self._entries:
-                values = np.maximum(np.abs(self.values("max")), np.abs(self.values("min")))
-            column = self._derived.get(statistic) or self._recorded(statistic)  # mostly no call
             values[column.rows] = self._values[column.indices]
+            if statistic == "cur_amax":  # of rows with extremes it is the maximum so far
+                values = np.fmax(np.abs(values), np.abs(self.values("min")))
             self._columns[statistic] = values
         return self._columns[statistic]
 
@@ -224,8 +206,6 @@ class Splitter:
     def __init__(self, series_of: Callable[[int], Series]) -> None:
         self._series_of = series_of
         self._rows: dict[tuple[str, str], int] = {}  # layer and tensor -> row
-        self._families: dict[Family, int] = {}
-        self._entries: list[ValueEntry] = []  # [series]: the number is that of the family
         self._series = b""  # of the last step
         self._first: StepNumbers | None = None
         self._last: StepNumbers | None = None
@@ -244,8 +224,9 @@ class Splitter:
         if unscaled:
             known_series = map(self._series_of, series.tolist())
             scaled = [layer not in unscaled or not family.is_of_delayed_scaling for layer, family in known_series]
-            series = series[np.array(scaled, bool)]
-            values = values[np.array(scaled, bool)]
+            are_scaled = np.array(scaled, bool)
+            series = series[are_scaled]
+            values = values[are_scaled]
         if self._last is not None and series.tobytes() == self._series:
             numbers = self._last.at(iteration, values, rank)
         else:
@@ -260,14 +241,10 @@ class Splitter:
         return numbers
 
     def _lay_out(self, series: Sequence[int]) -> StepNumbers:
-        for number in range(len(self._entries), max(series, default=-1) + 1):
+        entries: dict[str, list[ValueEntry]] = {}
+        for number, index in sorted(zip(series, range(len(series)), strict=True)):
             layer, family = self._series_of(number)
             row = self._rows.setdefault((layer, family.tensor), len(self._rows))
-            self._entries.append(ValueEntry(row, self._families.setdefault(family, len(self._families)), family))
-        in_order = sorted(range(len(series)), key=lambda index: self._entries[series[index]].number)
-        entries = [self._entries[series[index]]._replace(number=index) for index in in_order]
-        return StepNumbers(self._rows, group_by_key((_name_of(entry.family), entry) for entry in entries))
-
-
-def _name_of(family: Family) -> str:
-    return family.statistic if family.request is None else family.request.statistic.name
+            name = family.statistic if family.request is None else family.request.statistic.name
+            entries.setdefault(name, []).append(ValueEntry(row, index, family))
+        return StepNumbers(self._rows, entries)

@@ -1,21 +1,35 @@
-"""Rules: rows with a problem, its data, severity, reason and remedy, and the base of their checks."""
+"""Rules: rows with a problem, its data, severity, reason and remedy; and the shapes of their checks.
+
+A row of the table of rules has a shape with its data and thresholds:
+
+- :class:`AboveLimit`: a statistic is at or above a limit, in several collection steps in a row;
+- :class:`InARow`: another condition on a statistic, in several collection steps in a row;
+- :class:`FactHolds`: a fact about the run;
+- :class:`Reported`: an event of the run;
+- :class:`Changed`: a sudden change, as the watch of every step reports it, such as layers that it misses.
+
+Three more are beside their rows: :class:`~te_precision_callbacks.diagnosis.rules.training.Logged`, a number that the
+trainer logs, :class:`~te_precision_callbacks.diagnosis.rules.parameters.ParameterRule`, a problem of parameters, and
+:class:`~te_precision_callbacks.diagnosis.rules.scales.ScaleCheck`, a scale compared with its amax.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
+from te_precision_callbacks.flight.changes import LEAST_HISTORY, describe_absences
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Mask, holds_any
 
-_KEPT_STEPS = 64
-"""The last steps, among which the last good one of a new finding is."""
-
+_LAST_STEPS = 64
+"""The last steps with data, among which the last good one of a new finding is; ``needed`` is at most as large."""
 
 Subject = Literal["tensor", "layer", "group of similar layers", "model", "config"]
 
@@ -49,39 +63,50 @@ class Sighting(NamedTuple):
 Sightings = Iterable[Sighting]
 
 
+class Streak(NamedTuple):
+    """Steps in a row: the first one, and their number."""
+
+    first: int
+    steps: int
+
+
 @dataclass(kw_only=True)
 class RuleCheck:
     """Checks one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`, :meth:`scalars` or
     :meth:`event`.
 
     Attributes:
-        needed: the minimum number of steps with data, and of steps in ``streaks``.
+        needed: the minimum number of steps with data, and of steps in a row with a problem.
         applies: whether the rule applies to the run; None while unknown.
+        run: the present facts of the run.
         checked: whether there was enough data.
         lacks: why there are no data; empty if that is not known.
+        failed: the exception of the check, which then ends; empty without one.
+        steps: the last steps with data.
+        streaks: condition -> row -> the steps in a row so far; only of conditions that hold now.
     """
 
     needed: int = 1
     applies: bool | None = True
     kind_of_step: str = "collection step"
+    run = Facts()
     checked = False
     lacks = ""
+    failed = ""
 
     def __post_init__(self) -> None:
-        self.streaks = Streaks(self.needed)
-        self.steps: deque[int] = deque(maxlen=_KEPT_STEPS)
-        self._count = 0
+        self.steps: deque[int] = deque(maxlen=_LAST_STEPS)
+        self.streaks: dict[tuple[object, ...], dict[int, Streak]] = {}
 
     def note_data(self, iteration: int) -> None:
         if not self.steps or self.steps[-1] != iteration:
             self.steps.append(iteration)
-            self._count += 1
-            self.checked = self._count >= self.needed
+            self.checked = len(self.steps) >= self.needed
 
     @property
     def why_not(self) -> str:
-        if self._count and not self.checked:
-            return f"not enough {self.kind_of_step}s ({self._count} of {self.needed})"
+        if self.steps and not self.checked:
+            return f"not enough {self.kind_of_step}s ({len(self.steps)} of {self.needed})"
         return self.lacks
 
     def facts(self, facts: Facts) -> Sightings:
@@ -98,6 +123,61 @@ class RuleCheck:
     def event(self, event: Event) -> Sightings:
         """Check an event of the run, such as a broken contract or the exception that ended the run."""
         return ()
+
+    def in_a_row(
+        self,
+        numbers: StepNumbers,
+        statistic: str,
+        holds: Mask,
+        describe: Callable[[int], str],
+        *,
+        reported: Mask | None = None,
+        severity: Severity | None = None,
+        key: str = "",
+        steps: int = 0,
+    ) -> Sightings:
+        """Yield a sighting of each tensor, with all layers where a condition holds in several collection steps in a
+        row. Steps without the statistic of the tensor are skipped.
+
+        Args:
+            holds: [rows]: whether the condition holds; rows without the statistic are left out.
+            describe: row -> the description, of the first layer in execution order.
+            reported: [rows]: whether to report the layer; None for all layers.
+            key: of the sightings; distinguishes several conditions on a statistic, as severity and steps do.
+            steps: how many steps in a row; 0 for ``needed``.
+        """
+        condition = statistic, key, severity, steps
+        former = self.streaks.pop(condition, {})
+        if not former and not holds_any(holds):
+            return
+        column = numbers.column(statistic)
+        streaks = {row: streak for row, streak in former.items() if numbers.tensors[row] not in column.tensors}
+        lasting: dict[str, list[int]] = {}
+        for row in column.rows[holds[column.rows]].tolist():
+            first, count = former.get(row, (numbers.iteration, 0))
+            streaks[row] = Streak(first, count + 1)
+            if count + 1 >= (steps or self.needed) and (reported is None or reported[row]):
+                lasting.setdefault(str(numbers.tensors[row]), []).append(row)
+        if streaks:
+            self.streaks[condition] = streaks
+        for tensor, rows in lasting.items():
+            rows = numbers.in_order(rows)
+            layers = tuple(map(numbers.names.__getitem__, rows))
+            since = min(streaks[row].first for row in rows)
+            yield Sighting(describe(rows[0]), layers, tensor, column.label(rows[0]), since, severity, key=key)
+
+    def by_severity(
+        self,
+        numbers: StepNumbers,
+        statistic: str,
+        warnings: Mask,
+        notes: Mask,
+        describe: Callable[[int], str],
+        steps: int = 0,
+    ) -> Sightings:
+        """Yield sightings like :meth:`in_a_row`, as a warning for some layers and a note for others."""
+        yield from self.in_a_row(numbers, statistic, warnings, describe, severity="warning", steps=steps)
+        yield from self.in_a_row(numbers, statistic, notes, describe, severity="note", steps=steps)
 
 
 class RuleError(ValueError):
@@ -164,74 +244,165 @@ class Rule:
             raise RuleError(f"rule {self.id!r}: condition= names {error}, which its check lacks") from None
 
 
-class Streak(NamedTuple):
-    """Steps in a row: the first one, and their number."""
+Applies = Callable[[Facts], bool | None]
+"""Returns whether a rule applies to a run; None while unknown."""
 
-    first: int
-    steps: int
+Find = Callable[[Any, StepNumbers], Sightings]
+"""Yields the sightings of a check in a step."""
 
 
-class Streaks:
-    """Requires that a condition holds for a tensor in ``steps`` collection steps in a row. Steps without the statistic
-    of the tensor are skipped.
+@dataclass(kw_only=True)
+class InARow(RuleCheck):
+    """A condition on a statistic in ``needed`` collection steps in a row. It applies to runs with the statistic.
 
     Attributes:
-        held: statistic and key -> row -> the steps so far; only of conditions that hold now.
+        tensor: the only tensor that is checked; empty for all.
+        also: further statistics that it needs.
+        applies_to: returns whether it applies to a run that lacks the statistic so far.
+        is_strict: True if it checks only the runs that it applies to.
+        lacks_in: returns why a run lacks the statistic; empty for no reason.
+        find: yields the sightings of a step.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.held: dict[tuple[str, str], dict[int, Streak]] = {}
+    statistic: str
+    tensor: str = ""
+    also: Sequence[str] = ()
+    applies_to: Applies = lambda facts: False
+    is_strict: bool = False
+    lacks_in: Callable[[Facts], str] = lambda facts: ""
+    find: Find
 
-    def sightings(
-        self,
-        numbers: StepNumbers,
-        statistic: str,
-        holds: Mask,
-        describe: Callable[[int], str],
-        *,
-        reported: Mask | None = None,
-        severity: Severity | None = None,
-        key: str = "",
-        steps: int = 0,
-    ) -> Sightings:
-        """Yield a sighting of each tensor, with all layers where the condition has lasted long enough.
+    def facts(self, facts: Facts) -> Sightings:
+        applies = self.applies if self.steps else self.applies_to(facts)
+        self.applies = self.applies if applies is None else applies
+        self.lacks = self.lacks_in(facts)
+        return ()
 
-        Args:
-            holds: [rows]: whether the condition holds; rows without the statistic are left out.
-            describe: row -> the description, of the first layer in execution order.
-            reported: [rows]: whether to report the layer; None for all layers.
-            key: distinguishes several conditions on a statistic.
-            steps: how many steps in a row; 0 for the usual ones.
-        """
-        streaks = self.held.pop((statistic, key), {})
-        if not streaks and not holds_any(holds):
-            return
-        column = numbers.column(statistic)
-        held = {row: streak for row, streak in streaks.items() if numbers.tensors[row] not in column.tensors}
-        lasting: dict[str, list[int]] = {}
-        for row in column.rows[holds[column.rows]].tolist():
-            first, count = streaks.get(row, (numbers.iteration, 0))
-            held[row] = Streak(first, count + 1)
-            if count + 1 >= (steps or self.steps) and (reported is None or reported[row]):
-                lasting.setdefault(str(numbers.tensors[row]), []).append(row)
-        if held:
-            self.held[statistic, key] = held
-        for tensor, rows in lasting.items():
-            rows = numbers.in_order(rows)
-            layers = tuple(map(numbers.names.__getitem__, rows))
-            since = min(held[row].first for row in rows)
-            yield Sighting(describe(rows[0]), layers, tensor, column.label(rows[0]), since, severity)
+    def step(self, numbers: StepNumbers) -> Sightings:
+        if not (holds_any(numbers.are_known(self.statistic, self.tensor)) and all(map(numbers.has, self.also))):
+            return ()
+        if self.is_strict and not self.applies_to(numbers.facts):
+            return ()
+        self.applies = True
+        self.note_data(numbers.iteration)
+        return self.find(self, numbers)
 
-    def by_severity(
-        self,
-        numbers: StepNumbers,
-        statistic: str,
-        warnings: Mask,
-        notes: Mask,
-        describe: Callable[[int], str],
-        key: str = "",
-    ) -> Sightings:
-        """Yield sightings like :meth:`sightings`, as a warning for some layers and a note for others."""
-        yield from self.sightings(numbers, statistic, warnings, describe, severity="warning", key=f"{key}warning")
-        yield from self.sightings(numbers, statistic, notes, describe, severity="note", key=f"{key}note")
+
+def runs_low_precision(facts: Facts) -> bool | None:
+    return facts.has_low if facts.layers_that_ran else None
+
+
+def _above_limit(check: AboveLimit, numbers: StepNumbers) -> Sightings:
+    values = numbers.finite(check.statistic)
+    holds = (values >= check.limit) & (values < check.below) & numbers.are_known(check.statistic, check.tensor)
+    for sighting in check.in_a_row(numbers, check.statistic, holds, lambda row: check.seen.format(values[row])):
+        # The layer of a statistic of the model has no name.
+        yield sighting._replace(layers=tuple(filter(None, sighting.layers)), remedy=check.remedy(numbers.facts))
+
+
+@dataclass(kw_only=True)
+class AboveLimit(InARow):
+    """A statistic that is at or above ``limit``, and below ``below``, in ``needed`` collection steps in a row.
+
+    Attributes:
+        seen: the description, with a place for the value.
+        remedy: returns the remedy in a run; empty for the rule's.
+    """
+
+    limit: float
+    seen: str
+    below: float = math.inf
+    remedy: Callable[[Facts], str] = lambda facts: ""
+    find: Find = _above_limit
+
+
+@dataclass(kw_only=True)
+class FactHolds(RuleCheck):
+    """A fact about a run.
+
+    Attributes:
+        find: yields the sightings, if the rule applies to the run.
+    """
+
+    find: Callable[[Facts], Sightings]
+    applies_to: Applies
+
+    def facts(self, facts: Facts) -> Sightings:
+        applies = self.applies_to(facts)
+        if applies is None:
+            return ()
+        self.applies = self.checked = applies
+        return self.find(facts) if applies else ()
+
+
+@dataclass(kw_only=True)
+class Reported(RuleCheck):
+    """An event of the run; the rule applies to runs that have one.
+
+    Attributes:
+        kinds: the kinds of events, and of changes.
+        find: yields the sightings of an event, or says in ``lacks`` why something could not be checked.
+        is_of_all: whether the rule applies to all runs instead, and is checked in those with a step.
+        events: these events so far.
+    """
+
+    kinds: Sequence[str]
+    find: Callable[[Reported, Event], Sightings]
+    is_of_all: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.applies = self.is_of_all
+        self.events: list[Event] = []
+
+    def facts(self, facts: Facts) -> Sightings:
+        self.checked |= self.is_of_all and facts.has_run and not self.lacks
+        return ()
+
+    def event(self, event: Event) -> Sightings:
+        if event.data.get("kind", event.kind) in self.kinds:
+            self.events.append(event)
+            self.applies = True
+            self.checked |= not self.is_of_all
+            if event.kind == "changed":
+                self.note_data(event.iteration - 1)  # which was watched
+            yield from self.find(self, event)
+            self.checked &= not self.lacks
+
+
+NEEDS_EACH_STEP = f"every_step=True, and {LEAST_HISTORY} steps"
+COLLECT_EACH_STEP = "every_step=True, the default, and a longer run"
+"""The data of :class:`Changed`."""
+
+
+def layers_of_change(event: Event) -> tuple[str, ...]:
+    return tuple(layer for layer, _ in event.data["slots"])
+
+
+def _with_layers(check: Reported, event: Event) -> Sightings:
+    return [Sighting(event.text, layers_of_change(event), since=event.iteration)]
+
+
+@dataclass(kw_only=True)
+class Changed(Reported):
+    """A sudden change that the watch of every step has found; the rule applies to runs with that watch."""
+
+    find: Callable[[Reported, Event], Sightings] = _with_layers
+
+    def event(self, event: Event) -> Sightings:
+        if event.kind == "every_step_watched":
+            self.applies = self.checked = True
+        return super().event(event)
+
+
+def find_absences(check: Reported, event: Event) -> Sightings:
+    """Find layers that are missed since a step, as one finding: a note once all of them are back."""
+    absences: dict[str, tuple[int, int | None]] = {}  # layer -> first and last step; None if it goes on
+    for change in check.events:
+        absences.update(dict.fromkeys(layers_of_change(change), (change.data["since"], change.data["until"])))
+    spans = absences.values()
+    severity: Severity = "warning" if any(last is None for _, last in spans) else "note"
+    latest = max(first if last is None else last for first, last in spans)
+    text = describe_absences(event.data["kind"], spans)
+    sighting = Sighting(text, layers_of_change(event), since=latest, severity=severity)
+    return [sighting._replace(replaces=True), sighting]

@@ -30,8 +30,7 @@ from te_precision_callbacks.diagnosis.engine import PrecisionFindingError, read_
 from te_precision_callbacks.diagnosis.facts import Facts, Settings
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding
 from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.diagnosis.rules.parameter_problems import ParameterProblems
-from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, layers_of
+from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF, ParameterProblems, layers_of
 from te_precision_callbacks.flight.changes import ABSENCES, LEAST_HISTORY, Change, Changes, Kind
 from te_precision_callbacks.flight.rows import FINITE_AGAIN, StepRow, TensorSlot
 from te_precision_callbacks.flight.steps import LastSteps, Origin

@@ -15,8 +15,7 @@ from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentSc
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
-from te_precision_callbacks.diagnosis.rules.parameter_problems import ENDS_BY_A_GRADIENT
-from te_precision_callbacks.diagnosis.rules.parameters import RULE_OF
+from te_precision_callbacks.diagnosis.rules.parameters import ENDS_BY_A_GRADIENT, RULE_OF
 from te_precision_callbacks.parameters.gradients import largest_magnitudes
 from te_precision_callbacks.parameters.parameter import ParameterProblem
 from te_precision_callbacks.session import InspectSession, running_session

@@ -16,9 +16,8 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import UNKNOWN, Facts, Settings
 from te_precision_callbacks.diagnosis.finding import Severity, root_causes_first
 from te_precision_callbacks.diagnosis.numbers import Splitter, StepNumbers
-from te_precision_callbacks.diagnosis.rule import RuleCheck, RuleError
+from te_precision_callbacks.diagnosis.rule import AboveLimit, RuleCheck, RuleError
 from te_precision_callbacks.diagnosis.rules import ROWS, RULE_OF_ID
-from te_precision_callbacks.diagnosis.shapes import AboveLimit
 from te_precision_callbacks.sinks.step_records import Event, Row
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 from te_precision_callbacks.statistics.series import SeriesTable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,13 @@ import numpy as np
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import RESULT
-from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.facts import LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.patches import keep_high
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings, Streaks
+from te_precision_callbacks.diagnosis.rule import InARow, Rule, RuleCheck, Sighting, Sightings, runs_low_precision
 from te_precision_callbacks.diagnosis.rules.parameters import layers_of
 from te_precision_callbacks.diagnosis.rules.settings import is_scaled
 from te_precision_callbacks.diagnosis.rules.training import OF_SKIPPED_STEP
-from te_precision_callbacks.diagnosis.shapes import InARow, runs_low_precision
 from te_precision_callbacks.flight.rows import BACKWARD, FINITE_AGAIN
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Mask, holds_any
@@ -28,41 +27,41 @@ _CAN_OVERFLOW = ("fp8_delayed_scaling", "")
 
 _UNKNOWN_NORM = "and their part of the tensor's norm (underflow_norm%) is not recorded"
 
-_REMEDY_OF_WEIGHT = (
-    "Resume from an earlier checkpoint with DebugActivationOverflow(model, parameters=True) around the training."
-    " Unlike debug='activation_overflow', it also checks weights: a low-precision layer may cast an inf in its"
-    " weight to a finite value"
-)
+_REMEDY_OF_WEIGHT = """
+    Resume from an earlier checkpoint with DebugActivationOverflow(model, parameters=True) around the training.
+    Unlike debug='activation_overflow', it also checks weights: a low-precision layer may cast an inf in its weight
+    to a finite value
+"""
 
-_REMEDY_OF_GRADIENT = (
-    "Resume from an earlier checkpoint. If debug='activation_overflow' finds no inf or nan in the backward of this"
-    " layer, look for code that writes .grad after it: hooks, collectives, unscaling, clipping"
-)
+_REMEDY_OF_GRADIENT = """
+    Resume from an earlier checkpoint. If debug='activation_overflow' finds no inf or nan in the backward of this
+    layer, look for code that writes .grad after it: hooks, collectives, unscaling, clipping
+"""
 
-_REMEDY_OF_UPDATE = (
-    "Resume from an earlier checkpoint, and look at what wrote the weights: the optimizer's step and state, the"
-    " learning rate, and code that writes weights or .grad (hooks, collectives, unscaling, clipping)"
-)
+_REMEDY_OF_UPDATE = """
+    Resume from an earlier checkpoint, and look at what wrote the weights: the optimizer's step and state, the
+    learning rate, and code that writes weights or .grad (hooks, collectives, unscaling, clipping)
+"""
 
-_REMEDY_OF_START = (
-    "Start again, and look at the initialization of the weights, or at the checkpoint that was loaded: the first step"
-    " read them with inf or nan"
-)
+_REMEDY_OF_START = """
+    Start again, and look at the initialization of the weights, or at the checkpoint that was loaded: the first step
+    read them with inf or nan
+"""
 
-_REMEDY_BETWEEN = (
-    "Resume from an earlier checkpoint, and look at {}, such as {}a norm, a bias, an activation function, attention."
-    " debug='activation_overflow' stops at the module and batch"
-)
+_REMEDY_BETWEEN = """
+    Resume from an earlier checkpoint, and look at {}, such as {}a norm, a bias, an activation function, attention.
+    debug='activation_overflow' stops at the module and batch
+"""
 
-_REMEDY_OF_ALL_GRADIENTS = (
-    "Resume from an earlier checkpoint. Check the loss of that step, and pass debug='activation_overflow', which stops"
-    " at the module and batch with the first inf or nan"
-)
+_REMEDY_OF_ALL_GRADIENTS = """
+    Resume from an earlier checkpoint. Check the loss of that step, and pass debug='activation_overflow', which
+    stops at the module and batch with the first inf or nan
+"""
 
-_SKIPPED = (
-    "Nothing, as long as it ends: the GradScaler skips such a step, and halves its scale. With a smaller init_scale= it"
-    " skips fewer steps"
-)
+_SKIPPED = """
+    Nothing, as long as it ends: the GradScaler skips such a step, and halves its scale. With a smaller init_scale=
+    it skips fewer steps
+"""
 
 _STEPPED = ". An optimizer stepped with the gradients of that step, which were finite, as where a cast clips an inf"
 
@@ -79,12 +78,7 @@ class Nonfinite(RuleCheck):
     """
 
     _first: Sighting | None = None
-    _is_scaled = False
     _lasts = False  # whether parameters had inf or nan, or may have had them
-
-    def facts(self, facts: Facts) -> Sightings:
-        self._is_scaled = is_scaled(facts)
-        return ()
 
     def step(self, numbers: StepNumbers) -> Sightings:
         amaxes = numbers.are_known("cur_amax")
@@ -96,36 +90,36 @@ class Nonfinite(RuleCheck):
         if holds_any(are_broken):
             rows = np.flatnonzero(are_broken).tolist()
             in_backward = all(numbers.tensors[row] in BACKWARD for row in rows)
-            yield self._begin(_first_nonfinite(numbers, rows, last_finite), in_backward=in_backward)
+            yield self._begin(_first_nonfinite(numbers, rows, last_finite), in_backward)
 
     def event(self, event: Event) -> Sightings:
         problems = event.data.get("problems", ()) if event.kind == "parameters" else ()
-        self._lasts |= event.kind == "observation_failed" or any(row["what"] in _OF_PARAMETERS for row in problems)
+        broken = [row for row in problems if row["what"] in ("nonfinite_gradient", "nonfinite")]
+        self._lasts |= event.kind == "observation_failed" or bool(broken)
         in_backward = event.phase == "backward"
         if event.kind == "nonfinite":
             first_line = re.sub(r"^> \[\d+\] \S+: ", "", event.text.partition("\n")[0].rstrip(". "))
-            sighting = Sighting(first_line, tuple(filter(None, (event.layer,))), since=event.iteration)
-            yield self._begin(sighting, in_backward=False)
+            yield self._begin(Sighting(first_line, tuple(filter(None, (event.layer,))), since=event.iteration))
         if event.kind == "first_nonfinite":
             if event.data["since"] < event.data["iteration"]:
                 self.note_data(event.data["iteration"] - 1)  # which was watched, and finite
-            yield self._begin(_origin(event), in_backward=in_backward)
-        if event.kind == "last_nonfinite" and self._first is not None and not (in_backward and self._is_scaled):
-            yield self._first
-        if event.kind == "finite_again" and self._first is not None and not self._lasts:
-            again = self._first._replace(seen=f"{self._first.seen}; {_FINITE_AGAIN}", replaces=True)
-            if event.data.get("stepped"):
-                yield again._replace(seen=self._first.seen + _STEPPED, severity="warning")
-            else:
-                yield again._replace(severity="note", remedy=OF_SKIPPED_STEP)
+            yield self._begin(_origin(event), in_backward)
+        first = self._first
+        if first is None:
+            yield from map(self._begin, map(_nonfinite_parameters, broken[:1]))
+        elif event.kind == "last_nonfinite" and not (in_backward and is_scaled(self.run)):
+            yield first
+        elif event.kind == "finite_again" and not self._lasts:
             self._first = None
-        for row in problems:
-            if self._first is None and row["what"] in _OF_PARAMETERS:
-                yield self._begin(_OF_PARAMETERS[row["what"]](row), in_backward=False)
+            if event.data.get("stepped"):
+                yield first._replace(seen=first.seen + _STEPPED, severity="warning", replaces=True)
+            else:
+                seen = f"{first.seen}; {_FINITE_AGAIN}"
+                yield first._replace(seen=seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
 
-    def _begin(self, sighting: Sighting, *, in_backward: bool) -> Sighting:
+    def _begin(self, sighting: Sighting, in_backward: bool = False) -> Sighting:
         """Return the first sighting of the run, or a note on a step that a GradScaler skips."""
-        if in_backward and self._is_scaled:
+        if in_backward and is_scaled(self.run):
             return sighting._replace(severity="note", key="scaled", remedy=_SKIPPED)
         if self._first is None or (sighting.since or 0) < (self._first.since or 0):  # known late, from another rank
             self._first = sighting
@@ -158,32 +152,23 @@ def _remedy_between(event: Event) -> str:
     return _REMEDY_BETWEEN.format(between, gemm)
 
 
-def _nonfinite_gradients(row: Mapping[str, Any]) -> Sighting:
-    """The sighting of gradients with inf or nan at an optimizer's step, first of the layer where they may have arisen.
-
-    In the backward, inf and nan spread from there to the layers before it.
+def _nonfinite_parameters(row: Mapping[str, Any]) -> Sighting:
+    """The sighting of parameters with inf or nan, or of their gradients at an optimizer's step, first of the layer
+    where these may have arisen. In the backward, inf and nan spread from there to the layers before it.
     """
     names = row["names"]
+    since = row["since"]
+    if row["what"] == "nonfinite":
+        count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
+        when = f"the update of step {since}" if row["number"] else "the last step"
+        seen = f"{count} after {when}, first {names[0]}"
+        return Sighting(seen, layers_of(names), since=since, remedy=_REMEDY_OF_UPDATE)
     if row["number"] >= NEARLY_ALL:
         seen = "the gradients of nearly all parameters have inf or nan at the optimizer's step"
-        return Sighting(seen, (), "gradient", since=row["since"], remedy=_REMEDY_OF_ALL_GRADIENTS)
+        return Sighting(seen, (), "gradient", since=since, remedy=_REMEDY_OF_ALL_GRADIENTS)
     more = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
     seen = f"the gradient of {names[-1]}{more} has inf or nan at the optimizer's step"
-    return Sighting(seen, layers_of(names), "gradient", since=row["since"], remedy=_REMEDY_OF_GRADIENT)
-
-
-def _nonfinite_weights(row: Mapping[str, Any]) -> Sighting:
-    names = row["names"]
-    count = f"{many(len(names), 'parameter')} {'has' if len(names) == 1 else 'have'} inf or nan"
-    when = f"the update of step {row['since']}" if row["number"] else "the last step"
-    seen = f"{count} after {when}, first {names[0]}"
-    return Sighting(seen, layers_of(names), since=row["since"], remedy=_REMEDY_OF_UPDATE)
-
-
-_OF_PARAMETERS: Mapping[str, Callable[[Mapping[str, Any]], Sighting]] = {
-    "nonfinite_gradient": _nonfinite_gradients,
-    "nonfinite": _nonfinite_weights,
-}
+    return Sighting(seen, layers_of(names), "gradient", since=since, remedy=_REMEDY_OF_GRADIENT)
 
 
 def _first_nonfinite(numbers: StepNumbers, broken: Sequence[int], last_finite: int | None) -> Sighting:
@@ -222,11 +207,11 @@ def starts_from_zero(numbers: StepNumbers) -> Mask:
     return starts & (numbers.iteration < FROM_ZERO)
 
 
-def _overflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
+def _overflow(check: RuleCheck, numbers: StepNumbers) -> Sightings:
     values = np.fmax(numbers.finite("overflows%"), 0.0)
     values = np.where(numbers.by_row(can_overflow) & ~starts_from_zero(numbers), values, 0.0)
     last_share = np.fmax(numbers.earlier(numbers.last, "overflows%"), 0.0)
-    return streaks.sightings(
+    return check.in_a_row(
         numbers,
         "overflows%",
         (values >= numbers.by_row(overflow_threshold)) & (values >= FALLING * last_share),
@@ -234,7 +219,7 @@ def _overflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
     )
 
 
-def _underflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
+def _underflow(check: RuleCheck, numbers: StepNumbers) -> Sightings:
     """Find elements that round to 0: a warning if much of the norm is lost with them, otherwise a note."""
     lost = numbers.values("underflow_norm%")
     values = numbers.finite("underflows%")
@@ -246,7 +231,7 @@ def _underflow(numbers: StepNumbers, streaks: Streaks) -> Sightings:
         norm = _UNKNOWN_NORM if np.isnan(lost[row]) else f"with {lost[row]:.2g} % of the tensor's norm"
         return f"{values[row]:.3g} % of the elements round to 0, {norm}"
 
-    for sighting in streaks.by_severity(numbers, "underflows%", heavy, are_many, describe):
+    for sighting in check.by_severity(numbers, "underflows%", heavy, are_many, describe):
         patch = keep_first(sighting.layers, numbers) if sighting.severity == "warning" else ""
         yield sighting._replace(patch=patch)
 
@@ -256,18 +241,18 @@ def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
     return keep_high(*high, others=set(numbers.names) - set(high))
 
 
-def can_overflow(facts: Facts, layer: str, tensor: str) -> bool:
-    return facts.layer(layer).recipe in _CAN_OVERFLOW
+def can_overflow(layer: LayerFacts, tensor: str) -> bool:
+    return layer.recipe in _CAN_OVERFLOW
 
 
-def overflow_threshold(facts: Facts, layer: str, tensor: str) -> float:
+def overflow_threshold(layer: LayerFacts, tensor: str) -> float:
     """The threshold for elements above the range of the format, in percent."""
     return OVERFLOW if tensor == "activation" else OF_OTHERS
 
 
-def underflow_threshold(facts: Facts, layer: str, tensor: str) -> float:
+def underflow_threshold(layer: LayerFacts, tensor: str) -> float:
     """The threshold for elements that round to 0, in percent."""
-    return UNDERFLOW.get(facts.format_of(layer, tensor).partition(" ")[0], _OF_UNKNOWN)
+    return UNDERFLOW.get(layer.format_of(tensor).partition(" ")[0], _OF_UNKNOWN)
 
 
 FROM_ZERO = 20

@@ -1,38 +1,334 @@
 """Rules on weights after an optimizer's step (stale, lost or too small updates), on parameters that do not train, and
-on parameters that differ between ranks.
+on parameters that differ between ranks. :class:`ParameterProblems` judges the measurements of parameters during a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
-from te_precision_callbacks.diagnosis.rules.parameter_problems import (
-    APART,
-    APART_CHECKS,
-    ENDS_BY_A_GRADIENT,
-    IDLE,
-    LOST,
-    MOST_IDLE,
-    NEARLY_ALL,
-    SPAN,
-    UNCHANGED,
-    UNSTEPPED,
-    WITHOUT_GRADIENT,
-)
+from te_precision_callbacks.diagnosis.rule import AboveLimit, Rule, RuleCheck, Sighting, Sightings
 from te_precision_callbacks.diagnosis.rules.settings import remedy_of_small_gradients
-from te_precision_callbacks.diagnosis.shapes import AboveLimit
-from te_precision_callbacks.layers.folding import fold_for_sentence
-from te_precision_callbacks.parameters.parameter import FEW_CHANGED, ParameterProblem
+from te_precision_callbacks.layers.folding import fold_for_sentence, form_of, numbers_of
+from te_precision_callbacks.parameters.parameter import (
+    FEW_CHANGED,
+    SAMPLED_CLEARINGS,
+    Gap,
+    Parameter,
+    ParameterProblem,
+    Problem,
+)
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.names import BELOW_EPS, STALE
 from te_precision_callbacks.statistics.names import UNCHANGED as UNCHANGED_SHARE
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.parameters.gradients import ZeroGradients
+    from te_precision_callbacks.parameters.watch import ParameterWatch
+
+ENDS_BY_A_GRADIENT: frozenset[ParameterProblem] = frozenset({"no_gradient", "checkpointed", "lost_gradient"})
+"""Problems that a later gradient makes a note."""
+
+_NEVER_REACHED = ("no_gradient", "checkpointed", "frozen_held")
+
+WITHOUT_GRADIENT = 6
+"""Optimizer steps after which a parameter without a gradient is reported."""
+
+MOST_IDLE = 64
+"""The same for a parameter whose module does not run while a similar parameter has a gradient: blocks may be skipped at
+random, experts may get no tokens.
+"""
+
+LOST = 8
+"""Consecutive steps without a gradient, although the module runs and earlier steps had one."""
+
+IDLE = 60
+"""Steps between the first and the last gradient of 0 of a parameter whose similar parameters have gradients."""
+
+UNSTEPPED = 20
+"""Consecutive debug iterations without a step of optimizers that stepped before."""
+
+UNCHANGED = 3
+SPAN = 6
+"""Minimum of sampled steps that should have changed a weight, and of the steps that they span."""
+
+NEARLY_ALL = 0.9
+"""Smallest share of matrices that hardly change, or have gradients of 0, for a problem of the model."""
+
+APART = 0.01
+APART_CHECKS = 2
+"""Share of sampled elements that differ from the master weight by more than rounding, and the consecutive checks that
+must find it.
+"""
+
+DECAYS = 0.02
+"""Share of a weight that weight decay removes in a step: half of it in 34 steps."""
+
+TIMES_ORDINARY = 8.0
+REPLACED = 0.5
+"""An overwritten weight differs from its last sample by so many times the ordinary change, and by this share of its
+norm."""
+
+LATE = 8
+"""Steps after which a weight that is equal to an earlier sample again was restored."""
+
+
+class ParameterProblems:
+    """The problems of a run's parameters, each reported once.
+
+    Attributes:
+        checked: rules that had enough data.
+        unmatched: see :attr:`~te_precision_callbacks.parameters.optimizers.ParameterList.unmatched`.
+    """
+
+    def __init__(self, watch: ParameterWatch) -> None:
+        self.checked: set[str] = set()
+        self.unmatched: list[str] = []
+        self._watch = watch
+        self._reported: set[tuple[str, str]] = set()
+
+    def find(self, *, at_last: bool = False) -> list[Problem]:
+        """Return the new problems."""
+        watch = self._watch
+        if watch.is_due:
+            self.unmatched = watch.listed.unmatched
+        parameters = watch.parameters
+        without: list[tuple[Parameter, Gap]] = []
+        trains = bool(watch.steps) or any(parameter.has_gradient for parameter in parameters)
+        gaps = [(parameter, parameter.gap) for parameter in parameters if parameter.gap is not None]
+        if gaps and trains:
+            held = watch.listed.held
+            without = [(parameter, gap) for parameter, gap in gaps if parameter in held or not held]
+        idle = _idle(parameters, watch.sizes.zeros)
+        candidates = [
+            *idle.values(),
+            *self._arrived(),
+            *self._decays(),
+            *_missing_gradients(parameters, [(parameter, gap) for parameter, gap in without if parameter not in idle]),
+            *_of_weights(parameters),
+            *self._of_optimizers(at_last=at_last),
+            *_of_nearly_all(parameters, watch.sizes.zeros),
+            *self._kept_gradients(parameters),
+            *self._unheld(),
+        ]
+        problems = [problem for problem in candidates if problem[:2] not in self._reported]
+        self._reported.update(problem[:2] for problem in problems)
+        if "frozen-weight" not in self.checked and any(
+            row.changed > 0 or row.moved > 0 for parameter in parameters for row in parameter.rows
+        ):
+            self.checked.add("frozen-weight")
+        if watch.schedules:
+            self.checked.add("learning-rate")
+        reported = {name for what, name in self._reported if what in _NEVER_REACHED}
+        never_reached = {parameter.name for parameter, _ in without if not parameter.has_gradient}
+        if trains and not self.unmatched and never_reached <= reported:
+            self.checked.add("missing-gradient")
+        return problems
+
+    def with_shares(self, nonfinite: Sequence[Problem]) -> list[Problem]:
+        """Return the problems of gradients and weights that are not finite, with the share of all trained ones."""
+        gradients = sum(parameter.at_step for parameter in self._watch.parameters)
+        share = 100 * len({problem.name for problem in nonfinite}) / max(1, gradients)
+        return [problem._replace(number=share) for problem in nonfinite]
+
+    def _arrived(self) -> Iterator[Problem]:
+        for parameter, gap in self._watch.ended_gaps:
+            name = parameter.name
+            ended = {(what, name) for what in ENDS_BY_A_GRADIENT} & self._reported
+            if ended:
+                self._reported -= {*ended, ("arrived", name)}
+                yield Problem("arrived", name, gap.since, gap.steps)
+        self._watch.ended_gaps.clear()
+
+    def _decays(self) -> Iterator[Problem]:
+        for optimizer in self._watch.listed.stepped.values():
+            for decaying in optimizer.groups:
+                share = decaying.get("lr", 0.0) * decaying.get("weight_decay", 0.0)
+                is_share = optimizer.decays or decaying.get("decoupled_weight_decay")
+                if is_share and isinstance(share, float) and share >= DECAYS:
+                    for parameter, _, group, _ in optimizer.held:
+                        if group is decaying:
+                            yield Problem("decays", parameter.name, self._watch.ended, 100 * share)
+
+    def _of_optimizers(self, *, at_last: bool) -> Iterator[Problem]:
+        watch = self._watch
+        steps = watch.ended - watch.last_update
+        is_over = at_last and steps >= SPAN and not watch.has_updated
+        if watch.steps and (steps >= UNSTEPPED or is_over):
+            yield Problem("unstepped", "", watch.last_update + watch.has_updated, steps)
+        for schedule in watch.schedules.values():
+            if schedule.rises_again and schedule.zero_at is not None:
+                yield Problem("rises_again", "", schedule.zero_at, 100 * schedule.last / schedule.largest)
+
+    def _kept_gradients(self, parameters: Iterable[Parameter]) -> Iterator[Problem]:
+        """Find gradients that are not cleared."""
+        trained = 0
+        problems: list[Problem] = []
+        for parameter in parameters:
+            trained += parameter.has_gradient
+            if len(parameter.cleared) == SAMPLED_CLEARINGS:
+                self.checked.add("kept-gradient")
+                if not any(parameter.cleared.values()):
+                    problems.append(Problem("kept", parameter.name, min(parameter.cleared), SAMPLED_CLEARINGS))
+        if len(problems) == trained > 1:
+            yield Problem("all_kept", "", min(problem.since for problem in problems), SAMPLED_CLEARINGS)
+        elif ("all_kept", "") not in self._reported:
+            yield from problems
+
+    def _unheld(self) -> Iterator[Problem]:
+        """Find trained parameters that no optimizer of the process steps."""
+        if self.unmatched or self._watch.steps < WITHOUT_GRADIENT:
+            return
+        unheld = self._watch.listed.unheld()
+        for parameter in unheld:
+            what: ParameterProblem = "converted" if parameter.is_converted else "not_held"
+            yield Problem(what, parameter.name, parameter.held_until + 1, len(unheld))
+
+
+def _is_left_out(parameter: Parameter) -> bool:
+    gap = parameter.gap
+    return gap is not None and not gap.called and gap.steps >= max(MOST_IDLE, 4 * parameter.longest_gap)
+
+
+def _idle(parameters: Sequence[Parameter], zeros: Mapping[str, ZeroGradients]) -> dict[Parameter, Problem]:
+    """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
+    without tokens. A block of a stack that never ran is not a problem.
+
+    The number is the percentage of similar parameters.
+    """
+    since: dict[Parameter, int] = {}
+    for parameter in parameters:
+        run = zeros.get(parameter.name) if zeros and parameter.is_matrix else None
+        if run is not None and run.last - run.since >= IDLE:
+            since[parameter] = run.since
+        elif parameter.gap is not None and _is_left_out(parameter):
+            since[parameter] = parameter.gap.since
+    if not since:
+        return {}
+    similar = Counter(form_of(parameter.name) for parameter in parameters)
+    without = Counter(
+        form_of(parameter.name) for parameter in parameters if parameter.gap is not None or parameter.name in zeros
+    )
+    idle: dict[Parameter, Problem] = {}
+    for parameter, first in since.items():
+        form = form_of(parameter.name)
+        may_train = parameter.has_gradient or len(numbers_of(parameter.name)) > 1
+        if may_train and parameter.is_trained and without[form] < similar[form]:
+            idle[parameter] = Problem("idle", parameter.name, first, 100 * without[form] / similar[form])
+    return idle
+
+
+def _missing_gradients(parameters: Iterable[Parameter], without: Sequence[tuple[Parameter, Gap]]) -> Iterator[Problem]:
+    forms = {form_of(parameter.name) for parameter in parameters if parameter.has_gradient and without}
+    for parameter, gap in without:
+        problem: ParameterProblem | None = None
+        if parameter.has_gradient and parameter.is_trained:
+            if gap.called >= max(LOST, 2 * parameter.longest_gap):
+                problem = "lost_gradient"
+            elif _is_left_out(parameter):
+                problem = "left_out"
+        else:
+            may_idle = parameter.is_trained and form_of(parameter.name) in forms and gap.called < WITHOUT_GRADIENT - 1
+            if gap.steps >= (MOST_IDLE if may_idle else WITHOUT_GRADIENT):
+                problem = "checkpointed" if gap.checkpointed else "no_gradient"
+                problem = problem if parameter.is_trained else "frozen_held"
+        if problem is not None:
+            yield Problem(problem, parameter.name, gap.since, gap.steps)
+
+
+def _of_weights(parameters: Iterable[Parameter]) -> Iterator[Problem]:
+    """Find weights that do not change, that differ from their master weights, or that other code has written."""
+    for parameter in parameters:
+        if parameter.master_rows or parameter.rows:
+            yield from _unchanged(parameter)
+        if parameter.writes:
+            yield from islice(_overwritten(parameter), 1)
+
+
+def _unchanged(parameter: Parameter) -> Iterator[Problem]:
+    """Find a weight that does not follow its master weight, or that does not change."""
+    if parameter.master_rows:
+        measured = [row for row in parameter.master_rows if not math.isnan(row.apart)][-APART_CHECKS:]
+        apart = [row for row in measured if row.apart >= APART]
+        if len(apart) >= APART_CHECKS:
+            yield Problem("apart", parameter.name, apart[0].iteration, 100 * max(row.apart for row in apart))
+        if apart:
+            return
+    moves: list[int] = []
+    for row in parameter.rows:  # no call each
+        if row.changed > 0:
+            return
+        if row.moved > 0:
+            moves += (row.iteration,)
+    if len(moves) >= UNCHANGED and moves[-1] - moves[0] >= SPAN:
+        yield Problem("unchanged", parameter.name, moves[0], len(moves))
+
+
+def _overwritten(parameter: Parameter) -> Iterator[Problem]:
+    """Find writes of a weight; the number of a problem is the iteration of the sample that the weight differs from."""
+    for row in parameter.writes:
+        distances = row.distances
+        if not distances:
+            continue
+        *_, size_of_last, size = distances[0]
+        *to_earlier, to_last, _ = distances[-1][1:]
+        last = row.sampled[-1]
+        if size == 0 < size_of_last:
+            yield Problem("emptied", parameter.name, row.iteration, last)
+        for earlier, distance in zip(row.sampled[:-1], to_earlier, strict=False):
+            if row.iteration - earlier >= LATE and distance == 0 < to_last:
+                yield Problem("restored", parameter.name, row.iteration, earlier)
+        if len(row.sampled) > 1:
+            ordinary = distances[-2][-3] * max(1.0, (row.iteration - last) / (last - row.sampled[-2]))
+            if to_last > TIMES_ORDINARY * ordinary > 0 and to_last > REPLACED * max(size, size_of_last) and size > 0:
+                yield Problem("replaced", parameter.name, row.iteration, last)
+
+
+def _of_nearly_all(parameters: Iterable[Parameter], zeros: Mapping[str, ZeroGradients]) -> Iterator[Problem]:
+    """Find problems of nearly all matrices: gradients of 0 at the optimizer's step, and float32 weights that hardly
+    change. A bias of 0 is excluded, since any update changes it.
+    """
+    trained = [parameter for parameter in parameters if parameter.has_gradient and parameter.is_matrix]
+    runs = [(parameter, zeros[parameter.name]) for parameter in trained if parameter.name in zeros]
+    zeroed = [(parameter, run) for parameter, run in runs if run.last - run.since >= SPAN]
+    if len(zeroed) >= NEARLY_ALL * len(trained):
+        for parameter, run in zeroed:
+            yield Problem("zeroed", parameter.name, run.since, run.steps)
+    sampled = [parameter for parameter in trained if parameter.rows]
+    still = [(parameter, span) for parameter in sampled if len(span := _still_steps(parameter)) >= SPAN]
+    if len(still) >= NEARLY_ALL * len(sampled):
+        for parameter, span in still:
+            yield Problem("still", parameter.name, span.start, len(span))
+
+
+def _still_steps(parameter: Parameter) -> range:
+    """Return the steps in which a float32 weight hardly changes at a learning rate above 0, although it does not have
+    to stay the same."""
+    rows = parameter.rows
+    is_float32 = parameter.reference is not None and str(parameter.reference.dtype) == "torch.float32"
+    if rows[-1].iteration - rows[0].iteration < SPAN or not is_float32:
+        return range(0)
+    since = rows[0].iteration
+    until = since
+    has_changed = has_moved = False
+    for row in rows:  # no call each
+        if row.changed > FEW_CHANGED:
+            return range(0)
+        has_changed |= row.changed > 0
+        has_moved |= row.moved > 0
+        if row.changed <= FEW_CHANGED:  # it was compared
+            until = row.iteration
+            since = until if row.rate == 0 else since
+    return range(since, until) if has_changed or not has_moved else range(0)
+
 
 _MOST_NAMES = 8
 
@@ -57,9 +353,11 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         "checkpointed": _Kind(
             "{names} received no gradient in {number:.0f} optimizer steps, because a reentrant checkpoint ran the"
             " forward and none of its inputs needs a gradient",
-            "Checkpoint with use_reentrant=False, or let the input of the checkpoints need a gradient:"
-            " model.enable_input_require_grads() in transformers and PEFT, or x.requires_grad_() on the output of a"
-            " frozen embedding",
+            """
+                Checkpoint with use_reentrant=False, or let the input of the checkpoints need a
+                gradient: model.enable_input_require_grads() in transformers and PEFT, or
+                x.requires_grad_() on the output of a frozen embedding
+            """,
         ),
         "lost_gradient": _Kind(
             "{names} had gradients at the optimizer's step, but none since step {since}, although the module runs",
@@ -82,14 +380,19 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         ),
         "not_held": _Kind(
             "{names} received gradients, but no optimizer updates them",
-            "Pass all trainable parameters to the optimizer, including parameters that were added or replaced after the"
-            " optimizer was created",
+            """
+                Pass all trainable parameters to the optimizer, including parameters that were added or
+                replaced after the optimizer was created
+            """,
         ),
         "converted": _Kind(
             "{names} received gradients, but no optimizer updates them: Accelerate's FP8 conversion has replaced them",
-            "The conversion unfreezes frozen parameters and unties tied ones. After accelerator.prepare(), freeze again"
-            " what should not train (requires_grad_(False)), and tie again (such as model.tie_weights()). Or first call"
-            " accelerate.utils.convert_model(model), then freeze and tie, then create the optimizer",
+            """
+                The conversion unfreezes frozen parameters and unties tied ones. After
+                accelerator.prepare(), freeze again what should not train (requires_grad_(False)), and
+                tie again (such as model.tie_weights()). Or first call
+                accelerate.utils.convert_model(model), then freeze and tie, then create the optimizer
+            """,
         ),
         "frozen_held": _Kind(
             "an optimizer contains {names}, with requires_grad=False",
@@ -104,27 +407,36 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         "unstepped": _Kind(
             "no optimizer of the model has stepped with a learning rate above 0 in {number:.0f} steps, since step"
             " {since}",
-            "Check whether the loop still calls optimizer.step(), and whether the learning-rate scheduler ends too"
-            " early, for example by counting micro-batches. A GradScaler skips steps with inf or nan",
+            """
+                Check whether the loop still calls optimizer.step(), and whether the learning-rate
+                scheduler ends too early, for example by counting micro-batches. A GradScaler skips
+                steps with inf or nan
+            """,
             "warning",
         ),
         "zeroed": _Kind(
             "all gradient elements of {names}, and of nearly all other weights, were 0 at {number:.0f} optimizer steps",
-            "Look for zero_grad() between backward() and the optimizer step, and for a loss or gradient multiplied"
-            " by 0",
+            """
+                Look for zero_grad() between backward() and the optimizer step, and for a loss or
+                gradient multiplied by 0
+            """,
             "warning",
         ),
         "still": _Kind(
             "almost no elements of {names}, and of nearly all other weights, changed in {number:.0f} steps",
-            "Check the learning rate and the loss scale. Look for code that removes gradients before the optimizer"
-            " step or restores old weights",
+            """
+                Check the learning rate and the loss scale. Look for code that removes gradients before
+                the optimizer step or restores old weights
+            """,
             "warning",
         ),
         "apart": _Kind(
             "{number:.3g} % of the sampled elements of {names} differ from the optimizer's master weights by more than"
             " rounding",
-            "Copy the master weights into the weights after each optimizer step, before the next forward. After loading"
-            " a checkpoint, copy the weights into the master weights",
+            """
+                Copy the master weights into the weights after each optimizer step, before the next
+                forward. After loading a checkpoint, copy the weights into the master weights
+            """,
         ),
     },
     "learning-rate": {
@@ -133,8 +445,10 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         ),
         "decays": _Kind(
             "weight decay removes {number:.3g} % of {names} in each step",
-            "Lower weight_decay= of the optimizer's parameter group. Times the learning rate, it is the share of the"
-            " weights that a step removes",
+            """
+                Lower weight_decay= of the optimizer's parameter group. Times the learning rate, it is
+                the share of the weights that a step removes
+            """,
         ),
     },
     "weight-jump": {
@@ -156,8 +470,11 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         "differs": _Kind("{names}: ranks that had the same values now have different ones"),
         "differs_from_start": _Kind(
             "{names}: ranks have had different values since before the first step, and nothing marks them as sharded",
-            "If the ranks train one model, broadcast its parameters from rank 0, as DistributedDataParallel does, and"
-            " average the gradients. If they hold different parts, pass scope= to the session",
+            """
+                If the ranks train one model, broadcast its parameters from rank 0, as
+                DistributedDataParallel does, and average the gradients. If they hold different parts,
+                pass scope= to the session
+            """,
             "note",
         ),
     },
@@ -169,9 +486,12 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         "no_sum": _Kind(
             "{names}: ranks had the same values before the first step and now have different ones, while other"
             " parameters are sharded or differ by rank",
-            "Ranks that hold parts of a layer, as in tensor or expert parallelism, compute parts of the gradients of"
-            " what they share: all-reduce their sum over these ranks before the optimizer step."
-            " DistributedDataParallel would average them; use it only over ranks with other data",
+            """
+                Ranks that hold parts of a layer, as in tensor or expert parallelism, compute parts of
+                the gradients of what they share: all-reduce their sum over these ranks before the
+                optimizer step. DistributedDataParallel would average them; use it only over ranks with
+                other data
+            """,
         ),
     },
 }
@@ -286,7 +606,6 @@ RULES = (
             steps in a row, at a learning rate of at least 1 % of its largest
         """,
         silent="master weights, Kahan summation and stochastic rounding; the end of a decay to 0",
-        severity="warning",
         source="this project: bfloat16 keeps 8 bits, so an update below 1/256 to 1/512 of a weight is lost",
         why="the loss stops falling, whatever the precision of the GEMMs",
         disproof="the same run with master weights in float32 has the same loss",
@@ -317,7 +636,6 @@ RULES = (
             and above 0, in {needed} collection steps in a row
         """,
         silent="single weights, such as those of rare tokens",
-        severity="warning",
         source="arithmetic of Adam: with sqrt(v) below eps the update is about lr * g / eps; this project: the share",
         why="updates are far smaller than the learning rate, so the model hardly learns",
         disproof="eps is large on purpose",
@@ -353,7 +671,6 @@ RULES = (
             frozen parameters, and copies such as an EMA, that are not in an optimizer; optimizers that step less often
             than others; gradients that are 0, or removed before the optimizer step
         """,
-        severity="warning",
         source="Megatron-LM issue 4765, TransformerEngine pull requests 3178 and 3234; this project",
         why="the parameter does not train, although the loss may still fall",
         disproof="""
@@ -410,7 +727,6 @@ RULES = (
             more
         """,
         silent="warm restarts, which rise in one step; learning rates in tensors on a device; Adam's coupled decay",
-        severity="warning",
         source="torch's CosineAnnealingLR, which rises again after T_max steps; this project",
         why="the weights leave the minimum that the schedule has reached, or lose what they learn",
         disproof="the schedule is cyclic on purpose, or the weights should shrink",
@@ -434,7 +750,6 @@ RULES = (
             gradients that autograd does not add to .grad: those of FSDP's shards and Megatron's main_grad, or assigned
             by the script
         """,
-        severity="warning",
         source="arithmetic; the number of steps is this project's",
         why="each step repeats all gradients since the start",
         disproof="gradients accumulate over several optimizer steps on purpose",
@@ -483,7 +798,6 @@ RULES = (
             process has no DistributedDataParallel, FSDP or DeepSpeed engine
         """,
         silent="the same cases as replicas-differ",
-        severity="warning",
         source="arithmetic",
         why="each rank trains a separate model on its part of the data",
         disproof="the ranks average weights only every few steps, as local SGD does",

@@ -1,92 +1,175 @@
-"""Rules on metrics of the trainer: a loss that diverges, gradient norms that are odd, and inf and nan in both."""
+"""Rules on the course of a training: a loss that diverges, gradient norms that are odd, inf and nan in both, weights
+that jump, and layers that are missed.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from te_precision_callbacks.base.counts import many, some_of
+from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.finding import Severity
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck, Sighting, Sightings
-from te_precision_callbacks.diagnosis.shapes import Logged, LoggedNumber, Metrics, is_loss_of_training
+from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
+from te_precision_callbacks.diagnosis.rule import (
+    COLLECT_EACH_STEP,
+    NEEDS_EACH_STEP,
+    Changed,
+    Rule,
+    RuleCheck,
+    Sighting,
+    Sightings,
+    find_absences,
+    layers_of_change,
+)
+from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
+from te_precision_callbacks.flight import changes
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
-from te_precision_callbacks.runs.summary import is_training_loss, loss_first, words_of
+from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
 from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.statistics.arrays import Floats, holds_any, total
 from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 
 UNFILTERED = "loss_step"
 """The loss of a step as the backward gets it, from a trainer that leaves inf and nan out of what it logs."""
 
-OF_SKIPPED_STEP = (
-    "Nothing, if the script skips such a step on purpose, and the forward updates no buffers, as BatchNorm does: they"
-    " are not checked. Otherwise look for the cause: debug='activation_overflow' stops at the module and batch"
-)
+OF_SKIPPED_STEP = """
+    Nothing, if the script skips such a step on purpose, and the forward updates no buffers, as BatchNorm does: they
+    are not checked. Otherwise look for the cause: debug='activation_overflow' stops at the module and batch
+"""
 
-_DIVIDE = (
-    "Divide the loss of each micro-batch by the number of micro-batches before backward(), unless only the logged"
-    " value is a sum. Otherwise the gradients are that many times too large"
-)
+_DIVIDE = """
+    Divide the loss of each micro-batch by the number of micro-batches before backward(), unless only the logged
+    value is a sum. Otherwise the gradients are that many times too large
+"""
 
 
-def _training_loss(metrics: Metrics) -> tuple[str, float] | None:
+class LoggedNumber(NamedTuple):
+    """A number that the trainer logs in an iteration, its name, and the last loss then."""
+
+    iteration: int
+    name: str
+    value: float
+    loss: float
+
+
+_OF_EVALUATION = frozenset({"eval", "val", "valid", "validation", "test"})
+
+
+def _is_loss_of_training(name: str) -> bool:
+    """Return whether a scalar is a loss of the training, or a part of one."""
+    return is_loss(name) and words_of(name).isdisjoint(_OF_EVALUATION)
+
+
+MOST_POINTS = 512 * 30
+"""The least number of last points in a history; always a multiple of it was dropped."""
+
+
+@dataclass(kw_only=True)
+class Logged(RuleCheck):
+    """A condition on the history of a number that the trainer logs.
+
+    Attributes:
+        number: chooses name and value of the number among the metrics. Returns None without it, and may say in
+            ``lacks`` why.
+        find: yields the sightings.
+        values: the metrics of an iteration.
+        counts: how often each metric was logged so far.
+        loss: the last loss, of the training or a part of one; nan before the first.
+    """
+
+    number: Callable[[Logged], tuple[str, float] | None]
+    find: Callable[[Logged], Sightings]
+    kind_of_step: str = "logged step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.history: list[LoggedNumber] = []
+        self.values: Mapping[str, float] = {}
+        self.counts: Counter[str] = Counter()
+        self.loss = math.nan
+
+    def facts(self, facts: Facts) -> Sightings:
+        return self.find(self) if self.history else ()
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
+        self.values = values
+        self.counts.update(values.keys())
+        for name in loss_first(filter(_is_loss_of_training, values))[:1]:
+            self.loss = values[name]
+        number = self.number(self)
+        if number is None:
+            return ()
+        self.applies = True
+        self.note_data(iteration)
+        if len(self.history) == 2 * MOST_POINTS:
+            del self.history[:MOST_POINTS]
+        self.history.append(LoggedNumber(iteration, *number, self.loss))
+        return self.find(self)
+
+
+def _training_loss(check: Logged) -> tuple[str, float] | None:
     """The training loss, of several ones a loss that is inf or nan; None where the trainer filters these."""
-    losses = loss_first(filter(is_training_loss, metrics.values))
-    is_filtered = metrics.facts.settings.loss_is_filtered and not metrics.counts[UNFILTERED]
-    name = min(losses, key=lambda name: math.isfinite(metrics.values[name]), default=None)
-    return None if name is None or is_filtered else (name, metrics.values[name])
-
-
-def _why_no_loss(metrics: Metrics) -> str:
-    if metrics.facts.settings.loss_is_filtered:
-        return (
+    values = check.values
+    if check.run.settings.loss_is_filtered and not check.counts[UNFILTERED]:
+        check.lacks = (
             "the Trainer filters inf and nan from the logged loss: set logging_nan_inf_filter=False in"
             " TrainingArguments"
         )
-    losses = [name for name in metrics.counts if is_loss_of_training(name)]
-    hint = f"no logged name clearly is the training loss (logged: {some_of(losses)}): also log it as loss or train_loss"
-    return hint if losses else ""
+        return None
+    losses = loss_first(filter(is_training_loss, values))
+    if losses:
+        name = min(losses, key=lambda name: math.isfinite(values[name]))
+        return name, values[name]
+    if alike := list(filter(_is_loss_of_training, check.counts)):
+        check.lacks = (
+            f"no logged name clearly is the training loss (logged: {some_of(alike)}): also log it as loss or train_loss"
+        )
+    return None
 
 
 def _is_norm(name: str) -> bool:
     return {"grad", "norm"} <= words_of(name) or "gradnorm" in words_of(name)
 
 
-def _gradient_norm(metrics: Metrics) -> tuple[str, float] | None:
+def _gradient_norm(check: Logged) -> tuple[str, float] | None:
     """A logged gradient norm in runs that log one in most steps, else the norm that clipping was seen to use. Of
     several ones a norm that is inf or nan.
     """
-    values = metrics.values
-    norms = [name for name in metrics.counts if _is_norm(name) and name != CLIPPED_NORM]
-    if 2 * max(map(metrics.counts.__getitem__, norms), default=0) <= metrics.counts[CLIPPED_NORM]:
+    values = check.values
+    norms = [name for name in check.counts if _is_norm(name) and name != CLIPPED_NORM]
+    if 2 * max(map(check.counts.__getitem__, norms), default=0) <= check.counts[CLIPPED_NORM]:
         norms = [CLIPPED_NORM]
-
-    def order(name: str) -> tuple[bool, bool, int, str]:
-        return math.isfinite(values[name]), name != "grad_norm", len(name), name
-
-    name = min((name for name in norms if name in values), key=order, default="")
-    return (name, values[name]) if name else None
-
-
-def _positive_norm(metrics: Metrics) -> tuple[str, float] | None:
-    norm = _gradient_norm(metrics)
-    return norm if norm is not None and math.isfinite(norm[1]) and norm[1] > 0 else None
+    logged = [(math.isfinite(values[name]), name != "grad_norm", len(name), name) for name in norms if name in values]
+    if not logged:
+        return None
+    name = min(logged)[-1]
+    return name, values[name]
 
 
-def _clipped(metrics: Metrics) -> tuple[str, float] | None:
+def _positive_norm(check: Logged) -> tuple[str, float] | None:
+    norm = _gradient_norm(check)
+    return norm if norm is not None and 0 < norm[1] < math.inf else None
+
+
+def _clipped(check: Logged) -> tuple[str, float] | None:
     """The gradient norm before clipping, relative to the limit of clipping."""
-    norm = metrics.values.get(CLIPPED_NORM, math.nan)
-    limit = metrics.values.get(CLIPPING_LIMIT, math.nan)
+    norm = check.values.get(CLIPPED_NORM, math.nan)
+    limit = check.values.get(CLIPPING_LIMIT, math.nan)
     is_clipped = math.isfinite(norm) and 0 < limit < math.inf
     return (f"the limit of clipping ({limit:.3g})", norm / limit) if is_clipped else None
 
 
-def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: str) -> Sightings:
+def _nonfinite(check: Logged, what: str, step: str) -> Sightings:
+    history = check.history
     last = history[-1]
     are_finite = [math.isfinite(point.value) for point in history[-FINITE_AGAIN - 1 :]]
     if not are_finite[-1]:
@@ -97,13 +180,15 @@ def _nonfinite(facts: Facts, history: Sequence[LoggedNumber], what: str, step: s
         yield Sighting(seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
 
 
-def _nonfinite_norm(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
-    if facts.settings.are_known and not facts.settings.loss_is_scaled:
-        yield from _nonfinite(facts, history, "the gradient norm", "step")
+def _nonfinite_norm(check: Logged) -> Sightings:
+    settings = check.run.settings
+    if settings.are_known and not settings.loss_is_scaled:
+        yield from _nonfinite(check, "the gradient norm", "step")
 
 
-def _jump(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
+def _jump(check: Logged) -> Sightings:
     """Find a norm far above the median of those before it."""
+    history = check.history
     if len(history) <= LEAST_NORMS:
         return
     norms = np.log2([point.value for point in history[-NORMS - 1 :]])
@@ -119,8 +204,9 @@ def _jump(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
         yield Sighting(seen, since=history[-1].iteration, severity=severity)
 
 
-def _creeps_up(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
+def _creeps_up(check: Logged) -> Sightings:
     """Find slow growth in windows of the last values, and in windows of means over more steps."""
+    history = check.history
     for count in MEANS:
         if len(history) % count or len(history) < WINDOW * count:
             return  # no new point for windows of longer means either
@@ -145,8 +231,8 @@ def _creeps_up(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
         yield Sighting(seen, since=points[0].iteration, severity=severity)
 
 
-def _far_clipped(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
-    last = history[-CLIPPED_STEPS:]
+def _far_clipped(check: Logged) -> Sightings:
+    last = check.history[-CLIPPED_STEPS:]
     ratios = sorted(point.value for point in last)
     least = ratios[round((1 - NEARLY_ALL_CLIPPED) * len(ratios))]
     if len(ratios) == CLIPPED_STEPS and least >= CLIPPED:
@@ -162,17 +248,17 @@ def _micro_batches(facts: Facts) -> int:
     return min((layer.calls for layer in facts.layers.values() if layer.calls), default=0)
 
 
-def _first_loss(metrics: Metrics) -> tuple[str, float] | None:
-    loss = _training_loss(metrics)
-    is_first = loss is not None and metrics.counts[loss[0]] == 1
-    return loss if is_first and _micro_batches(metrics.facts) > 1 else None
+def _first_loss(check: Logged) -> tuple[str, float] | None:
+    loss = _training_loss(check)
+    is_first = loss is not None and check.counts[loss[0]] == 1
+    return loss if is_first and _micro_batches(check.run) > 1 else None
 
 
-def _is_sum(facts: Facts, history: Sequence[LoggedNumber]) -> Sightings:
+def _is_sum(check: Logged) -> Sightings:
     """Compare the first loss with the loss of a uniform guess, times the number of micro-batches."""
-    count = _micro_batches(facts)
-    iteration, name, loss, _ = history[0]
-    for head in facts.heads:
+    count = _micro_batches(check.run)
+    iteration, name, loss, _ = check.history[0]
+    for head in check.run.heads:
         classes = head.shape[0]
         guess = math.log(max(classes, 2))
         if abs(loss / (count * guess) - 1) <= NEAR_GUESS:
@@ -187,17 +273,15 @@ class DivergingLoss(RuleCheck):
     def __init__(self) -> None:
         super().__init__(needed=3, kind_of_step="logged loss value")
         self._curves: dict[str, _Curve] = {}
-        self._restored: list[float] = []
-        self._restored_at = 0
+        self._restored = Event("losses_restored", "", 0, data={"losses": ()})
 
     def event(self, event: Event) -> Sightings:
         if event.kind == "losses_restored":
-            self._restored = event.data["losses"]
-            self._restored_at = event.iteration
+            self._restored = event
         if event.kind in ("segment_ended", "stopped"):
-            risen = [curve for curve in self._curves.values() if curve.since is not None]
-            if risen and all(curve.has_fallen for curve in risen):
-                yield risen[0].fallen()
+            fallen = [curve.fallen() for curve in self._curves.values() if curve.since is not None]
+            if all(fallen):
+                yield from filter(None, fallen[:1])
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
         for name in loss_first(filter(is_training_loss, values)):
@@ -205,8 +289,8 @@ class DivergingLoss(RuleCheck):
                 self.note_data(iteration)
                 if name not in self._curves:
                     self._curves[name] = _Curve(name)
-                    for loss in filter(math.isfinite, self._restored):
-                        list(self._curves[name].add(self._restored_at, loss))
+                    for loss in filter(math.isfinite, self._restored.data["losses"]):
+                        list(self._curves[name].add(self._restored.iteration, loss))
                 yield from self._curves[name].add(iteration, values[name])
 
 
@@ -226,7 +310,6 @@ class _Curve:
         self._start: list[float] = []
         self._steps: deque[int] = deque(maxlen=BLOCK + LASTS)
         self._losses: deque[float] = deque(maxlen=BLOCK + LASTS)
-        self._block: list[float] = []
         self._best = math.inf, math.inf  # level and spread
         self._spreads: deque[float] = deque(maxlen=3)
         self._least = math.inf
@@ -240,12 +323,13 @@ class _Curve:
         self._least = min(self._least, loss)
         self._count += 1
         self._zeros += loss == 0
-        if len(self._start) < 3:
+        if self._count <= 3:
             self._start.append(loss)
         self._steps.append(iteration)
         self._losses.append(loss)
-        count, level = next(self._rises(), (0, 0.0))
-        last = self._last(count)
+        losses = list(self._losses)
+        count, level = next(self._rises(losses), (0, 0.0))
+        last = losses[-count:]
         if count and not (self._has_ratios and max(last) < NEGLIGIBLE * self._start[0]):
             self._limit = min(last), level
             if self.since is None:
@@ -257,77 +341,69 @@ class _Curve:
         elif loss >= self._limit[0]:
             yield self._sighting(iteration, f"{self._name} is {loss:.3g}, after {self._limit[1]:.3g}")
         self._peak = max(self._peak, loss)
-        if len(self._losses) > LASTS:
-            self._block.append(self._losses[-LASTS - 1])
-        if len(self._block) == BLOCK:
-            level = statistics.median(self._block)
-            spread = sorted(self._block)[int(0.95 * BLOCK) - 1] - level
-            self._block.clear()
+        if self._count > LASTS and self._count % BLOCK == LASTS:
+            level = statistics.median(losses[:BLOCK])
+            spread = sorted(losses[:BLOCK])[int(0.95 * BLOCK) - 1] - level
             self._spreads.append(spread)
             self._best = min(self._best, (level, spread))
-        yield from self._jump()
-
-    def _last(self, count: int) -> list[float]:
-        return list(self._losses)[-count:]
+        yield from self._jump(losses)
 
     @property
     def _has_ratios(self) -> bool:
         return self._least >= 0 and self._start[0] > 0 and self._zeros <= MOST_ZEROS * self._count
 
-    @property
-    def has_fallen(self) -> bool:
-        """Return whether the last losses are near the level before the rise again."""
-        last = self._last(LASTS)
-        is_usual = max(last) <= max(self._start[0], RISES[-1][2] * self._level)
-        return is_usual and max(last) <= self._level + FALLEN * (self._peak - self._level)
-
-    def fallen(self) -> Sighting:
-        last = statistics.median(self._last(LASTS))
-        seen = f"{self._name} rose from {self._level:.3g} to {self._peak:.3g}, and has fallen to {last:.3g} again"
+    def fallen(self) -> Sighting | None:
+        """The sighting of a rise after which the last losses are near the level before it again; else None."""
+        last = list(self._losses)[-LASTS:]
+        level = self._level
+        usual = max(self._start[0], RISES[-1][2] * level)
+        if max(last) > min(usual, level + FALLEN * (self._peak - level)):
+            return None
+        now = statistics.median(last)
+        seen = f"{self._name} rose from {level:.3g} to {self._peak:.3g}, and has fallen to {now:.3g} again"
         return Sighting(seen, since=self.since, severity="note", replaces=True)
 
     def _sighting(self, since: int, seen: str) -> Sighting:
-        start = statistics.median(self._start[:1] if len(self._losses) <= BLOCK else self._start)
-        is_far = self._has_ratios and min(self._last(2)) >= 2 * start
+        start = statistics.median(self._start[:1] if self._count <= BLOCK else self._start)
+        is_far = self._has_ratios and min(list(self._losses)[-2:]) >= 2 * start
         return Sighting(seen, since=since, severity="error" if is_far else "warning")
 
-    def _rises(self) -> Iterator[tuple[int, float]]:
+    def _rises(self, losses: Sequence[float]) -> Iterator[tuple[int, float]]:
         """Yield the number of last losses that are far above a level, and that level."""
-        values = list(self._losses)
         for count, least, low, high in RISES if self._has_ratios else OF_SIGNED:
-            earlier = values[-BLOCK - count : -count]
+            earlier = losses[-BLOCK - count : -count]
             top = max(map(abs, earlier), default=0.0)
-            sizes = list(map(abs, values[-count:]))
+            sizes = list(map(abs, losses[-count:]))
             if len(earlier) >= least and top > 0 and min(sizes) >= low * top and max(sizes) >= high * top:
                 yield count, statistics.median(earlier)
-        last = values[-LASTS:]
-        level = self._best[0]
-        spread = max([self._best[1], *self._spreads])
-        progress = statistics.median(self._start) - level
-        gained = progress if progress > SPREADS * spread else level if self._has_ratios else 0.0
-        if gained > 0 and min(last) - level >= max(SPREADS * spread, LOST * gained):
+        lowest = min(losses[-LASTS:])
+        level, spread = self._best
+        spread = max([spread, *self._spreads])
+        gained = statistics.median(self._start) - level
+        if gained <= SPREADS * spread:
+            gained = level if self._has_ratios else 0.0
+        if gained > 0 and lowest - level >= max(SPREADS * spread, LOST * gained):
             yield LASTS, level
         first = self._start[0]
-        if self._has_ratios and len(values) > LASTS and min(last) >= OF_FIRST * first:
-            logarithms = [math.log(loss) for loss in values[1:][-BLOCK:] if loss]
+        if self._has_ratios and len(losses) > LASTS and lowest >= OF_FIRST * first:
+            logarithms = [math.log(loss) for loss in losses[1:][-BLOCK:] if loss]
             distance = statistics.mean(logarithms[-LASTS:]) - math.log(first)
             if distance >= FIRST_SPREADS * statistics.stdev(logarithms):
                 yield LASTS, first
 
-    def _jump(self) -> Sightings:
+    def _jump(self, losses: Sequence[float]) -> Sightings:
         """Find a jump from one step to the next that stays: code may have written the weights."""
-        values = list(self._losses)
-        if len(values) <= STAYS + 2:
+        if len(losses) <= STAYS + 2:
             return
-        self._largest_change = max(self._largest_change, abs(values[-STAYS - 2] - values[-STAYS - 3]))
-        base, first = values[-STAYS - 1 : -STAYS + 1]
-        jump = first - base
-        stays = min(values[-STAYS:]) >= base + jump / 2
+        earlier, base, *last = losses[-STAYS - 2 :]
+        self._largest_change = max(self._largest_change, abs(earlier - losses[-STAYS - 3]))
+        jump = last[0] - base
         is_far = jump >= max(TIMES_CHANGE * self._largest_change, OF_LOSS * abs(base)) > 0
-        if stays and is_far and self._has_ratios and len(values) >= STAYS + 2 + LEAST_CHANGES:
+        stays = min(last) >= base + jump / 2
+        if stays and is_far and self._has_ratios and len(losses) >= STAYS + 2 + LEAST_CHANGES:
             times = jump / self._largest_change if self._largest_change else math.inf
             seen = (
-                f"{self._name} has jumped from {base:.3g} to {first:.3g} in one step, {times:.3g} times its largest"
+                f"{self._name} has jumped from {base:.3g} to {last[0]:.3g} in one step, {times:.3g} times its largest"
                 " change before, and stays there"
             )
             yield Sighting(seen, since=self._steps[-STAYS], severity="warning")
@@ -408,6 +484,84 @@ FAR_CLIPPED = 1e4
 NEAR_GUESS = 0.1
 """The relative difference between a first loss and a multiple of the loss of a uniform guess."""
 
+
+_REMEDY_OF_RATE = """
+    Look at the learning-rate scheduler, and at code that sets the learning rate: it must not rise that far in one
+    step. Resume from an earlier checkpoint
+"""
+
+
+class WeightJump(ParameterRule):
+    def __init__(self) -> None:
+        super().__init__(rule="weight-jump", needed=3)
+        # Statistic -> its last collection step, and the logarithms of the weights in it, with their changes before it.
+        self._last: dict[str, tuple[int, Floats]] = {}
+        self._rise: Event | None = None
+        self._changed: int | None = None  # the step of the last sudden change
+
+    def step(self, numbers: StepNumbers) -> Sightings:
+        for statistic in ("cur_amax", "std", "l2_norm"):
+            weights = numbers.are_known(statistic, "weight")
+            if not holds_any(weights):
+                continue
+            self.note_data(numbers.iteration)
+            values = numbers.finite(statistic)
+            bits = np.where(weights, numbers.bits(statistic), np.nan)
+            last_iteration, last = self._last.get(statistic, (0, np.empty((0, 2))))
+            last_bits, changes_before = extend_rows(last, len(bits), np.nan).T
+            vanished = weights & (values == 0) & np.isfinite(last_bits)
+            if statistic != "std" and holds_any(vanished):
+                rows = np.flatnonzero(vanished).tolist()
+                seen = f"all elements are 0, and were not in an earlier step; {many(len(rows), 'layer')}"
+                layers = tuple(numbers.names[row] for row in rows)
+                yield Sighting(seen, layers, "weight", numbers.column(statistic).label(rows[0]), numbers.iteration)
+            jumped = np.abs(changes_before) <= STEADY
+            jumped &= np.abs(bits - last_bits) >= WEIGHT_JUMP
+            if total(jumped) >= max(2, total(weights) / 2):
+                rows = numbers.in_order(np.flatnonzero(jumped).tolist())
+                row = rows[0]
+                label = numbers.column(statistic).label(row)
+                seen = (
+                    f"{label} has changed from {2 ** last_bits[row]:.3g} in step {last_iteration} to {values[row]:.3g},"
+                    f" and by {2**WEIGHT_JUMP:g} times or more in {len(rows)} of {many(int(total(weights)), 'layer')}"
+                )
+                layers = tuple(numbers.names[row] for row in rows)
+                yield self._of_optimizer(layers, label, seen, numbers.iteration)
+            self._last[statistic] = numbers.iteration, np.stack([bits, bits - last_bits], axis=1)
+
+    def event(self, event: Event) -> Sightings:
+        for written in super().event(event):
+            # It says more than the size of the change, in the step of the write or, after the optimizer's, in the next.
+            replaces = self._changed is not None and written.since in (self._changed, self._changed + 1)
+            yield written._replace(tensor="weight", key="", replaces=replaces)
+        if event.kind == "learning_rate_rose":
+            self._rise = event
+        if event.kind == "changed" and event.data["kind"] == "weights":
+            jump = self._of_optimizer(layers_of_change(event), "", event.text, event.iteration)
+            if event.data["of_all"] and not jump.key:
+                jump = jump._replace(severity="note")
+            else:
+                self._changed = event.iteration
+            self.note_data((jump.since or 0) - 1)  # which was watched
+            yield jump
+
+    def _of_optimizer(self, layers: tuple[str, ...], statistic: str, seen: str, since: int) -> Sighting:
+        """A jump in a step; the optimizer's if the learning rate rose before."""
+        rise = self._rise
+        jump = Sighting(seen, layers, "weight", statistic, since)
+        last_good = max((step for step in self.steps if step < since), default=0)
+        if rise is None or not min(last_good, since - changes.LEAST_HISTORY) <= rise.iteration <= since:
+            return jump
+        seen += f", after {rise.text[0].lower()}{rise.text[1:-1]} in step {rise.iteration}"
+        return jump._replace(seen=seen, since=rise.iteration, key="rate", remedy=_REMEDY_OF_RATE)
+
+
+WEIGHT_JUMP = 4.0
+STEADY = 1.0
+"""Powers of two of a jump between collection steps, and the most between those before it."""
+
+_BACK = "A note once all such layers have one again. A layer is missed again after twice its longest gap"
+
 RULES = (
     Rule(
         id="nonfinite",
@@ -435,7 +589,6 @@ RULES = (
             Logged,
             number=_training_loss,
             find=partial(_nonfinite, what="the loss", step="logged step"),
-            lacks_in=_why_no_loss,
         ),
         essential=True,
         consequence_of=("nonfinite",),
@@ -461,7 +614,7 @@ RULES = (
         """,
         check=partial(
             Logged,
-            number=lambda metrics: None if metrics.facts.settings.loss_is_scaled else _gradient_norm(metrics),
+            number=lambda check: None if check.run.settings.loss_is_scaled else _gradient_norm(check),
             find=_nonfinite_norm,
             kind_of_step="logged gradient norm",
         ),
@@ -555,7 +708,7 @@ RULES = (
         check=partial(
             Logged,
             needed=WINDOW,
-            number=lambda metrics: _positive_norm(metrics) if math.isfinite(metrics.loss) else None,
+            number=lambda check: _positive_norm(check) if math.isfinite(check.loss) else None,
             find=_creeps_up,
         ),
     ),
@@ -607,5 +760,85 @@ RULES = (
         disproof="only the logged value is a sum",
         remedy=_DIVIDE,
         check=partial(Logged, number=_first_loss, find=_is_sum, applies=False),
+    ),
+    Rule(
+        id="weight-jump",
+        title="weights are overwritten, or jump by the learning rate",
+        subject="layer",
+        needs="steps of a torch optimizer; cur_amax, std or l2_norm of weights in at least 3 collection steps",
+        collect="LogTensorStats with tensors: [weight] and stats: [cur_amax], or the default config; and a longer run",
+        condition=f"""
+            amax, std or norm of the weights of at least 2 layers, and of half of all, changes by 2^{WEIGHT_JUMP:g} or
+            more between two collection steps, up or down, after a change of at most 2^{STEADY:g} before. Or a weight is
+            0 in a collection step, and was not before. Or code has written a weight in place between two optimizer
+            steps, more often than ever, and the sampled elements are 0, are those of one of the 8 samples of the weight
+            again (the first and the last ones; sampled at least every 100 steps, and at checkpoints), or differ from
+            the last sample by half their norm and 8 times the ordinary change. Or a weight's largest magnitude stayed
+            within 2^{changes.STEADY:g} for 16 to 32 steps, and leaves their range by 2^{changes.SPIKE["weight"]:g} in
+            one step. Or a sample of a layer's weight changes from step to step by {changes.LEAST_UPDATE:.0%} of its
+            norm or more, and by 2^{changes.SPIKE_OF_UPDATE:g} times as much as in each of the {changes.LEAST_HISTORY}
+            updates before; a note if nearly all weights do so at once, as where a script writes averages. It is the
+            optimizer's if the learning rate rose by 10 times in one of the {changes.LEAST_HISTORY} steps before
+        """,
+        silent="""
+            weights that grow from 0 or from small values; a learning rate that is large from the start; regular writes,
+            such as clamping; averaged weights that are swapped in for an evaluation, and out again. Smaller writes
+            through .data and flat buffers, which do not raise the version, old values of other steps, and other values
+            than 0 in weights that exist only quantized: see diverging-loss
+        """,
+        source="NVIDIA/Megatron-LM#5236 (overwritten at a checkpoint), #1842 (after a resume); factor: this project",
+        why="an optimizer step with a usual learning rate does not do this, and it undoes what was learned",
+        disproof="the script set or rescaled the weights at that step",
+        remedy="""
+            Find the code that writes weights between these steps: saving or restoring a checkpoint, gathering sharded
+            weights, copying master weights, in-place quantization. If there is none, look at the optimizer's state of
+            the weight. Resume from an earlier checkpoint
+        """,
+        check=WeightJump,
+        consequence_of=("diverging-loss",),
+    ),
+    Rule(
+        id="uncalled-layer",
+        title="a layer does not run any more",
+        subject="layer",
+        needs=NEEDS_EACH_STEP,
+        collect=COLLECT_EACH_STEP,
+        condition=f"""
+            a layer had a GEMM in each of {LEAST_PRESENT} training steps in a row, and has had none for {LEAST_ABSENT}
+            steps, in which other layers had. {_BACK}
+        """,
+        silent="layers that are left out at random, or in turn, from the start",
+        source="this project",
+        why="its weights do not change any more, and the model without it is another model",
+        disproof="the script leaves the layer out on purpose from that step on",
+        remedy="Look for what chooses the layers of a step: a schedule, the data, routing, early exits, eval()",
+        check=partial(Changed, kinds=("uncalled",), find=find_absences),
+        consequence_of=("evaluation-mode",),
+    ),
+    Rule(
+        id="frozen-layer",
+        title="the weights of a layer get no gradient any more",
+        subject="layer",
+        needs=NEEDS_EACH_STEP,
+        collect=COLLECT_EACH_STEP,
+        condition=f"""
+            a layer had a wgrad other than 0 in each of {LEAST_PRESENT} training steps in a row, and has had none for
+            {LEAST_ABSENT} steps, in which its forward ran. Or the gradient of a matrix was not 0 at the optimizer's
+            steps in {LEAST_PRESENT} steps, and then is 0 at {LEAST_ABSENT} of them in a row. {_BACK}
+        """,
+        silent="""
+            layers that are trained in turn from the start; at the optimizer's step also layers in lists of a block,
+            such as experts
+        """,
+        source="this project",
+        why="its weights do not learn any more",
+        disproof="the script freezes the layer on purpose from that step on",
+        remedy="""
+            Look for what stops the gradient: requires_grad_(False), detach(), torch.no_grad(), a loss term or a gate
+            that is 0 from that step on, code or hooks that set gradients to 0. After a spike under delayed scaling,
+            gradients may be 0 until its amax leaves the history: use a shorter amax_history_len, or current scaling
+        """,
+        consequence_of=("growth", "stale-scale", "uncalled-layer", "evaluation-mode"),
+        check=partial(Changed, kinds=("frozen",), find=find_absences),
     ),
 )
