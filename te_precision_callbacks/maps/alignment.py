@@ -29,21 +29,23 @@ _GEMM = re.compile(r"\.(?:gemm_|weight)(\d+)$")
 _GENERIC = {"model", "module", "decoder", "transformer", "language_model", "base_model", "backbone", "text_model"}
 """Parts of a path above the blocks that distinguish no tower."""
 
-_ATOMS = {
-    **dict.fromkeys(["q_proj", "query", "layernorm_query", "linear_q"], ("q",)),
-    **dict.fromkeys(["k_proj", "key"], ("k",)),
-    **dict.fromkeys(["v_proj", "value"], ("v",)),
-    **dict.fromkeys(["key_value", "linear_kv"], ("k", "v")),
-    **dict.fromkeys(["qkv", "qkv_proj", "linear_qkv", "layernorm_qkv", "query_key_value", "c_attn"], ("q", "k", "v")),
-    **dict.fromkeys(["gate_proj", "w1"], ("gate",)),
-    **dict.fromkeys(["up_proj", "w3"], ("up",)),
-    **dict.fromkeys(["gate_up_proj", "linear_fc1", "fc1", "c_fc", "dense_h_to_4h"], ("gate", "up")),
-    **dict.fromkeys(["down_proj", "linear_fc2", "fc2", "w2", "dense_4h_to_h", "mlp.c_proj"], ("down",)),
-    **dict.fromkeys(["self_attn.o_proj", "self_attn.out_proj", "self_attention.linear_proj"], ("o",)),
-    **dict.fromkeys(["self_attention.proj", "self_attention.dense", "attn.c_proj"], ("o",)),
-    **dict.fromkeys(["mlp.gate", "mlp.router", "block_sparse_moe.gate"], ("router",)),
+_PROJECTIONS = {
+    "q": "q_proj query layernorm_query linear_q",
+    "k": "k_proj key",
+    "v": "v_proj value",
+    "k v": "key_value linear_kv",
+    "q k v": "qkv qkv_proj linear_qkv layernorm_qkv query_key_value c_attn",
+    "gate": "gate_proj w1",
+    "up": "up_proj w3",
+    "gate up": "gate_up_proj linear_fc1 fc1 c_fc dense_h_to_4h",
+    "down": "down_proj linear_fc2 fc2 w2 dense_4h_to_h mlp.c_proj",
+    "o": "self_attn.o_proj self_attn.out_proj self_attention.linear_proj self_attention.proj self_attention.dense"
+    " attn.c_proj",
+    "router": "mlp.gate mlp.router block_sparse_moe.gate",
 }
-"""End of a module's path in a block -> the projections that it contains."""
+"""Projections -> ends of the paths, in a block, of modules that contain them."""
+
+_ATOMS = {end: projections.split() for projections, ends in _PROJECTIONS.items() for end in ends.split()}
 
 _OUTSIDE = {
     "embed_tokens": "embedding",
@@ -157,5 +159,5 @@ def _atoms(name: str) -> tuple[str, list[Atom]]:
         expert = number[1] or ""
     last = rest.rpartition(".")[2]
     end = ".".join(rest.split(".")[-2:])
-    projections = _ATOMS.get(end) or _ATOMS.get(last) or (rest,)
+    projections = _ATOMS.get(end) or _ATOMS.get(last) or [rest]
     return expert, [((*towers, match["block"], kind), projection) for projection in projections]

@@ -104,12 +104,11 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
         theirs = b.modules[other]
         differing: dict[str, tuple[str, str]] = {}
         for tensor in ("weight", "activation"):
-            first = getattr(ours, tensor)
-            second = getattr(theirs, tensor)
-            if not first or not second:
+            formats = getattr(ours, tensor), getattr(theirs, tensor)
+            if "" in formats:
                 not_said[tensor] += 1
-            elif first != second and (is_quantized(first) or is_quantized(second)):
-                differing[tensor] = first, second
+            elif formats[0] != formats[1] and any(map(is_quantized, formats)):
+                differing[tensor] = formats
         if differing and given.allows(name, other):
             allowed[name] = None
         elif differing:

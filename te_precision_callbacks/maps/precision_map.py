@@ -125,21 +125,21 @@ def is_quantized(text: str) -> bool:
 
 def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
     """Return the map of matrix products with weights, as of ``session.coverage()`` or ``te-precision check``."""
-    seen: dict[str, dict[str, dict[str, None]]] = {}
+    texts_of: dict[str, dict[str, list[str]]] = {}
     for product in products:
         if product.gemm not in OPERANDS or not product.operands:
             continue
-        texts = seen.setdefault(product.layer, {"said": {source: None}})
+        texts = texts_of.setdefault(product.layer, {"said": [source]})
+        texts["said"].append(product.why)
         for tensor, text in product.operands.items():
             if product.gemm == "fprop" or tensor == "gradient":
-                texts.setdefault(tensor, {}).update(dict.fromkeys(text.split(" -> ")))
-        texts["said"][product.why] = None
+                texts.setdefault(tensor, []).extend(text.split(" -> "))
     modules = {}
-    for layer, texts in seen.items():
+    for layer, texts in texts_of.items():
         if "weight" in texts:
-            said = "; ".join(filter(None, texts.pop("said")))
-            formats = {tensor: " -> ".join(filter(None, parts)) for tensor, parts in texts.items()}
-            modules[layer] = ModuleFormats(**formats, said=said)
+            distinct = {name: dict.fromkeys(filter(None, parts)) for name, parts in texts.items()}
+            said = "; ".join(distinct.pop("said"))
+            modules[layer] = ModuleFormats(**{name: " -> ".join(parts) for name, parts in distinct.items()}, said=said)
     return PrecisionMap(source, modules)
 
 

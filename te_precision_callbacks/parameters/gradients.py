@@ -7,24 +7,52 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.numerics.layouts import PLAIN
-from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
+from te_precision_callbacks.base.vocabulary import LEAST_PRESENT
 from te_precision_callbacks.layers.forwards import is_checkpoint_without_backward, outside_of_dynamo
 from te_precision_callbacks.parameters.optimizers import SteppedParameters
-from te_precision_callbacks.parameters.parameter import SAMPLED_CLEARINGS, Gap, Parameter, ParameterProblem, Problem
+from te_precision_callbacks.parameters.parameter import (
+    SAMPLED_CLEARINGS,
+    Gap,
+    Parameter,
+    ParameterProblem,
+    Problem,
+    ZeroGradients,
+)
 from te_precision_callbacks.parameters.weight_samples import local_part, to_host
 
 # ---------------------------------------------------------------------- missing gradients
+
+
+def _watch_gap(parameter: Parameter, gap: Gap) -> tuple[RemovableHandle, ...]:
+    """Note what reaches a parameter and its module, until the returned hooks are removed."""
+
+    def note_forward(module: torch.nn.Module, *_: Any) -> None:  # Dynamo can trace it: a compiled model stays one graph
+        if module.training:  # a reentrant checkpoint runs it without gradients
+            gap.ran = True
+        if not torch.is_grad_enabled():
+            note_checkpoint()
+
+    @outside_of_dynamo
+    def note_checkpoint() -> None:
+        gap.checkpointed += is_checkpoint_without_backward()
+
+    @outside_of_dynamo
+    def note_gradient(_: torch.Tensor) -> None:
+        gap.reached = True
+
+    register: Any = parameter.weight.register_post_accumulate_grad_hook
+    return register(note_gradient), parameter.module.register_forward_pre_hook(note_forward)
 
 
 def check_gradients(held: Iterable[tuple[Parameter, torch.Tensor]], iteration: int) -> list[tuple[Parameter, Gap]]:
@@ -43,7 +71,13 @@ def check_gradients(held: Iterable[tuple[Parameter, torch.Tensor]], iteration: i
             parameter.has_gradient, parameter.at_step = True, False  # it is removed before the step
         else:
             if parameter.at_step or not parameter.has_gradient:
-                _count_missing_gradient(parameter, iteration)
+                if gap is None:
+                    gap = parameter.gap = Gap(iteration)
+                    if parameter.is_trained:
+                        gap.hooks = _watch_gap(parameter, gap)
+                gap.steps += 1
+                gap.called += gap.ran
+                gap.ran = False
             continue
         if gap is not None:
             ended.append((parameter, gap))
@@ -51,35 +85,6 @@ def check_gradients(held: Iterable[tuple[Parameter, torch.Tensor]], iteration: i
             gap.unhook()
             parameter.gap = None
     return ended
-
-
-def _count_missing_gradient(parameter: Parameter, iteration: int) -> None:
-    gap = parameter.gap
-    if gap is None:
-        gap = parameter.gap = Gap(iteration)
-        if parameter.is_trained:
-            note: Any = parameter.weight.register_post_accumulate_grad_hook
-            forward = parameter.module.register_forward_pre_hook(_note_forward(gap))
-            gap.hooks = note(outside_of_dynamo(lambda _: setattr(gap, "reached", True))), forward
-    gap.steps += 1
-    gap.called += gap.ran
-    gap.ran = False
-
-
-def _note_forward(gap: Gap) -> Callable[..., None]:
-    """A module hook that Dynamo can trace: a compiled model stays one graph."""
-
-    def note(module: torch.nn.Module, *_: Any) -> None:
-        if module.training:  # a reentrant checkpoint runs it without gradients
-            gap.ran = True
-        if not torch.is_grad_enabled():
-            note_checkpoint()
-
-    @outside_of_dynamo
-    def note_checkpoint() -> None:
-        gap.checkpointed += is_checkpoint_without_backward()
-
-    return note
 
 
 # ---------------------------------------------------------------------- gradients that are not cleared
@@ -160,20 +165,6 @@ def _state(parameter: Parameter) -> tuple[int, int]:
 # ---------------------------------------------------------------------- gradients that are 0 or not finite
 
 
-@dataclass
-class ZeroGradients:
-    """Consecutive optimizer steps with a gradient of 0.
-
-    Attributes:
-        was_present: whether it was not 0 in enough steps before.
-    """
-
-    since: int
-    last: int
-    was_present: bool
-    steps: int = 0
-
-
 class _Magnitudes(NamedTuple):
     """Logarithms of the largest magnitudes of tensors of one device and dtype.
 
@@ -184,7 +175,7 @@ class _Magnitudes(NamedTuple):
     """
 
     order: int | None
-    names: list[str]
+    parameters: Sequence[Parameter]
     logarithms: torch.Tensor
 
 
@@ -193,7 +184,7 @@ class _Copy(NamedTuple):
 
     iteration: int
     order: int | None
-    names: list[str]
+    parameters: Sequence[Parameter]
     read: Callable[[], list[float]]
 
 
@@ -203,32 +194,28 @@ class GradientSizes:
     Gradients are read before they are clipped: clipping by a norm of nan makes all of them nan.
 
     Attributes:
-        zeros: the parameters with a last gradient of 0.
         vanished: first and last iteration -> the gradients that have become 0; without a last one if they still are.
             The caller clears it.
         broken: the iteration of the first gradients that were not finite, and their place in the order of its GEMMs.
     """
 
     def __init__(self) -> None:
-        self.zeros: dict[str, ZeroGradients] = {}
-        self.vanished: dict[tuple[int, int | None], list[str]] = {}
+        self.vanished: dict[tuple[int, int | None], list[Parameter]] = {}
         self.broken: tuple[int, int] | None = None
-        self._present_since: dict[str, int] = {}  # parameter -> the iteration from which on its gradient was not 0
-        self._least: dict[str, int] = {}  # parameter -> the number of steps from which on it is reported
         self._has_found = False
         self._clipped: list[_Magnitudes] = []
         self._stepped: list[_Magnitudes] = []
         self._copies: list[_Copy] = []
 
-    def before_clipping(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+    def before_clipping(self, gradients: Mapping[Parameter, torch.Tensor]) -> None:
         if self._has_found:
             return
         # Those of a batch that the script drops after clipping do not reach the optimizer.
-        self._clipped = [clipped for clipped in self._clipped if set(names).isdisjoint(clipped.names)]
-        self._clipped += _largest(names, gradients)
+        self._clipped = [clipped for clipped in self._clipped if gradients.keys().isdisjoint(clipped.parameters)]
+        self._clipped += _largest([*gradients], [*gradients.values()])
 
     def before_step(
-        self, optimizer: Optimizer, names: Sequence[str], gradients: Sequence[torch.Tensor], order: int
+        self, optimizer: Optimizer, parameters: Sequence[Parameter], gradients: Sequence[torch.Tensor], order: int
     ) -> None:
         clipped = self._clipped
         self._clipped = []
@@ -237,12 +224,14 @@ class GradientSizes:
             return
         if clipped:
             # A script may clear the gradients of a bad batch after clipping, and step.
-            clipped = [magnitudes for magnitudes in clipped if not set(names).isdisjoint(magnitudes.names)]
-            already = set(itertools.chain.from_iterable([magnitudes.names for magnitudes in clipped]))
-            are_new = [name not in already for name in names]
-            names = [*itertools.compress(names, are_new)]
-            gradients = [*itertools.compress(gradients, are_new)]
-        self._stepped += [magnitudes._replace(order=order) for magnitudes in clipped + _largest(names, gradients)]
+            clipped = [magnitudes for magnitudes in clipped if not set(parameters).isdisjoint(magnitudes.parameters)]
+            new = dict(zip(parameters, gradients, strict=True))
+            for magnitudes in clipped:
+                for parameter in magnitudes.parameters:
+                    new.pop(parameter, None)
+            parameters = [*new]
+            gradients = [*new.values()]
+        self._stepped += [magnitudes._replace(order=order) for magnitudes in clipped + _largest(parameters, gradients)]
 
     def is_broken(self) -> bool:
         """Return whether gradients of the step are not finite. Waits for the devices."""
@@ -255,77 +244,75 @@ class GradientSizes:
         On a GPU, the result of an iteration is returned after the next one, when it has been copied.
         """
         if not self._has_found or at_last:
-            self._stepped += _largest(
-                [parameter.name for parameter in weights], [parameter.weight for parameter in weights]
-            )
+            self._stepped += _largest(weights, [parameter.weight for parameter in weights])
         waits = False
-        launched: list[_Copy] = []
-        for order, names, logarithms in self._stepped:
+        ready = self._copies
+        self._copies = []
+        for order, parameters, logarithms in self._stepped:
             waits |= not at_last and logarithms.device.type != "cpu"
-            launched.append(_Copy(iteration, order, names, to_host(logarithms)))
+            self._copies.append(_Copy(iteration, order, parameters, to_host(logarithms)))
         self._clipped = []
         self._stepped = []
-        ready = self._copies
-        self._copies = launched
         if not waits:
-            ready = ready + launched
+            ready += self._copies
             self._copies = []
         first: tuple[int, int | None] | None = None
         problems: list[Problem] = []
         for copy in ready:
-            sizes = zip(copy.names, copy.read(), strict=True)
-            odd = {name: size for name, size in sizes if not -math.inf < size < math.inf}
-            broken = [name for name, size in odd.items() if size != -math.inf]
+            sizes = zip(copy.parameters, copy.read(), strict=True)
+            odd = {parameter: size for parameter, size in sizes if not -math.inf < size < math.inf}
+            broken = [parameter for parameter, size in odd.items() if size != -math.inf]
             if broken and first in (None, copy[:2]):
                 first = copy[:2]
                 what: ParameterProblem = "nonfinite" if copy.order is None else "nonfinite_gradient"
-                problems += [Problem(what, name, copy.iteration, 0.0) for name in broken]
+                problems += [Problem(what, parameter.name, copy.iteration, 0.0) for parameter in broken]
             if copy.order is not None:
-                self._note_zeros(copy.iteration, copy.names, odd.keys() - broken)
+                self._note_zeros(copy.iteration, copy.parameters, odd.keys() - broken)
         self._has_found |= bool(problems)
         if first is not None and first[1] is not None:
             self.broken = first[0], first[1]
         return problems
 
-    def _note_zeros(self, iteration: int, names: Iterable[str], are_zero: set[str]) -> None:
-        for name in names:
-            if name not in self._present_since:
-                self._present_since[name] = iteration
-            elif name in self.zeros and name not in are_zero:
-                zeros = self.zeros.pop(name)
-                self._present_since[name] = zeros.last + 1
-                if zeros.was_present and zeros.steps >= self._least.get(name, LEAST_ABSENT):
-                    self._least[name] = 2 * zeros.steps
-                    self.vanished.setdefault((zeros.since, zeros.last), []).append(name)
-        for name in are_zero:
-            if name not in self.zeros:
-                was_present = iteration - self._present_since[name] >= LEAST_PRESENT
-                self.zeros[name] = ZeroGradients(iteration, iteration, was_present)
-            zeros = self.zeros[name]
+    def _note_zeros(self, iteration: int, parameters: Iterable[Parameter], are_zero: set[Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.present_since < 0:
+                parameter.present_since = iteration
+            elif parameter.zeros is not None and parameter not in are_zero:
+                zeros = parameter.zeros
+                parameter.zeros = None
+                parameter.present_since = zeros.last + 1
+                if zeros.was_present and zeros.steps >= parameter.least_zeros:
+                    parameter.least_zeros = 2 * zeros.steps
+                    self.vanished.setdefault((zeros.since, zeros.last), []).append(parameter)
+        for parameter in are_zero:
+            if parameter.zeros is None:
+                was_present = iteration - parameter.present_since >= LEAST_PRESENT
+                parameter.zeros = ZeroGradients(iteration, was_present)
+            zeros = parameter.zeros
             zeros.last = iteration
             zeros.steps += 1
-            if zeros.was_present and zeros.steps == self._least.get(name, LEAST_ABSENT):
-                self.vanished.setdefault((zeros.since, None), []).append(name)
+            if zeros.was_present and zeros.steps == parameter.least_zeros:
+                self.vanished.setdefault((zeros.since, None), []).append(parameter)
 
 
-def _largest(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[_Magnitudes]:
+def _largest(parameters: Sequence[Parameter], tensors: Sequence[torch.Tensor]) -> list[_Magnitudes]:
     """Return the largest magnitudes of tensors, for each device and dtype.
 
     The loop calls no function for a plain tensor.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
-    for name, named in zip(names, tensors, strict=True):
-        tensor = named if type(named) in PLAIN else local_part(named)
+    kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Parameter], list[torch.Tensor]]] = {}
+    for parameter, whole in zip(parameters, tensors, strict=True):
+        tensor = whole if type(whole) in PLAIN else local_part(whole)
         if tensor.layout is torch.strided and tensor.nbytes:
             kind = tensor.device, tensor.dtype
             if kind not in kinds:
                 kinds[kind] = [], []
-            names_of_kind, tensors_of_kind = kinds[kind]
-            names_of_kind += (name,)
+            of_kind, tensors_of_kind = kinds[kind]
+            of_kind += (parameter,)
             tensors_of_kind += (tensor,)
     return [
-        _Magnitudes(None, names_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
-        for (_, dtype), (names_of_kind, tensors_of_kind) in kinds.items()
+        _Magnitudes(None, of_kind, largest_magnitudes(tensors_of_kind).log2().float())
+        for (_, dtype), (of_kind, tensors_of_kind) in kinds.items()
         if dtype.is_floating_point
     ]
 

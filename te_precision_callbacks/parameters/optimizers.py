@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.optimizers import held_ids_of_process
 from te_precision_callbacks.parameters.parameter import Parameter
-from te_precision_callbacks.parameters.weight_samples import is_narrow, local_part, sample, sampled_view
+from te_precision_callbacks.parameters.weight_samples import dequantized_sample, is_narrow, local_part, sampled_view
 from te_precision_callbacks.te.tensors import is_quantized
 
 MOST_WITHOUT_MASTER = 8
@@ -236,7 +236,7 @@ def _match_masters(masters: Sequence[torch.Tensor], parameters: Sequence[Paramet
 
 def _is_copy(weight: torch.Tensor, master: torch.Tensor, *, default: bool) -> bool:
     """Return whether a weight differs from a tensor by rounding at most; the default if it cannot be sampled."""
-    values = sample(weight)
+    values = dequantized_sample(weight)
     if values is None:
         return default
     differs = (values.values - sampled_view(local_part(master))).abs() > values.allowed

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from te_precision_callbacks.base.vocabulary import LEAST_ABSENT
+
 if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
@@ -95,6 +97,20 @@ class Gap:
             hook.remove()
 
 
+@dataclass
+class ZeroGradients:
+    """Consecutive optimizer steps with a gradient of 0.
+
+    Attributes:
+        was_present: whether it was not 0 in enough steps before.
+    """
+
+    since: int
+    was_present: bool
+    last: int = 0
+    steps: int = 0
+
+
 @dataclass(eq=False)
 class WeightRow:
     """A weight before a sampled step of its optimizer; nan where it is not measured.
@@ -109,6 +125,11 @@ class WeightRow:
     rate: float
     changed: float = math.nan
     moved: float = math.nan
+
+
+class WeightSample(NamedTuple):
+    iteration: int
+    values: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -146,12 +167,15 @@ class Parameter:
         has_gradient: whether a backward has reached it.
         at_step: whether a gradient exists at the optimizer's step.
         longest_gap: steps of the longest earlier gap.
+        zeros: the last steps with a gradient of 0, if the last one had.
+        present_since: the first iteration since its gradient was last 0; -1 before the first gradient.
+        least_zeros: the least number of steps with a gradient of 0 of a gradient that has vanished.
         held_until: last iteration with a step of the parameter's optimizer, or -1.
         cleared: last sampled iterations, and whether the gradient was cleared before the next step.
-        reference: first sample, until a later one differs in more than a few elements.
         rows: rows of the sampled steps, until the weight has changed.
         master_rows: the last rows of the checks against the master weight.
-        samples: iterations and samples of its values.
+        samples: iterations and samples of its values, or of its codes if it is quantized: the first one and the last
+            ones.
         most_writes: maximum number of writes to it between two optimizer steps.
         slot: its slot in the watch of every step, if it has one so far.
         is_unwatched: whether it is not the weight of a layer of Transformer Engine.
@@ -165,12 +189,14 @@ class Parameter:
     at_step: bool = False
     gap: Gap | None = None
     longest_gap: int = 0
+    zeros: ZeroGradients | None = None
+    present_since: int = -1
+    least_zeros: int = LEAST_ABSENT
     held_until: int = -1
     cleared: dict[int, bool] = field(default_factory=dict)
-    reference: torch.Tensor | None = None
     rows: list[WeightRow] = field(default_factory=list)
     master_rows: list[MasterRow] = field(default_factory=list)
-    samples: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    samples: list[WeightSample] = field(default_factory=list)
     writes: list[WriteRow] = field(default_factory=list)
     most_writes: int = 0
     slot: int | None = None

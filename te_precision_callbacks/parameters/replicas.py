@@ -27,8 +27,8 @@ _WRAPPERS = frozenset(
 )
 
 _COLUMNS = 6
-"""Values per parameter in a message: its checksums at the start and now, each with its negative; whether its elements
-vary; the sum of its absolute values.
+"""Values per parameter in a message: whether its elements vary at the start; its checksums at the start and now, each
+with its negative; the sum of its absolute values.
 """
 
 _HEADER = 4
@@ -37,7 +37,7 @@ has a shard.
 """
 
 Sums = dict[str, list[float]]
-"""Parameter -> its checksum, the checksum's negative, whether its elements vary, and the sum of its absolute values."""
+"""Parameter -> whether its elements vary, its checksum, the checksum's negative, and the sum of its absolute values."""
 
 
 class Replicas:
@@ -80,7 +80,13 @@ class Replicas:
         now = self._sums()
         start = self._start or {}
         names = now.keys() | start.keys()
-        message = self._message(iteration, start, now, has_news=bool(self._news) or not names <= set(self._agreed))
+        message = np.full(_HEADER + _COLUMNS * len(self._agreed), -np.inf)
+        has_news = bool(self._news) or not names <= set(self._agreed)
+        in_parts = self._has_shards or not now.keys() >= set(self._agreed)
+        message[:_HEADER] = has_news, iteration, -iteration, in_parts
+        for row, name in zip(message[_HEADER:].reshape(-1, _COLUMNS), self._agreed, strict=True):
+            row[:3] = start.get(name, row)[:3]
+            row[3:] = now.get(name, row)[-3:]
         merged = self._ranks.merge(message, "parameters")
         if merged is None or merged[1] != -merged[2]:  # the ranks are apart, or out of step
             return []
@@ -98,30 +104,18 @@ class Replicas:
         self._news = []
         return news
 
-    def _message(self, iteration: int, start: Sums, now: Sums, *, has_news: bool) -> npt.NDArray[np.float64]:
-        message = np.full(_HEADER + _COLUMNS * len(self._agreed), -np.inf)
-        in_parts = self._has_shards or not now.keys() >= set(self._agreed)
-        message[:_HEADER] = has_news, iteration, -iteration, in_parts
-        for row, name in zip(message[_HEADER:].reshape(-1, _COLUMNS), self._agreed, strict=True):
-            if name in start:
-                row[:2] = start[name][:2]
-            if name in now:
-                row[2:4] = now[name][:2]
-                row[4:] = start.get(name, now[name])[2], now[name][3]
-        return message
-
     def _compare(self, merged: npt.NDArray[np.float64], iteration: int, *, in_parts: bool) -> Iterator[Problem]:
         with np.errstate(invalid="ignore"):
             allowed = TOLERANCE * merged[:, 5]
-            differed = merged[:, 0] + merged[:, 1] > allowed
-            differs = merged[:, 2] + merged[:, 3] > allowed
-        varies = merged[:, 4] > 0
+            differed = merged[:, 1] + merged[:, 2] > allowed
+            differs = merged[:, 3] + merged[:, 4] > allowed
+        varies = merged[:, 0] > 0
         is_parallel = all(
             type(root).__name__ == "DistributedDataParallel"
             and getattr(getattr(root, "process_group", None), "size", lambda: 0)() == self._ranks.size
             for root in self._model.roots
         )
-        replicas = np.isfinite(merged[:, 0]) & ~differed  # unknown for a parameter added later
+        replicas = np.isfinite(merged[:, 1]) & ~differed  # unknown for a parameter added later
         if differed[varies].any():
             replicas &= varies
         replicas |= is_parallel
@@ -160,7 +154,7 @@ class Replicas:
             weighted = values * (1 + torch.arange(values.shape[1], device=values.device, dtype=torch.float64) % 7)
             varies = (values != values[:, :1]).any(1)
             checksums = weighted.sum(1)
-            rows = torch.stack([checksums, -checksums, varies.double(), weighted.abs().sum(1)], 1).tolist()
+            rows = torch.stack([varies.double(), checksums, -checksums, weighted.abs().sum(1)], 1).tolist()
             sums |= {samples[index][0]: row for index, row in zip(indices, rows, strict=True)}
         return sums
 

@@ -25,9 +25,8 @@ from te_precision_callbacks.layers.folding import numbers_of
 from te_precision_callbacks.parameters.gradients import GradientClearing, GradientSizes, check_gradients
 from te_precision_callbacks.parameters.optimizers import ParameterList, SteppedParameters, TrainedModel, gradients_of
 from te_precision_callbacks.parameters.parameter import Gap, Parameter, Problem
-from te_precision_callbacks.parameters.updates import UpdateShares
 from te_precision_callbacks.parameters.weight_samples import local_part
-from te_precision_callbacks.parameters.weights import VERSION, WeightSamples
+from te_precision_callbacks.parameters.weights import VERSION, UpdateShares, WeightSamples
 from te_precision_callbacks.te.tensors import is_quantized
 
 AT_ZERO = 0.005
@@ -43,7 +42,6 @@ _GRADIENT = operator.attrgetter("grad")
 _LAYOUT = operator.attrgetter("layout")
 _SHAPE = operator.attrgetter("shape")
 _IS_THERE = functools.partial(operator.is_not, None)
-_NAME = operator.attrgetter("name")
 _GAP = operator.attrgetter("gap")
 _AT_STEP = operator.attrgetter("at_step")
 _PLAIN = frozenset(PLAIN)
@@ -136,8 +134,7 @@ class ParameterWatch:
         self._first: int | None = None
         self.stepped_at = -1
         self.had_gradients = False
-        self._rises: list[RateRise] = []
-        self._rises_taken = 0
+        self._rises_left = MOST_RISES
         self._rising = 0  # schedules that rise again
         self._is_sampled = True  # the next step of an optimizer
         self._has_sampled = False
@@ -153,8 +150,6 @@ class ParameterWatch:
                 parameter.gap.unhook()
         self.listed.clear()
         self.clearing.clear()
-        self._weights.clear()
-        self.updates.clear()
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -167,19 +162,33 @@ class ParameterWatch:
 
     # ------------------------------------------------------------------ a step of an optimizer
 
-    def before_step(self, optimizer: Optimizer, iteration: int, order: int, *, is_collected: bool) -> None:
+    def before_step(self, optimizer: Optimizer, iteration: int, order: int, *, is_collected: bool) -> list[RateRise]:
         """Check gradients; in few steps also sample weights and master weights. Called without autograd.
 
         Args:
             order: the step's place among the iteration's GEMMs.
             is_collected: whether this is a collection step.
+
+        Returns:
+            The rises of the learning rate in this step, at most :data:`MOST_RISES` in a run.
         """
+        rises: list[RateRise] = []
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             stepped = self.listed.stepped_by(optimizer)
             if not stepped.held:
-                return
+                return rises
             stepped.steps += 1
-            self._note_rates(optimizer, stepped, iteration)
+            rates = []
+            for group in stepped.groups:
+                rate = group.get("lr", 1.0)
+                if isinstance(rate, torch.Tensor) or rate:
+                    self.last_update = iteration
+                    self.has_updated = True
+                if isinstance(rate, (int, float)):
+                    rates.append(float(rate))
+            schedule = self.schedules.setdefault(optimizer, LearningRate())
+            rises = schedule.note(rates, iteration)[: self._rises_left]
+            self._rises_left -= len(rises)
             stepped.stepped_at = self.stepped_at = iteration
             for parameter in stepped.parameters:
                 parameter.held_until = iteration
@@ -187,7 +196,7 @@ class ParameterWatch:
             if stepped.versions:
                 self._weights.check_writes(stepped, iteration)
             self.clearing.end(optimizer)
-            if is_collected and not self.schedules[optimizer].is_low:
+            if is_collected and not schedule.is_low:
                 self.updates.before_step(optimizer, stepped, gradients)
             if self._is_sampled:
                 self._has_sampled = True
@@ -195,17 +204,7 @@ class ParameterWatch:
                 for parameter in self.listed.parameters.values():
                     parameter.has_gradient |= parameter.weight.grad is not None
             self._weights.batch.launch()
-
-    def _note_rates(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
-        rates = []
-        for group in stepped.groups:
-            rate = group.get("lr", 1.0)
-            if isinstance(rate, torch.Tensor) or rate:
-                self.last_update = iteration
-                self.has_updated = True
-            if isinstance(rate, (int, float)):
-                rates.append(float(rate))
-        self._rises += self.schedules.setdefault(optimizer, LearningRate()).note(rates, iteration)
+        return rises
 
     def _check_gradients(
         self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int, order: int
@@ -220,9 +219,10 @@ class ParameterWatch:
         if not has_all:
             gradients = gradients_of(stepped.held)
         are_present = [*map(_IS_THERE, gradients)]
-        names = [*itertools.compress(map(_NAME, stepped.parameters), are_present)]
-        self.had_gradients = bool(names) or any(tensor.grad is not None for tensor in stepped.tensors)  # sparse ones
-        self.sizes.before_step(optimizer, names, [gradient for gradient in gradients if gradient is not None], order)
+        parameters = [*itertools.compress(stepped.parameters, are_present)]
+        self.had_gradients = bool(parameters) or any(tensor.grad is not None for tensor in stepped.tensors)  # sparse
+        present = [gradient for gradient in gradients if gradient is not None]
+        self.sizes.before_step(optimizer, parameters, present, order)
         if not (has_all and all(map(_AT_STEP, stepped.parameters))) or any(map(_GAP, stepped.parameters)):
             self.ended_gaps += check_gradients(zip(stepped.parameters, stepped.tensors, strict=True), iteration)
         return gradients
@@ -242,19 +242,10 @@ class ParameterWatch:
         if not self.listed.parameters:
             self.listed.refresh()
         listed = self.listed.parameters
-        gradients = [
-            (listed[id(weight)].name, weight.grad)
-            for weight in parameters
-            if weight.grad is not None and id(weight) in listed
-        ]
-        self.sizes.before_clipping([name for name, _ in gradients], [gradient for _, gradient in gradients])
-
-    def take_rises(self) -> list[RateRise]:
-        """Return the rises of the learning rate since the last call, at most :data:`MOST_RISES` in a run."""
-        rises = self._rises[: MOST_RISES - self._rises_taken]
-        self._rises_taken += len(rises)
-        self._rises.clear()
-        return rises
+        gradients = {
+            listed[id(weight)]: weight.grad for weight in parameters if weight.grad is not None and id(weight) in listed
+        }
+        self.sizes.before_clipping(gradients)
 
     def note_checkpoint(self) -> None:
         """Sample the weights before the next step of an optimizer: code may restore them later."""
@@ -306,12 +297,11 @@ class ParameterWatch:
 
         Layers in lists of a block are left out: experts may get no tokens.
         """
-        vanished = self.sizes.vanished
-        self.sizes.vanished = {}
-        if vanished:
-            matrices = {parameter.name for parameter in self.parameters if parameter.is_matrix}
-            alone = {name for name in matrices if len(numbers_of(name)) < 2}
-            vanished = {span: [name for name in names if name in alone] for span, names in vanished.items()}
+        vanished = {}
+        for span, parameters in self.sizes.vanished.items():
+            names = [parameter.name for parameter in parameters if parameter.is_matrix]
+            vanished[span] = [name for name in names if len(numbers_of(name)) < 2]
+        self.sizes.vanished.clear()
         return {span: names for span, names in vanished.items() if names}
 
     @torch.no_grad()

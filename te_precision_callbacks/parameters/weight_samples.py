@@ -37,7 +37,7 @@ class WeightMeasurement(NamedTuple):
 _Launched = tuple[Callable[[], list[Any]], list[WeightMeasurement]]
 
 
-class WeightSample(NamedTuple):
+class DequantizedSample(NamedTuple):
     """Sampled elements of a weight: float32, [rows, columns].
 
     Attributes:
@@ -92,7 +92,7 @@ def _steps(rows: int, columns: int) -> tuple[int, int]:
     return row_step, max(1, columns * len(range(0, rows, row_step)) // ELEMENTS)
 
 
-def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | None:
+def dequantized_sample(weight: torch.Tensor, span: range | None = None) -> DequantizedSample | None:
     """Return the sampled elements of a weight, dequantized; None if its layout does not allow that.
 
     Args:
@@ -101,7 +101,7 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     local: Any = local_part(weight)
     if not is_quantized(local):
         values = sampled_view(local if span is None else local.reshape(-1)[span.start : span.stop]).float()
-        return WeightSample(values, 1.001 * PLAIN_ROUNDING * values.abs())
+        return DequantizedSample(values, 1.001 * PLAIN_ROUNDING * values.abs())
     part = read_stored(local, columnwise=False)
     if part is None or part.transposed:
         return None
@@ -127,7 +127,7 @@ def sample(weight: torch.Tensor, span: range | None = None) -> WeightSample | No
     saturated = elements.abs() >= form.max  # the element may have been any value above the range
     half_unit = 2.0 ** (-form.mantissa_bits - 1)
     allowed = 1.001 * half_unit * (elements * factors).abs() + factors * form.min_normal * half_unit
-    return WeightSample(elements * factors, torch.where(saturated, torch.inf, allowed))
+    return DequantizedSample(elements * factors, torch.where(saturated, torch.inf, allowed))
 
 
 class BatchedMeasurements:
@@ -171,15 +171,6 @@ def stack_equal(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], to
     kinds = group_by_key((_kind(tensor), index) for index, tensor in enumerate(tensors))
     for indices in kinds.values():
         yield indices, torch.stack([tensors[index] for index in indices])
-
-
-def copy_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors, with an operation for each device, dtype and shape."""
-    copies = list(tensors)
-    for indices, stack in stack_equal(tensors):
-        for index, copy in zip(indices, stack.unbind(), strict=True):
-            copies[index] = copy
-    return copies
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[Any]]:

@@ -1,36 +1,50 @@
 """Samples weights before and after the steps of optimizers, and compares the samples, without waiting for the device.
 
-Weights are sampled in few steps, and no longer once they have changed, unless the optimizer holds master weights. The
-versions of weights, which writes in place raise, are read in each step, on the host; a weight is compared with its last
-samples if code has written it more often than ever between two steps. Regular writes, such as clamping or the copy of
-master weights, are thus compared once.
+:class:`WeightSamples` looks for weights that do not change, or that other code writes. Weights are sampled in few
+steps, and no longer once they have changed, unless the optimizer holds master weights. The versions of weights, which
+writes in place raise, are read in each step, on the host; a weight is compared with its last samples if code has
+written it more often than ever between two steps. Regular writes, such as clamping or the copy of master weights, are
+thus compared once.
+
+:class:`UpdateShares` measures the effect of steps on the model, in collection steps:
+
+- :data:`UNCHANGED`: percentage of sampled elements of matrices in 16 bits or fewer, with a gradient, that a step leaves
+  unchanged; of a quantized weight those with the same code, whatever its scale. An update below half a unit in the last
+  place is lost, unless the optimizer keeps a master weight or the rounding error.
+- :data:`BELOW_EPS`: percentage of weights with a gradient below the ``eps`` that Adam adds to its root mean square, so
+  the update is almost 0.
 """
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from te_precision_callbacks.parameters.optimizers import Held, SteppedParameters, master_of
-from te_precision_callbacks.parameters.parameter import FEW_CHANGED, MasterRow, Parameter, WeightRow, WriteRow
+from te_precision_callbacks.base.devices import current_stream, follow
+from te_precision_callbacks.base.scalars import ScalarBuffer
+from te_precision_callbacks.parameters.optimizers import Held, SteppedParameters, adds_eps, master_of
+from te_precision_callbacks.parameters.parameter import FEW_CHANGED, MasterRow, WeightRow, WeightSample, WriteRow
 from te_precision_callbacks.parameters.weight_samples import (
     BatchedMeasurements,
     WeightMeasurement,
-    copy_all,
+    dequantized_sample,
     is_narrow,
     local_part,
     raw_codes,
-    sample,
     sampled_view,
+    stack_equal,
 )
+from te_precision_callbacks.statistics.names import BELOW_EPS, UNCHANGED
 from te_precision_callbacks.te.tensors import is_quantized
 
 THIN = 4
 SAMPLES = 8
-"""Every how many columns of a sample are kept for comparisons with overwritten weights, and the samples of each weight
-that are kept: the first one and the last ones."""
+"""Every how many columns of a sample are kept, and how many samples of each weight: the first one and the last ones."""
 
 MASTER_ROWS = 3
 """The last checks against a master weight that are kept; the last one may not be on the host."""
@@ -46,65 +60,46 @@ class WeightSamples:
         self.batch = BatchedMeasurements()
         self._stepping: list[tuple[WeightRow, torch.Tensor, torch.Tensor]] = []  # tensors before a sampled step
 
-    def clear(self) -> None:
-        self._stepping.clear()
-
     def before_step(self, optimizer: Optimizer, stepped: SteppedParameters, iteration: int) -> None:
         """Sample weights and master weights before a step."""
         self._stepping.clear()
-        sampled: list[Parameter] = []
-        values: list[torch.Tensor] = []
-        compared: list[Held] = []
-        elements: list[torch.Tensor] = []
+        trained = [held for held in stepped.held if held.parameter.weight.requires_grad]
         for held in stepped.held:
-            parameter = held.parameter
-            weight = parameter.weight
             self._compare_with_master(optimizer, held, iteration)
-            if not weight.requires_grad:
-                continue
-            # Optimizers may share a parameter.
-            is_new = not parameter.samples or parameter.samples[-1][0] < iteration
-            if is_new and parameter.is_matrix and not is_quantized(local := local_part(weight)):
-                sampled.append(parameter)
-                values.append(sampled_view(local, THIN))
-            if any([row.changed > FEW_CHANGED for row in parameter.rows]):  # noqa: C419  # no call each
-                parameter.reference = None
-            else:
-                compared.append(held)
-                elements.append(sampled_view(raw_codes(weight)))
-        for parameter, copy in zip(sampled, copy_all(values), strict=True):
-            first, *later = *parameter.samples, (iteration, copy)
-            parameter.samples = [first, *later[1 - SAMPLES :]]
-        for held, codes in zip(compared, copy_all(elements), strict=True):
-            self._compare_with_reference(held, codes, iteration)
+        views = [sampled_view(raw_codes(held.parameter.weight), THIN) for held in trained]
+        for indices, copies in stack_equal(views):
+            for index, values in zip(indices, copies.unbind(), strict=True):
+                self._compare_with_first(trained[index], values, iteration)
 
-    def _compare_with_reference(self, held: Held, codes: torch.Tensor, iteration: int) -> None:
-        """Compare a copy of a weight's sample with its first one; :meth:`after_step` compares the stepped tensor."""
+    def _compare_with_first(self, held: Held, values: torch.Tensor, iteration: int) -> None:
+        """Keep a sample, and compare it with the first one; :meth:`after_step` compares the stepped tensor."""
         parameter, tensor, group, _ = held
         weight = parameter.weight
+        samples = parameter.samples
+        if not samples or samples[-1].iteration < iteration:  # optimizers may share a parameter
+            parameter.samples = [*samples[:1], *samples[1:][2 - SAMPLES :], WeightSample(iteration, values)]
+        if any([row.changed > FEW_CHANGED for row in parameter.rows]):  # noqa: C419  # no call each
+            return
         rate = group.get("lr")
         row = WeightRow(iteration, rate if isinstance(rate, float) else 1.0)
         parameter.rows.append(row)
-        reference = parameter.reference
-        if reference is None:
-            parameter.reference = codes
-        elif (reference.shape, reference.dtype) == (codes.shape, codes.dtype):
-            self.batch.waiting.append(WeightMeasurement(_share_changed, (codes, reference), row, "changed"))
-        else:
+        first = parameter.samples[0].values
+        if (first.shape, first.dtype) != (values.shape, values.dtype):
             row.changed = 1.0
+        elif samples:
+            self.batch.waiting.append(WeightMeasurement(_share_changed, (values, first), row, "changed"))
         # The master weight of a narrow weight may change by less than rounding.
         if tensor is weight or (tensor.shape == weight.shape and not is_narrow(weight)):
             if tensor.grad is None and weight.grad is not None:
                 row.moved = 1.0  # the optimizer steps a copy that gets no gradient
             else:
-                stepped_codes = codes if tensor is weight else sampled_view(raw_codes(tensor)).clone()
-                self._stepping.append((row, tensor, stepped_codes))
+                before = values if tensor is weight else sampled_view(raw_codes(tensor), THIN).clone()
+                self._stepping.append((row, tensor, before))
 
     def after_step(self) -> None:
-        for row, tensor, codes in self._stepping:
-            self.batch.waiting.append(
-                WeightMeasurement(_share_changed, (sampled_view(raw_codes(tensor)), codes), row, "moved")
-            )
+        for row, tensor, before in self._stepping:
+            now = sampled_view(raw_codes(tensor), THIN)
+            self.batch.waiting.append(WeightMeasurement(_share_changed, (now, before), row, "moved"))
         self._stepping.clear()
         self.batch.launch()
 
@@ -113,7 +108,7 @@ class WeightSamples:
         parameter = held.parameter
         master = master_of(optimizer, held)
         span = None if held.start is None else range(held.start, held.start + held.tensor.numel())
-        weight = None if master is None else sample(parameter.weight, span)
+        weight = None if master is None else dequantized_sample(parameter.weight, span)
         if master is not None and weight is not None:
             row = MasterRow(max(0, iteration - 1))
             parameter.master_rows = [*parameter.master_rows, row][-MASTER_ROWS:]
@@ -128,10 +123,10 @@ class WeightSamples:
             if count > parameter.most_writes:
                 parameter.most_writes = count
                 weight = local_part(parameter.weight)
-                if parameter.samples and not is_quantized(weight):
-                    row = WriteRow(iteration, [sampled_at for sampled_at, _ in parameter.samples])
+                if parameter.samples and parameter.is_matrix and not is_quantized(weight):
+                    row = WriteRow(iteration, [sample.iteration for sample in parameter.samples])
                     parameter.writes.append(row)
-                    tensors = (*[values for _, values in parameter.samples], sampled_view(weight, THIN))
+                    tensors = (*[sample.values for sample in parameter.samples], sampled_view(weight, THIN))
                     self.batch.waiting.append(WeightMeasurement(_distances, tensors, row, "distances"))
 
 
@@ -148,3 +143,73 @@ def _distances(*samples: torch.Tensor) -> torch.Tensor:
     ones."""
     points = torch.stack([torch.zeros_like(samples[0]), *samples], 1).float().flatten(2)
     return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+_COMPENSATING_STATE = ("master", "kahan", "compensation")
+"""Parts of names of optimizer state that compensates for rounding."""
+
+
+class UpdateShares:
+    """Compares samples of weights before and after an optimizer's step."""
+
+    def __init__(self, scalars: ScalarBuffer) -> None:
+        self._scalars = scalars
+        self._before: list[tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]] = []
+        self._counts: dict[str, list[tuple[torch.cuda.Stream | None, torch.Tensor]]] = {}
+
+    def end_step(self) -> None:
+        """Log the shares of the iteration, over all optimizers: some loops have one for each parameter."""
+        counts_by_name = self._counts
+        self._counts = {}
+        for name, counts in counts_by_name.items():
+            for stream, tensor in counts:
+                follow(stream, [tensor])
+            device = counts[0][1].device
+            matches, total = torch.stack([tensor.to(device) for _, tensor in counts]).sum(0)
+            self._scalars.add(name, 100 * matches / total.clamp(min=1))
+
+    def _count(self, name: str, are_matches: torch.Tensor, are_counted: torch.Tensor) -> None:
+        counts = torch.stack([(are_matches & are_counted).sum(), are_counted.sum()])
+        self._counts.setdefault(name, []).append((current_stream(counts.device), counts))
+
+    def before_step(
+        self, optimizer: Optimizer, stepped: SteppedParameters, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        self._before.clear()
+        narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
+        below: list[torch.Tensor] = []
+        limits: list[float] = []
+        for (parameter, tensor, group, _), gradient in zip(stepped.held, gradients, strict=True):
+            weight = parameter.weight
+            if tensor is weight and gradient is not None:
+                sampled = sampled_view(local_part(gradient))
+                if adds_eps(group):
+                    below.append(sampled.float() if sampled.dtype is torch.float64 else sampled)
+                    limits.append(group["eps"] * math.sqrt(sampled.numel()))
+                if parameter.is_matrix and is_narrow(weight) and not _compensates_rounding(optimizer, weight):
+                    narrow.append((weight, sampled != 0))
+        if below:  # the root mean square, to which Adam and its variants add eps
+            norms = torch.stack(torch._foreach_norm(below, dtype=torch.float32))
+            are_below = (norms > 0) & (norms < torch.tensor(limits).to(norms.device, non_blocking=True))
+            self._count(BELOW_EPS, are_below, torch.ones_like(are_below))
+        for indices, codes in stack_equal([sampled_view(raw_codes(weight)) for weight, _ in narrow]):
+            weights = [narrow[index][0] for index in indices]
+            has = [narrow[index][1] for index in indices]
+            # Codes may be packed or transposed.
+            counted = [mask if mask.shape == codes.shape[1:] else mask.any().expand(codes.shape[1:]) for mask in has]
+            self._before.append((weights, codes, torch.stack(counted)))
+
+    def after_step(self) -> None:
+        stepped = self._before
+        self._before = []
+        for weights, codes, counted in stepped:
+            codes_now = torch.stack([sampled_view(raw_codes(weight)) for weight in weights])  # which are detached
+            self._count(UNCHANGED, codes_now == codes, counted)
+
+
+def _compensates_rounding(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> bool:
+    """Return whether an optimizer compensates for rounding, or rounds stochastically."""
+    state: Mapping[str, Any] = optimizer.state.get(weight, {})
+    if any(part in name for name in state for part in _COMPENSATING_STATE):
+        return True
+    return bool(getattr(optimizer, "master_weights", False) or getattr(optimizer, "bf16_stochastic_round", False))

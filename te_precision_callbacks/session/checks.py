@@ -307,8 +307,7 @@ class ParameterChecks:
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             if self._replicas.needs_start and self.watch.listed.stepped_by(optimizer).held:
                 self._replicas.begin()
-        self.watch.before_step(optimizer, iteration, place, is_collected=is_collected)
-        for rise in self.watch.take_rises():
+        for rise in self.watch.before_step(optimizer, iteration, place, is_collected=is_collected):
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
             self._events.append(Event("learning_rate_rose", text, iteration))
 

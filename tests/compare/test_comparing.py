@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 
 from te_precision_callbacks.runs import RecordedRun, open_run
+from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.runs.tables import STATES
-from te_precision_callbacks.runs.tables import Subject as RunSubject
 from te_precision_callbacks.views.compare import Comparison, ComparisonError, compare
 from te_precision_callbacks.views.compare.comparison import facts_that_differ
-from te_precision_callbacks.views.compare.noise import Families, NoiseFloor, Numbers, join
+from te_precision_callbacks.views.compare.departures import MAGNITUDE, NoiseFloor, scale_of
 from te_precision_callbacks.views.compare.result import FactDifference
 from te_precision_callbacks.views.compare.wording import (
     describe_first,
@@ -196,12 +196,11 @@ def test_ordinary_noise_is_no_finding_of_whatever_kind(tmp_path: Path, kind: str
 def test_a_few_series_that_differ_much_widen_the_noise_of_their_family() -> None:
     """As smallest magnitudes of weights at random, of which a run has one sample a layer."""
     offsets = np.array([0.1] * 8 + [1.0] * 2)
-    subjects = [RunSubject("", layer, "weight", "", "cur_amax", None) for layer in layers(10)]
-    series, steps = np.repeat(np.arange(10), 20), np.tile(np.arange(20), 10)
-    ours, theirs = Numbers(series, steps, np.ones(200)), Numbers(series, steps, np.exp2(offsets)[series])
-    floor = NoiseFloor.measure([join(ours, theirs)], Families.of(subjects, [ours, theirs]), lasting=5)
+    noise = [[Curve(np.arange(20), np.full(20, offset))] for offset in offsets]
+    floor = NoiseFloor.measure(noise, MAGNITUDE.least, lasting=5)
     expected = np.sqrt(np.mean(np.minimum(offsets, 0.3) ** 2)) / 0.9118**2  # of a series, then of the family
-    assert floor.spread(series, steps)[:160] == pytest.approx(expected, rel=0.01)
+    for series in range(8):
+        assert floor.spread(series, np.arange(20)) == pytest.approx(expected, rel=0.01)
 
 
 def test_a_noisy_layer_needs_more_than_its_quiet_siblings(runs: Runs) -> None:
@@ -434,13 +433,11 @@ def test_the_factor_of_a_number_is_that_of_its_magnitude(
 @pytest.mark.parametrize("statistic", ["cur_amax", "mse", "mean", "nonfinite_num", "underflows%", "sqnr_db"])
 def test_a_limit_is_drawn_at_its_value(statistic: str) -> None:
     values = np.array([-3e4, -1e-3, 0.0, 2e-3, 1.0, 70.0])
-    series = np.zeros(len(values), np.int64)
-    subject = RunSubject("", "fc", "weight", "", statistic, None)
-    families = Families.of([subject], [Numbers(series, np.arange(len(values)), values)])
-    places = families.places(series, values)
+    scale = scale_of("weight", statistic)
+    resolution = scale.resolution_of([Curve(np.arange(len(values)), values)])
+    places = scale.places(values, resolution)
     assert (np.diff(places) > 0).all()
-    (step,), (resolution,) = families.step, families.resolution
-    drawn = places if np.isnan(step) else resolution * np.sinh(places * step)  # as the page does
+    drawn = places if np.isnan(scale.step) else resolution * np.sinh(places * scale.step)  # as the page does
     assert drawn == pytest.approx(values)
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from te_precision_callbacks.runs import open_run
-from te_precision_callbacks.views.show.screen import LastStepsView
-from te_precision_callbacks.views.show.view import NothingToShowError
+from te_precision_callbacks.views.show.view import LastStepsView, NothingToShowError
 from tests.endings.results import TABLE, row
 from tests.endings.ways import USUAL, WAYS, Way
 

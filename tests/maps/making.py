@@ -9,8 +9,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from te_precision_callbacks.maps.checkpoint import block_of
-from te_precision_callbacks.maps.matching import Module
+from te_precision_callbacks.maps.sources import block_of
+from te_precision_callbacks.maps.tool_files import Module
 
 BLOCKS = 4
 VOCABULARY = 96

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from te_precision_callbacks.views.compare import ComparedNumbers, Comparison, compare, write_comparison
-from te_precision_callbacks.views.compare.comparison_page import ComparedSeries
+from te_precision_callbacks.views.compare.departures import ComparedValues
 from tests.compare.recorded import Values, layers, record
 from tests.report.conftest import Look
 
@@ -91,7 +91,7 @@ def test_without_noise_it_is_the_difference_itself(tmp_path: Path) -> None:
     (parting,) = result.parted
     results = {(departure.statistic, departure.unit): departure.difference for departure in parting.departures}
     assert results == pytest.approx({("cur_amax", "powers of two"): 3.0, ("sqnr_db", "dB"): -5.0})
-    limits = {curve.subject.statistic: curve.limit[0] for curve in numbers.curves}
+    limits = {curve.values.subject.statistic: curve.values.limit[0] for curve in numbers.curves}
     assert limits == pytest.approx({"cur_amax": 1.0, "sqnr_db": 3.0}), "a factor of 2, and 3 dB, count"
     assert write_comparison(result, numbers, tmp_path / "small.html", most=1).exists()
 
@@ -102,19 +102,19 @@ def growing(seed: int) -> np.ndarray:
     return np.asarray((1 + 9 * np.exp(-np.arange(STEPS) / 6)) * np.exp(apart))
 
 
-def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, ComparedSeries]:
+def loss_curve(folder: Path, *losses: np.ndarray) -> tuple[Comparison, ComparedValues]:
     a, b, *noise = [record(folder / str(n), values(0), scalars={"loss": item}) for n, item in enumerate(losses)]
     numbers = ComparedNumbers()
     result = compare(a, b, noise=noise, numbers=numbers)
-    (curve,) = [curve for curve in numbers.curves if curve.subject.statistic == "loss"]
-    return result, curve
+    (curve,) = [curve for curve in numbers.curves if curve.values.subject.statistic == "loss"]
+    return result, curve.values
 
 
 def test_what_is_ordinary_in_the_first_step_is_what_the_noise_is_apart_there(tmp_path: Path) -> None:
     losses = [growing(seed) for seed in range(4)]
     result, curve = loss_curve(tmp_path, *losses)
     assert not result.has_findings
-    places = np.arcsinh(np.array([curve.a, curve.b]) / curve.resolution) / curve.step
+    places = np.arcsinh(np.array([curve.pair.a, curve.pair.b]) / curve.resolution) / curve.scale.step
     assert curve.limit[0] < curve.limit[30:].mean() / 2, "before the first update all are equal"
     assert (np.abs(places[1] - places[0]) <= curve.limit).all()
 
@@ -135,5 +135,5 @@ def test_curves_are_thinned_and_keep_the_step_of_a_departure(tmp_path: Path) -> 
     compare(a, b, numbers=numbers)
     (curve,) = numbers.curves
     assert curve.every == 3
-    assert len(curve.a) <= 1001
-    assert 1500 in curve.iterations
+    assert len(curve.values.pair.a) <= 1001
+    assert 1500 in curve.values.pair.iterations

@@ -23,10 +23,17 @@ from te_precision_callbacks.sinks.metrics import SeriesChoice
 from te_precision_callbacks.sinks.worst import comparable_values
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
-from te_precision_callbacks.views.report.data import events, page_data
-from te_precision_callbacks.views.report.families import Columns, Subjects, heat_maps, histograms
+from te_precision_callbacks.views.report.data import (
+    Columns,
+    Subjects,
+    curves_of,
+    events,
+    heat_map,
+    histograms,
+    page_data,
+)
 from te_precision_callbacks.views.report.packing import bfloat16
-from te_precision_callbacks.views.show.view import read_view as look_at
+from te_precision_callbacks.views.show.view import RunView as look_at
 from tests.conftest import Keeper, feature
 from tests.planted import BAD, defective
 from tests.report.conftest import Look
@@ -42,13 +49,14 @@ def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
     subjects = Subjects(RUN)
     columns = Columns.of(RUN, most)
     assert len(columns.first) == min(most, 37)
-    for series, heat_map in zip(subjects.families, heat_maps(RUN, subjects.families, columns), strict=True):
+    for series in subjects.families:
         family = series.family
+        shown = heat_map(series, curves_of(RUN, series.series.tolist()), columns)
         grid = RUN.grid(family.statistic, family.tensor)
         assert [subjects.layers[layer].name for layer in series.layer] == grid.layers
         for column, (first, last) in enumerate(zip(*columns, strict=True)):
             for row, values in enumerate(grid.values[:, first : last + 1]):
-                assert heat_map.cells[row, column] == max(values, key=family.badness)
+                assert shown.cells[row, column] == max(values, key=family.badness)
         assert series.worst.tolist() == grid.values[np.arange(len(grid.layers)), series.worst_at].tolist()
         assert series.worst.tolist() == [max(values, key=family.badness) for values in grid.values]
 
@@ -59,9 +67,9 @@ def test_the_heat_maps_of_all_statistics_share_the_cells(
 ) -> None:
     families = Subjects(RUN).families
     rows = sum(len(family.series) for family in families)
-    monkeypatch.setattr("te_precision_callbacks.views.report.families._CELLS", int(cells_per_row * rows))
-    assert len(Columns.of_heat_maps(RUN, families).first) == columns
-    assert len(page_data(RUN, 10**7)[0]["families"]) == len(families)
+    monkeypatch.setattr("te_precision_callbacks.views.report.data._CELLS", int(cells_per_row * rows))
+    shapes = [family["arrays"]["cells"]["shape"] for family in page_data(RUN, 10**7)[0]["families"]]
+    assert shapes == [(len(family.series), columns) for family in families]
 
 
 def test_a_family_has_the_gemm_of_its_series() -> None:
@@ -77,9 +85,9 @@ def test_of_several_ranks_the_worst_counts() -> None:
     run = drifting(blocks=1, steps=6, ranks=(0, 2), statistics=("sqnr_db",), histograms=False)
     (family, *_) = Subjects(run).families
     item = [run.grid("sqnr_db", "activation", rank=rank).values for rank in (0, 2)]
-    (worst,) = family.worst_layers(1)
-    assert worst.value == min(values.min() for values in item)
-    assert worst.rank == (0, 2)[int(np.argmin([values.min() for values in item]))]
+    (worst,) = family.worst_rows(1)
+    assert family.worst[worst] == min(values.min() for values in item)
+    assert family.rank[worst] == (0, 2)[int(np.argmin([values.min() for values in item]))]
 
 
 def with_values(run: RecordedRun, change: dict[tuple[str, int], float]) -> RecordedRun:
@@ -108,11 +116,11 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
         for series in Subjects(run).families
         if (series.family.statistic, series.family.tensor) == ("underflows%", "activation")
     )
-    ((_, cells, _),) = heat_maps(run, [family], Columns.of(run, 4))
-    assert [(worst.layer, worst.rank) for worst in family.worst_layers(2)] == [(0, REDUCED), (1, REDUCED)]
+    _, cells, _ = heat_map(family, curves_of(run, family.series.tolist()), Columns.of(run, 4))
+    assert [(family.layer[row], family.rank[row]) for row in family.worst_rows(2)] == [(0, REDUCED), (1, REDUCED)]
     assert math.isnan(cells[0, 0])
     assert math.isinf(cells[1, 0])
-    assert math.isnan(family.worst_layers(1)[0].value)
+    assert math.isnan(family.worst[family.worst_rows(1)[0]])
 
 
 def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
@@ -124,10 +132,11 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     observed(tmp_path, config, net=model, steps=2, recipe=Float8CurrentScaling())
     run = open_run(tmp_path)
     assert run.grid("sqnr_db", "weight").values.tolist() == [[math.inf, math.inf]]
-    (heat_map,) = heat_maps(run, Subjects(run).families, Columns.of(run, 10))
-    assert heat_map.present.all()
-    assert heat_map.cells.tolist() == [[math.inf, math.inf]]
-    assert Subjects(run).families[0].worst_layers(2) == [(0, REDUCED, math.inf, 0)]
+    (family,) = Subjects(run).families
+    shown = heat_map(family, curves_of(run, family.series.tolist()), Columns.of(run, 10))
+    assert shown.present.all()
+    assert shown.cells.tolist() == [[math.inf, math.inf]]
+    assert (family.worst_rows(2), family.worst, family.worst_at) == ([0], [math.inf], [0])
 
 
 def test_the_numbers_of_cells_have_three_digits() -> None:
@@ -139,7 +148,7 @@ def test_the_numbers_of_cells_have_three_digits() -> None:
 
 @pytest.mark.processes
 def test_histograms_are_added_up_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te_precision_callbacks.views.report.families._MOST_HISTOGRAMS_AT_ONCE", 3)  # read in pieces
+    monkeypatch.setattr("te_precision_callbacks.views.report.data._MOST_HISTOGRAMS_AT_ONCE", 3)  # read in pieces
     run = drifting(blocks=1, steps=4)
     series, other, *_ = run.select(statistic="exponent_histogram", tensor="weight")
     (_, (_, _, lowest, counts)) = histograms(run, [other, series], Columns.of(run, 2))
@@ -244,13 +253,14 @@ def test_show_chooses_after_it_has_left_the_first_step_out(trained: Trained) -> 
 
 def test_the_report_names_the_same(trained: Trained) -> None:
     subjects = Subjects(trained.run)
-    worst_of = {(each.family.statistic, each.family.tensor): each.worst_layers(MOST) for each in subjects.families}
+    families = {(each.family.statistic, each.family.tensor): each for each in subjects.families}
     for tensor in ("activation", "weight", "gradient"):
         for statistic in ("underflows%", "sqnr_db"):
-            worst = [item for item in worst_of[statistic, tensor] if item.value]
-            named = [subjects.layers[item.layer].name for item in worst]
+            family = families[statistic, tensor]
+            worst = [row for row in family.worst_rows(MOST) if family.worst[row]]
+            named = [subjects.layers[family.layer[row]].name for row in worst]
             assert named == by_hand(trained.run, statistic, tensor)[: len(named)]
-            assert all(item.at > 0 for item in worst)
+            assert all(family.worst_at[row] > 0 for row in worst)
 
 
 def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

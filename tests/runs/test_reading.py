@@ -19,7 +19,7 @@ from te_precision_callbacks import InspectSession, cli
 from te_precision_callbacks.runs import NotARunError, list_runs, open_run, writing
 from te_precision_callbacks.runs.importing import parse_names
 from te_precision_callbacks.runs.tables import EVENTS, FACTS, SCALARS, STEP0, STEPS, VALUES, VECTORS
-from te_precision_callbacks.views.show.view import read_view
+from te_precision_callbacks.views.show.view import RunView
 from tests.conftest import statistics
 from tests.docs.pages import PAGES, blocks
 from tests.features.plain import THEIRS, plain
@@ -300,7 +300,7 @@ def test_iteration_0_counts_as_the_first_step_of_delayed_scaling(tmp_path: Path)
     values = run.values(run.select(layer="model.head"))
     marked = (values["flags"].to_numpy() & STEP0) != 0
     assert values["iteration"].to_numpy()[marked].tolist() == [0, 0], "of both statistics"
-    shown = read_view(run, ["underflows%"]).worst["underflows%"]
+    shown = RunView(run, ["underflows%"]).worst["underflows%"]
     (worst,) = (series for series in shown if series.subject.layer == "model.head")
     assert worst.worst_iteration > 0
     assert worst.curve.iterations.tolist() == [1, 2]

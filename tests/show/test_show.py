@@ -19,8 +19,7 @@ from te_precision_callbacks.runs.run_files import FOLDER, make_segment
 from te_precision_callbacks.runs.summary import no_step_note
 from te_precision_callbacks.views.report.data import page_data
 from te_precision_callbacks.views.show import command
-from te_precision_callbacks.views.show.screen import Screen, sparkline
-from te_precision_callbacks.views.show.view import NothingToShowError, read_view
+from te_precision_callbacks.views.show.view import NothingToShowError, RunView, sparkline
 from tests.compare.recorded import Values, append, layers, record
 from tests.planted import defective
 from tests.runs.making import RunWriter
@@ -45,12 +44,12 @@ def show(*arguments: object) -> Result:
 
 def drawn(path: Path, width: int, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(Screen(read_view(open_run(path), **options)))
+    console.print(RunView(open_run(path), **options))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_worst_layers_come_first_in_the_direction_that_is_worse(tmp_path: Path) -> None:
-    view = read_view(record(tmp_path, values()))
+    view = RunView(record(tmp_path, values()))
     assert list(view.worst) == ["sqnr_db", "underflows%"], "numel has no worse direction"
     for statistic in view.worst:
         assert [series.subject.layer for series in view.worst[statistic]] == layers(6)[:2:-1]
@@ -64,21 +63,21 @@ def test_the_worst_layers_come_first_in_the_direction_that_is_worse(tmp_path: Pa
 def test_a_statistic_is_chosen_with_or_without_its_recipe(tmp_path: Path) -> None:
     more = {("fc", "weight", "mxfp8_underflows%"): np.ones(STEPS), ("fc", "weight", "cur_amax"): np.ones(STEPS)}
     run = record(tmp_path, {**values(), **more})
-    assert list(read_view(run, ["underflows%"]).worst) == ["mxfp8_underflows%", "underflows%"]
-    view = read_view(run, ["mxfp8_underflows%"], most=1)
+    assert list(RunView(run, ["underflows%"]).worst) == ["mxfp8_underflows%", "underflows%"]
+    view = RunView(run, ["mxfp8_underflows%"], most=1)
     assert [len(worst) for worst in view.worst.values()] == [1]
     assert "cur_amax" in view.more_statistics
     lines = drawn(tmp_path, 120, statistics=["mxfp8_underflows%"]).splitlines()
     assert [line.split(":")[0] for line in lines if "shown" in line] == ["Not shown"]
     with pytest.raises(NothingToShowError, match=r"no statistic .mse.\. It has .*sqnr_db"):
-        read_view(run, ["mse"])
+        RunView(run, ["mse"])
 
 
 def test_a_statistic_of_ones_own_is_shown_when_it_is_asked_for(tmp_path: Path) -> None:
     run = record(tmp_path, {**values(), ("fc", "activation", "kurt"): np.array([1.0, -7.0, 3.0] + [0.0] * (STEPS - 3))})
-    view = read_view(run)
+    view = RunView(run)
     assert "kurt" in set(view.more_statistics) - set(view.worst)
-    (shown,) = read_view(run, ["kurt"]).worst["kurt"]
+    (shown,) = RunView(run, ["kurt"]).worst["kurt"]
     assert (shown.subject.layer, shown.worst, shown.worst_iteration) == ("fc", -7.0, 1)
     assert "kurt" in show(tmp_path, "--statistic", "kurt").output
 

@@ -31,7 +31,6 @@ from te_precision_callbacks.statistics.names import BELOW_EPS, STALE
 from te_precision_callbacks.statistics.names import UNCHANGED as UNCHANGED_SHARE
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.parameters.gradients import ZeroGradients
     from te_precision_callbacks.parameters.watch import ParameterWatch
 
 ENDS_BY_A_GRADIENT: frozenset[ParameterProblem] = frozenset({"no_gradient", "checkpointed", "lost_gradient"})
@@ -107,7 +106,7 @@ class ParameterProblems:
         if gaps and trains:
             held = watch.listed.held
             without = [(parameter, gap) for parameter, gap in gaps if parameter in held or not held]
-        idle = _idle(parameters, watch.sizes.zeros)
+        idle = _idle(parameters)
         candidates = [
             *idle.values(),
             *self._arrived(),
@@ -115,7 +114,7 @@ class ParameterProblems:
             *_missing_gradients(parameters, [(parameter, gap) for parameter, gap in without if parameter not in idle]),
             *_of_weights(parameters),
             *self._of_optimizers(at_last=at_last),
-            *_of_nearly_all(parameters, watch.sizes.zeros),
+            *_of_nearly_all(parameters),
             *self._kept_gradients(parameters),
             *self._unheld(),
         ]
@@ -198,7 +197,7 @@ def _is_left_out(parameter: Parameter) -> bool:
     return gap is not None and not gap.called and gap.steps >= max(MOST_IDLE, 4 * parameter.longest_gap)
 
 
-def _idle(parameters: Sequence[Parameter], zeros: Mapping[str, ZeroGradients]) -> dict[Parameter, Problem]:
+def _idle(parameters: Sequence[Parameter]) -> dict[Parameter, Problem]:
     """Find parameters without a gradient other than 0 for many steps while similar ones have others, as of experts
     without tokens. A block of a stack that never ran is not a problem.
 
@@ -206,7 +205,7 @@ def _idle(parameters: Sequence[Parameter], zeros: Mapping[str, ZeroGradients]) -
     """
     since: dict[Parameter, int] = {}
     for parameter in parameters:
-        run = zeros.get(parameter.name) if zeros and parameter.is_matrix else None
+        run = parameter.zeros if parameter.is_matrix else None
         if run is not None and run.last - run.since >= IDLE:
             since[parameter] = run.since
         elif parameter.gap is not None and _is_left_out(parameter):
@@ -215,7 +214,7 @@ def _idle(parameters: Sequence[Parameter], zeros: Mapping[str, ZeroGradients]) -
         return {}
     similar = Counter(form_of(parameter.name) for parameter in parameters)
     without = Counter(
-        form_of(parameter.name) for parameter in parameters if parameter.gap is not None or parameter.name in zeros
+        form_of(parameter.name) for parameter in parameters if parameter.gap is not None or parameter.zeros is not None
     )
     idle: dict[Parameter, Problem] = {}
     for parameter, first in since.items():
@@ -292,12 +291,12 @@ def _overwritten(parameter: Parameter) -> Iterator[Problem]:
                 yield Problem("replaced", parameter.name, row.iteration, last)
 
 
-def _of_nearly_all(parameters: Iterable[Parameter], zeros: Mapping[str, ZeroGradients]) -> Iterator[Problem]:
+def _of_nearly_all(parameters: Iterable[Parameter]) -> Iterator[Problem]:
     """Find problems of nearly all matrices: gradients of 0 at the optimizer's step, and float32 weights that hardly
     change. A bias of 0 is excluded, since any update changes it.
     """
     trained = [parameter for parameter in parameters if parameter.has_gradient and parameter.is_matrix]
-    runs = [(parameter, zeros[parameter.name]) for parameter in trained if parameter.name in zeros]
+    runs = [(parameter, parameter.zeros) for parameter in trained if parameter.zeros is not None]
     zeroed = [(parameter, run) for parameter, run in runs if run.last - run.since >= SPAN]
     if len(zeroed) >= NEARLY_ALL * len(trained):
         for parameter, run in zeroed:
@@ -313,7 +312,7 @@ def _still_steps(parameter: Parameter) -> range:
     """Return the steps in which a float32 weight hardly changes at a learning rate above 0, although it does not have
     to stay the same."""
     rows = parameter.rows
-    is_float32 = parameter.reference is not None and str(parameter.reference.dtype) == "torch.float32"
+    is_float32 = str(parameter.samples[0].values.dtype) == "torch.float32"
     if rows[-1].iteration - rows[0].iteration < SPAN or not is_float32:
         return range(0)
     since = rows[0].iteration

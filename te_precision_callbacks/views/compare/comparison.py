@@ -19,9 +19,8 @@ from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.runs import RecordedRun
 from te_precision_callbacks.runs.summary import precision_shares
 from te_precision_callbacks.runs.tables import Subject, facts_at_end
-from te_precision_callbacks.views.compare.departures import Search
+from te_precision_callbacks.views.compare.departures import Search, Side
 from te_precision_callbacks.views.compare.loss import compare_losses
-from te_precision_callbacks.views.compare.noise import Side
 from te_precision_callbacks.views.compare.origins import Order, partings
 from te_precision_callbacks.views.compare.result import (
     Comparison,
@@ -49,12 +48,13 @@ def align(a: RecordedRun, b: RecordedRun) -> tuple[RecordedRun, str]:
     names_b = set(filter(None, pc.unique(b.series["layer"]).to_pylist()))
     if names_a & names_b:
         return b, ""
-    by_end = {end: name for name in names_b for end in _ends(name)}
+    ends_of_b = {end: name for name in names_b for end in _ends(name)}
     prefixes: Counter[tuple[str, str]] = Counter()
     for name in names_a:
-        end = next((end for end in _ends(name) if end in by_end), None)
-        if end is not None:
-            prefixes[name.removesuffix(end), by_end[end].removesuffix(end)] += 1
+        for end in _ends(name):
+            if end in ends_of_b:
+                prefixes[name.removesuffix(end), ends_of_b[end].removesuffix(end)] += 1
+                break
     for (prefix_a, prefix_b), count in prefixes.most_common(1):
         if 2 * count >= min(len(names_a), len(names_b)):
             tables = {name: _with_prefix(getattr(b, name), prefix_a, prefix_b) for name in _TABLES}

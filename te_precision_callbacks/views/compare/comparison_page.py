@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from te_precision_callbacks.runs.tables import Subject
-from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.compare.departures import ComparedValues
+from te_precision_callbacks.views.compare.departures import ComparedValues, Pair, Side
 from te_precision_callbacks.views.compare.loss import loss_curves
-from te_precision_callbacks.views.compare.noise import Side
 from te_precision_callbacks.views.compare.result import Comparison
 from te_precision_callbacks.views.compare.wording import (
     FACT_NAMES,
@@ -28,8 +25,7 @@ from te_precision_callbacks.views.compare.wording import (
     first_lines,
     origin,
 )
-from te_precision_callbacks.views.report.data import finding_on_page
-from te_precision_callbacks.views.report.families import Subjects, layer_name
+from te_precision_callbacks.views.report.data import Subjects, finding_on_page, layer_name
 from te_precision_callbacks.views.report.packing import PackedArrays
 from te_precision_callbacks.views.report.page import FOR_FACTS, MOST_BYTES, PageTemplate, output_path, write_bytes
 
@@ -41,26 +37,16 @@ _MOST_PARTINGS = 1000
 
 
 class ComparedSeries(NamedTuple):
-    """Both sides of a series.
+    """Both sides of a series, with fewer steps.
 
     Attributes:
         strength: the largest difference, as a multiple of the bound.
         every: the interval of the steps; the departure's step is added.
-        iterations, a, b: [n].
-        limit: [n]: the smallest difference from ``a`` that counts, on the scale of the series.
-        step, resolution: the scale of the series, as in :class:`~te_precision_callbacks.views.compare.noise.Scale`.
     """
 
-    subject: Subject
-    departs: bool
+    values: ComparedValues
     strength: float
     every: int
-    iterations: Ints
-    a: Floats
-    b: Floats
-    limit: Floats
-    step: float
-    resolution: float
 
 
 class ComparedNumbers:
@@ -82,34 +68,21 @@ class ComparedNumbers:
 
     @property
     def curves(self) -> list[ComparedSeries]:
-        def order(curve: ComparedSeries) -> tuple[bool, float, float]:
-            return not curve.departs, -curve.strength, self.a.place_in_records(curve.subject)
+        def order(curve: ComparedSeries) -> tuple[bool, float, int]:
+            return curve.values.begin is None, -curve.strength, self.a.subjects[curve.values.subject]
 
         return sorted(self._curves, key=order)
 
     def _collect(self, values: ComparedValues) -> None:
-        series, iterations, a, b = values.joined
-        strength = np.abs(values.difference) / values.limit
-        begin_of = dict(zip(series[values.begins].tolist(), values.begins.tolist(), strict=True))
-        for row in np.unique(series).tolist():
-            begin, end = np.searchsorted(series, (row, row + 1)).tolist()
-            every = math.ceil((end - begin) / _MOST_POINTS)
-            shown = np.arange(begin, end, every)
-            if row in begin_of:
-                shown = np.union1d(shown, begin_of[row])
-            curve = ComparedSeries(
-                values.subjects[row],
-                row in begin_of,
-                float(strength[begin:end].max()),
-                every,
-                iterations[shown],
-                a[shown],
-                b[shown],
-                values.limit[shown],
-                float(values.families.step[row]),
-                float(values.families.resolution[row]),
-            )
-            self._curves.append(curve)
+        count = len(values.limit)
+        every = math.ceil(count / _MOST_POINTS)
+        shown = np.arange(0, count, every)
+        if values.begin is not None:
+            shown = np.union1d(shown, values.begin)
+        strength = float((np.abs(values.difference) / values.limit).max())
+        pair = Pair(values.pair.iterations[shown], values.pair.a[shown], values.pair.b[shown])
+        thinned = values._replace(pair=pair, difference=values.difference[shown], limit=values.limit[shown])
+        self._curves.append(ComparedSeries(thinned, strength, every))
         if len(self._curves) >= 2 * _MOST_CURVES:
             self._curves = self.curves[:_MOST_CURVES]
 
@@ -138,12 +111,12 @@ def _content(result: Comparison, numbers: ComparedNumbers, packed: PackedArrays)
         departures = [{**vars(departure), **departure_texts(departure)} for departure in parting.departures]
         parted.append({**vars(parting), **names, "departures": departures})
     curves = []
-    for curve in numbers.curves:
-        arrays = packed.try_put_curve(curve.iterations, curve.a, curve.b, curve.limit)
+    for values, _, every in numbers.curves:
+        arrays = packed.try_put_curve(*values.pair, values.limit)
         if arrays is not None:
-            names = {**curve.subject._asdict(), "layer": layer_name(curve.subject.scope, curve.subject.layer)}
-            scale = {"step": curve.step, "resolution": curve.resolution}
-            curves.append({**names, **scale, "departs": curve.departs, "every": curve.every, "arrays": arrays})
+            names = {**values.subject._asdict(), "layer": layer_name(values.subject.scope, values.subject.layer)}
+            scale = {"step": values.scale.step, "resolution": values.resolution}
+            curves.append({**names, **scale, "departs": values.begin is not None, "every": every, "arrays": arrays})
     verdicts = None
     if result.verdicts is not None:
         is_partial = result.verdicts.a.is_partial or result.verdicts.b.state == "not enough checked"

@@ -1,30 +1,290 @@
-"""Search for departures: series that differ by more than noise, since when, and how far."""
+"""The search for departures: series that differ by more than noise, since when, and how far.
+
+Both sides' values are compared on scales, with a noise floor: how far runs of one config are apart.
+
+Magnitudes differ by factors (an amax of 400 is as far from 200 as 0.04 from 0.02), shares by points (6 % is as far from
+5 % as 2 % from 1 %). The scale of magnitudes is asinh(value / resolution), which is the logarithm of values far above
+the resolution, and has a place for 0 and for negative values.
+
+One pair of runs has a single sample of a constant difference, such as between two initializations. Therefore the spread
+of the noise is estimated for a *family* (one statistic of one tensor in all layers) from all its series, separately for
+each part of the run. The first parts are short, since runs of one seed are equal before the first update. A series with
+a larger spread than its family keeps its own spread. A spread is the standard deviation of normal noise with the same
+clipped magnitudes.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from te_precision_callbacks.runs import RecordedRun
+from te_precision_callbacks.runs.recorded import Curve
 from te_precision_callbacks.runs.tables import Subject
 from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.compare.noise import (
-    MAGNITUDE,
-    NO_NUMBER,
-    Families,
-    Joined,
-    NoiseFloor,
-    Side,
-    family,
-    join,
-)
-from te_precision_callbacks.views.compare.result import StatisticDeparture
-from te_precision_callbacks.views.report.families import pieces
+from te_precision_callbacks.statistics.names import logged_request
+from te_precision_callbacks.views.compare.result import ComparisonError, StatisticDeparture
+from te_precision_callbacks.views.report.data import curves_of, pieces
+
+_NOTHING = Curve(np.empty(0, np.int64), np.empty(0))
+
+
+class Pair(NamedTuple):
+    """The values of a series on two sides, at their common steps, [n]."""
+
+    iterations: Ints
+    a: Floats
+    b: Floats
+
+
+def join(a: Curve, b: Curve) -> Pair:
+    iterations, rows_a, rows_b = np.intersect1d(a.iterations, b.iterations, assume_unique=True, return_indices=True)
+    return Pair(iterations, a.values[rows_a], b.values[rows_b])
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison.
+
+    Attributes:
+        subjects: subject -> its number: the series of the run, then the metrics of the trainer by name.
+        metrics: the curves of the metrics.
+        counts: the number of values of each subject.
+    """
+
+    run: RecordedRun
+    name: str
+    subjects: Mapping[Subject, int]
+    metrics: Sequence[Curve]
+    counts: Ints
+
+    @classmethod
+    def of(cls, run: RecordedRun, name: str) -> Side:
+        subjects: dict[Subject, int] = {}
+        for number, subject in enumerate(run.subjects):
+            request = logged_request(subject.statistic) if subject.tensor else None
+            if request is None or not request.statistic.is_histogram:
+                subjects[subject] = number
+        metrics = sorted(run.metrics)
+        for number, metric in enumerate(metrics, len(run.subjects)):
+            subjects[Subject("", "", "", "", metric, None)] = number
+        if not subjects:
+            raise ComparisonError(f"{name} has no statistics and no loss yet.{run.notes_sentence}")
+        curves = [run.metrics[metric] for metric in metrics]
+        counts = np.append(run.series["count"].to_numpy(), [len(curve.values) for curve in curves]).astype(np.int64)
+        return cls(run, name, subjects, curves, counts)
+
+    @cached_property
+    def layers(self) -> dict[tuple[str, str], None]:
+        """Scope and name of the layers with statistics, in the order of the records."""
+        return dict.fromkeys((subject.scope, subject.layer) for subject in self.subjects if subject.layer)
+
+    def read(self, subjects: Sequence[Subject]) -> list[Curve]:
+        """Read the values of subjects; empty for a subject that this side lacks."""
+        numbers = [self.subjects.get(subject, -1) for subject in subjects]
+        first_metric = len(self.run.subjects)
+        curves = curves_of(self.run, [number for number in numbers if 0 <= number < first_metric], whole=True)
+        curves |= dict(enumerate(self.metrics, first_metric))
+        return [curves.get(number, _NOTHING) for number in numbers]
+
+
+# ---------------------------------------------------------------------- scales
+
+_INFINITE = 2000.0
+_NAN = 4000.0
+"""The places of inf and nan on every scale, beyond all numbers."""
+
+NO_NUMBER = 1000.0
+"""A difference beyond it is one with inf or nan."""
+
+
+class Scale(NamedTuple):
+    """A scale for differences of a statistic.
+
+    Attributes:
+        least: the minimum spread, however small the observed noise.
+        bound: the smallest difference that counts without a noise floor.
+        step: the width of a unit on the scale of magnitudes; nan on the scale of shares.
+        resolution: what the resolution of magnitudes follows from.
+    """
+
+    unit: str
+    least: float
+    bound: float
+    step: float = math.nan
+    resolution: Literal["smallest", "usual", "elements", ""] = ""
+
+    def resolution_of(self, curves: Sequence[Curve]) -> float:
+        """The resolution of a series, given its values in all runs, A first; nan on the scale of shares."""
+        if not self.resolution:
+            return math.nan
+        size = 2.0
+        if self.resolution == "usual":
+            size = _quantile(np.abs(curves[0].values), 0.5)
+        elif self.resolution == "smallest":
+            magnitudes = np.abs(np.concatenate([curve.values for curve in curves]))
+            size = _BELOW_SMALLEST * float(magnitudes[magnitudes > 0].min(initial=np.inf))
+        return size if 0 < size < math.inf else 1.0
+
+    def places(self, values: Floats, resolution: float) -> Floats:
+        """Map values to places on the scale, including inf and nan; both [n]."""
+        places = values
+        if self.resolution:
+            with np.errstate(over="ignore", invalid="ignore"):
+                places = np.arcsinh(values / resolution) / self.step
+        places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
+        return np.where(np.isnan(values), _NAN, places)
+
+    def differences(self, pair: Pair, resolution: float) -> Floats:
+        return self.places(pair.b, resolution) - self.places(pair.a, resolution)
+
+
+_BELOW_SMALLEST = 2.0**-19
+"""The resolution of magnitudes, relative to the smallest one of a series: 0 is 20 powers of two below that."""
+
+MAGNITUDE = Scale("powers of two", 0.01, 1.0, math.log(2), "smallest")
+SQUARE = MAGNITUDE._replace(bound=2.0)
+COUNT = MAGNITUDE._replace(resolution="elements")
+LEVEL = Scale("of its size", 0.02, 6.0, 1.0, "usual")
+SHARE = Scale("points", 0.02, 5.0)
+DECIBELS = Scale("dB", 0.1, 3.0)
+POWERS = Scale("powers of two", 0.05, 12.0)
+
+_BY_UNIT = {
+    "of the tensor": MAGNITUDE,
+    "square of the tensor's": SQUARE,
+    "%": SHARE,
+    "dB": DECIBELS,
+    "powers of two": POWERS,
+    "elements": COUNT,
+}
+
+
+def scale_of(tensor: str, statistic: str) -> Scale:
+    """The scale of a statistic; ``tensor`` is empty for a metric of the trainer or of a custom feature."""
+    request = logged_request(statistic) if tensor else None
+    if request is None:
+        if statistic.endswith("%"):
+            return SHARE
+        return LEVEL
+    if request.statistic.signed:
+        return LEVEL
+    return _BY_UNIT.get(request.statistic.unit, LEVEL)
+
+
+def family(subject: Subject) -> tuple[str, str, str]:
+    return subject.tensor, subject.gemm, subject.statistic
+
+
+_CLIPPED_AT = 0.9
+
+_OF_CLIPPED = 0.9118
+"""The root mean square of standard normal numbers that are clipped so."""
+
+_WILD = 3.0
+"""A series whose spread is more than so many times the median of its family's counts as that in the family's."""
+
+_MOST_PARTS = 16
+
+_LEAST_BOUND = 6.0
+_BEYOND_NOISE = 1.25
+"""A difference counts if it is at least so many spreads, and so many times the largest lasting one in the noise."""
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """The spread of the noise in a family.
+
+    Attributes:
+        edges: [parts - 1]: the first iteration of each part of the run but the first.
+        by_part: [parts]: the spread of the family.
+        ratio: [series]: the spread of the series, relative to the family; 1 or more; nan without noise.
+        bound: the smallest difference that counts, in spreads.
+    """
+
+    edges: Ints
+    by_part: Floats
+    ratio: Floats
+    bound: float = _LEAST_BOUND
+
+    @classmethod
+    def measure(cls, noise: Sequence[Sequence[Curve]], least: float, lasting: int) -> NoiseFloor:
+        """Estimate the spread.
+
+        Args:
+            noise: [series][pairs]: the differences between runs of one config.
+            least: the minimum spread.
+            lasting: the minimum number of steps of a difference.
+        """
+        pooled = [Curve._make(map(np.concatenate, zip(_NOTHING, *curves, strict=True))) for curves in noise]
+        edges = _part_edges(np.unique(np.concatenate([iterations for iterations, _ in pooled])), lasting)
+        parts = len(edges) + 1
+        by_series = np.full((len(noise), parts), np.nan)
+        for row, (iterations, differences) in enumerate(pooled):
+            part = np.searchsorted(edges, iterations, "right")
+            for own in np.unique(part).tolist():
+                by_series[row, own] = _spread(differences[part == own])
+        by_part = np.full(parts + 2, np.nan)
+        for own, spreads in enumerate(by_series.T, 1):
+            measured = spreads[~np.isnan(spreads)]
+            by_part[own] = _spread(np.minimum(measured, _WILD * _quantile(measured, 0.5)))
+        # A beginning may be in the part before.
+        by_part = np.maximum(np.fmax(np.fmax(by_part[:-2], by_part[2:]), by_part[1:-1]), least)
+        floor = cls(edges, by_part, np.ones(len(noise)))
+        for row, curve in enumerate(pooled):
+            floor.ratio[row] = np.maximum(_spread(curve.values / floor.spread(row, curve.iterations)), 1.0)
+        # The bound is above the largest lasting difference, in one direction, within the noise.
+        largest = _LEAST_BOUND / _BEYOND_NOISE
+        for row, curves in enumerate(noise):
+            for iterations, differences in curves:
+                if len(iterations) >= lasting:
+                    multiples = differences / floor.spread(row, iterations)
+                    windows = np.lib.stride_tricks.sliding_window_view(multiples, lasting)
+                    # It is negative where the direction changes.
+                    largest = max(largest, float(np.maximum(windows.min(1), -windows.max(1)).max()))
+        return replace(floor, bound=_BEYOND_NOISE * largest)
+
+    def spread(self, row: int, iterations: Ints) -> Floats:
+        """The spread of the noise of a series, [n]; nan without noise."""
+        return np.asarray(self.by_part[np.searchsorted(self.edges, iterations, "right")] * self.ratio[row])
+
+
+def _part_edges(steps: Ints, lasting: int) -> Ints:
+    """The first iteration of each part of the run but the first.
+
+    The first parts have 1, 1, 2, 4, ... steps, up to the width of the others: noise changes fastest at the beginning.
+    """
+    if not len(steps):
+        return steps
+    parts = int(np.clip(len(steps) // (4 * lasting), 1, _MOST_PARTS))
+    width = len(steps) // parts
+    early = 2 ** np.arange(width.bit_length() - 1)
+    return np.asarray(steps[np.concatenate([early, (np.arange(1, parts) * len(steps)) // parts])])
+
+
+def _spread(differences: Floats) -> float:
+    """The root mean square, with the largest tenth clipped; nan without values.
+
+    A median would not see a few series of a family that differ far more than the others.
+    """
+    sizes = np.abs(differences)
+    clipped = np.minimum(sizes, _quantile(sizes, _CLIPPED_AT))
+    return math.sqrt(float(clipped @ clipped) / len(sizes)) / _OF_CLIPPED if len(sizes) else math.nan
+
+
+def _quantile(values: Floats, share: float) -> float:
+    """A quantile, of its numbers the upper one; nan without values."""
+    if not len(values):
+        return math.nan
+    return float(np.sort(values)[min(int(len(values) * share), len(values) - 1)])
+
 
 _PART_OF_BOUND = 0.5
 _LEAST_BEGIN = 4.0
@@ -32,26 +292,22 @@ _LEAST_BEGIN = 4.0
 
 
 class ComparedValues(NamedTuple):
-    """The values of some series on both sides.
+    """The values of a series on both sides.
 
     Attributes:
-        subjects: of the series.
-        families: their scales.
-        joined: the values, [n]; its series are indices in ``subjects``.
+        resolution: of the series, on its scale.
         difference: [n]: on the scale.
-        spread: [n]: the spread of the noise; nan without a noise floor.
         limit: [n]: the smallest difference that counts.
-        begins, lengths: the indices of the first values of lasting differences, and their numbers of values.
+        begin: the index of the first value of the lasting difference; None without one.
     """
 
-    subjects: Sequence[Subject]
-    families: Families
-    joined: Joined
+    subject: Subject
+    scale: Scale
+    resolution: float
+    pair: Pair
     difference: Floats
-    spread: Floats
     limit: Floats
-    begins: Ints
-    lengths: Ints
+    begin: int | None
 
 
 @dataclass
@@ -60,7 +316,7 @@ class Search:
 
     Attributes:
         lasting: the minimum number of steps of a difference; in shorter series it must last all steps.
-        show: receives all compared values, some series at a time.
+        show: receives each compared series.
         without_steps: the number of series without a common step.
         without_noise: the number of series without a baseline.
         all_equal: whether all values that pair are equal, to the last bit.
@@ -80,88 +336,85 @@ class Search:
     def run(self, subjects: Sequence[Subject]) -> list[tuple[Subject, StatisticDeparture]]:
         """Return the series with lasting differences, in the order of A's records."""
         ordered = sorted(subjects, key=family)
-        counts = np.array([self.a.count(subject) for subject in ordered], np.int64)
+        counts = self.a.counts[[self.a.subjects[subject] for subject in ordered]]
         departures: list[tuple[Subject, StatisticDeparture]] = []
         for piece in pieces(counts):
-            values = self._compare(ordered[piece])
-            if self.show is not None:
-                self.show(values)
-            departures += _describe_departures(values)
-        return sorted(departures, key=lambda departed: self.a.place_in_records(departed[0]))
+            sides = [side.read(ordered[piece]) for side in (self.a, self.b, *self.noise)]
+            rows = zip(ordered[piece], *sides, strict=True)
+            for _, alike in itertools.groupby(rows, key=lambda row: family(row[0])):
+                departures += self._compare([(subject, curves) for subject, *curves in alike])
+        return sorted(departures, key=lambda departed: self.a.subjects[departed[0]])
 
-    def _compare(self, subjects: Sequence[Subject]) -> ComparedValues:
-        sides = [side.read(subjects) for side in (self.a, self.b, *self.noise)]
-        joined = join(sides[0], sides[1])
-        series, iterations, a, b = joined
-        self.iterations = np.union1d(self.iterations, iterations)
-        self.without_steps += len(subjects) - len(np.unique(series))
-        self.all_equal &= np.array_equal(a, b, equal_nan=True)
-        families = Families.of(subjects, sides)
-        noise_pairs = [join(*pair) for pair in itertools.combinations((sides[0], *sides[2:]), 2)]
-        floor = NoiseFloor.measure(noise_pairs, families, self.lasting)
+    def _compare(self, rows: Sequence[tuple[Subject, Sequence[Curve]]]) -> Iterator[tuple[Subject, StatisticDeparture]]:
+        """Compare the series of a family, given their values in both runs and in the baselines."""
+        scale = scale_of(rows[0][0].tensor, rows[0][0].statistic)
+        resolutions = [scale.resolution_of(curves) for _, curves in rows]
+        noise = []
+        for (_, curves), resolution in zip(rows, resolutions, strict=True):
+            pairs = [join(*pair) for pair in itertools.combinations((curves[0], *curves[2:]), 2)]
+            noise.append([Curve(pair.iterations, scale.differences(pair, resolution)) for pair in pairs])
+        floor = NoiseFloor.measure(noise, scale.least, self.lasting)
         if self.noise:
             self.without_noise += int(np.isnan(floor.ratio).sum())
-        difference = families.differences(joined)
-        spread = floor.spread(series, iterations)
-        bound = floor.bound[families.number[series]]
-        limit = np.where(np.isnan(spread), families.bounds(series), bound * spread)
-        starts, lengths = _stretches(series, difference, limit)
-        starts = starts[lengths >= np.minimum(self.lasting, np.bincount(series)[series[starts]])]
-        starts = starts[np.unique(series[starts], return_index=True)[1]]
-        # Extend the difference back to the beginning, by the lower threshold.
-        lower = np.fmin(limit, np.maximum(_LEAST_BEGIN, _PART_OF_BOUND * bound) * spread)
-        begins, lengths = _stretches(series, difference, lower)
-        containing = np.searchsorted(begins, starts, "right") - 1
-        return ComparedValues(
-            subjects, families, joined, difference, spread, limit, begins[containing], lengths[containing]
-        )
+        for number, ((subject, curves), resolution) in enumerate(zip(rows, resolutions, strict=True)):
+            pair = join(curves[0], curves[1])
+            if not len(pair.iterations):
+                self.without_steps += 1
+                continue
+            self.iterations = np.union1d(self.iterations, pair.iterations)
+            self.all_equal &= np.array_equal(pair.a, pair.b, equal_nan=True)
+            difference = scale.differences(pair, resolution)
+            spread = floor.spread(number, pair.iterations)
+            limit = np.where(np.isnan(spread), scale.bound, floor.bound * spread)
+            starts, lengths = _stretches(difference, limit)
+            starts = starts[lengths >= min(self.lasting, len(difference))]
+            compared = ComparedValues(subject, scale, resolution, pair, difference, limit, None)
+            if len(starts):
+                # Extend the difference back to the beginning, by the lower threshold.
+                lower = np.fmin(limit, np.maximum(_LEAST_BEGIN, _PART_OF_BOUND * floor.bound) * spread)
+                begins, lengths = _stretches(difference, lower)
+                containing = np.searchsorted(begins, starts[0], "right") - 1
+                begin = int(begins[containing])
+                compared = compared._replace(begin=begin)
+                yield subject, _describe_departure(compared, begin, int(lengths[containing]), float(spread[begin]))
+            if self.show is not None:
+                self.show(compared)
 
 
-def _describe_departures(values: ComparedValues) -> Iterator[tuple[Subject, StatisticDeparture]]:
-    series, iterations, of_a, of_b = values.joined
-    for begin, length in zip(values.begins.tolist(), values.lengths.tolist(), strict=True):
-        number = series[begin]
-        subject = values.subjects[number]
-        scale = values.families.scales[values.families.number[number]]
-        end = begin + length
-        a, b, difference = (
-            float(np.sort(column[begin:end])[length // 2]) for column in (of_a, of_b, values.difference)
-        )
-        if scale is MAGNITUDE and a < 0 and b < 0:  # the smaller magnitude is the larger value
-            difference = -difference
-        spread = float(values.spread[begin])
-        is_first = begin == 0 or series[begin - 1] != number
-        yield (
-            subject,
-            StatisticDeparture(
-                statistic=subject.statistic,
-                gemm=subject.gemm,
-                iteration=int(iterations[begin]),
-                until=int(iterations[end - 1]),
-                steps=length,
-                to_the_end=bool((series[end : end + 1] != number).all()),
-                a=a,
-                b=b,
-                difference=difference,
-                unit=scale.unit,
-                spread=None if math.isnan(spread) else spread,
-                bound=float(values.limit[begin]),
-                since=0 if is_first else int(iterations[begin - 1]) + 1,
-            ),
-        )
+def _describe_departure(compared: ComparedValues, begin: int, length: int, spread: float) -> StatisticDeparture:
+    """Describe a lasting difference, given the spread of the noise at its beginning."""
+    subject, scale, _, (iterations, of_a, of_b), differences, limit, _ = compared
+    end = begin + length
+    a, b, difference = (float(np.sort(column[begin:end])[length // 2]) for column in (of_a, of_b, differences))
+    if scale is MAGNITUDE and a < 0 and b < 0:  # the smaller magnitude is the larger value
+        difference = -difference
+    return StatisticDeparture(
+        statistic=subject.statistic,
+        gemm=subject.gemm,
+        iteration=int(iterations[begin]),
+        until=int(iterations[end - 1]),
+        steps=length,
+        to_the_end=end == len(iterations),
+        a=a,
+        b=b,
+        difference=difference,
+        unit=scale.unit,
+        spread=None if math.isnan(spread) else spread,
+        bound=float(limit[begin]),
+        since=int(iterations[begin - 1]) + 1 if begin else 0,
+    )
 
 
-def _stretches(series: Ints, difference: Floats, limit: Floats) -> tuple[Ints, Ints]:
-    """Find stretches of a series with differences beyond a limit, of one sign; returns their starts and lengths. Inf
-    and nan continue the stretch before them.
+def _stretches(difference: Floats, limit: Floats) -> tuple[Ints, Ints]:
+    """Find stretches with differences beyond a limit, of one sign; returns their starts and lengths.
+
+    Inf and nan continue the stretch before them.
     """
     size = np.abs(difference)
     state: npt.NDArray[np.int8] = np.where(size > limit, np.sign(difference), 0).astype(np.int8)
-    new_series = np.append(True, series[1:] != series[:-1])[: len(state)]
-    after_none = np.append(True, state[:-1] == 0)[: len(state)]
-    own_state = new_series | after_none | (size <= NO_NUMBER)
+    own_state = np.append(True, state[:-1] == 0) | (size <= NO_NUMBER)
     state = state[np.maximum.accumulate(np.where(own_state, np.arange(len(state)), 0))]
-    starts = np.flatnonzero(new_series | np.append(True, state[1:] != state[:-1])[: len(state)])
+    starts = np.flatnonzero(np.append(True, state[1:] != state[:-1]))
     lengths = np.diff(np.append(starts, len(state)))
     beyond = state[starts] != 0
     return starts[beyond], lengths[beyond]

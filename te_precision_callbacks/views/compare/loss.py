@@ -12,6 +12,7 @@ from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first
 from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.views.compare.departures import join
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
 
 _YARDSTICKS = {
@@ -37,7 +38,8 @@ class LossCurves:
         steps: the number of steps before either loss is lost.
         window: the steps of the running median.
         smooth_a, smooth_b: [n], running medians; nan after ``steps``.
-        relative: [n]: (b - a) / |a| of the running medians; nan where either is not finite.
+        relative: [n]: (b - a) / |a| of the running medians: nan where either is not finite, inf where only a is 0, 0
+            where both are.
         lost_a, lost_b: the steps of each lost loss.
     """
 
@@ -56,7 +58,7 @@ class LossCurves:
     @property
     def stable(self) -> slice:
         """The last quarter of the steps."""
-        return slice(max(min(self.steps - 1, 3 * self.steps // 4), 0), self.steps)
+        return slice(3 * self.steps // 4, self.steps)
 
     @property
     def difference(self) -> float:
@@ -86,13 +88,9 @@ def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
         return None
     curve_a = a.metrics[name]
     curve_b = b.metrics[name]
-    iterations, rows_a, rows_b = np.intersect1d(
-        curve_a.iterations, curve_b.iterations, assume_unique=True, return_indices=True
-    )
+    iterations, values_a, values_b = join(curve_a, curve_b)
     if not len(iterations):
         return None
-    values_a = curve_a.values[rows_a]
-    values_b = curve_b.values[rows_b]
     lost_a = _lost(curve_a)
     lost_b = _lost(curve_b)
     steps = len(iterations)
@@ -101,7 +99,9 @@ def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
     window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
     smooth_a = _smooth(values_a, steps, window)
     smooth_b = _smooth(values_b, steps, window)
-    relative = _relative(smooth_a, smooth_b)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(smooth_a == smooth_b, 0.0, (smooth_b - smooth_a) / np.abs(smooth_a))
+    relative[~(np.isfinite(smooth_a) & np.isfinite(smooth_b))] = np.nan
     return LossCurves(name, iterations, values_a, values_b, steps, window, smooth_a, smooth_b, relative, lost_a, lost_b)
 
 
@@ -123,15 +123,9 @@ def compare_losses(
         return None
     baselines = [baseline for run in noise if (baseline := _curves(a, run, curves.name)) is not None]
     stable = curves.stable
-    stable_since = largest_at = int(curves.iterations[0])
-    largest = math.nan
-    if curves.steps:
-        early = curves.steps // 4
-        sizes = np.nan_to_num(np.abs(curves.relative[: curves.steps]), nan=-1.0, posinf=np.inf)
-        place = early + int(sizes[early:].argmax())
-        largest = abs(float(curves.relative[place]))
-        largest_at = int(curves.iterations[place])
-        stable_since = int(curves.iterations[stable.start])
+    early = curves.steps // 4
+    sizes = np.nan_to_num(np.abs(curves.relative[early:]), nan=-1.0, posinf=np.inf)
+    place = early + int(sizes.argmax())
     precisions = (_precision(shares[0]), _precision(shares[1]))
     kinds = tuple("high" if name in HIGH_PRECISION else name for name in precisions)
     yardsticks = []
@@ -144,13 +138,13 @@ def compare_losses(
         name=curves.name,
         steps=curves.steps,
         window=curves.window,
-        stable_since=stable_since,
-        begin=float(curves.smooth_a[0]) if curves.steps else math.nan,
+        stable_since=int(curves.iterations[stable.start]),
+        begin=float(curves.smooth_a[0]),
         a=_mean(curves.smooth_a[stable]),
         b=_mean(curves.smooth_b[stable]),
         relative=curves.difference,
-        largest=largest,
-        largest_at=largest_at,
+        largest=abs(float(curves.relative[place])),
+        largest_at=int(curves.iterations[place]),
         floor=max((abs(baseline.difference) for baseline in baselines), default=None),
         yardsticks=tuple(yardsticks),
         spike=_spike(curves, baselines),
@@ -196,13 +190,6 @@ def _smooth(values: Floats, steps: int, window: int) -> Floats:
         with np.errstate(invalid="ignore"):
             medians[some] = np.nanmedian(windows[some], axis=1)
     return medians
-
-
-def _relative(x: Floats, y: Floats) -> Floats:
-    """(y - x) / |x|; nan where either is not finite, inf where only x is 0, and 0 where both are."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(x == y, 0.0, (y - x) / np.abs(x))
-    return np.where(np.isfinite(x) & np.isfinite(y), relative, np.nan)
 
 
 def _precision(shares: Shares) -> str:

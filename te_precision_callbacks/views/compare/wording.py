@@ -9,10 +9,10 @@ from typing import Any
 import typer
 
 from te_precision_callbacks.base import terminal
-from te_precision_callbacks.base.counts import many, some_of, without_exponents
+from te_precision_callbacks.base.counts import group_by_key, many, some_of, without_exponents
 from te_precision_callbacks.diagnosis.finding import MOST_FINDINGS, more_findings
 from te_precision_callbacks.layers.folding import fold_names, form_of
-from te_precision_callbacks.views.compare.noise import NO_NUMBER
+from te_precision_callbacks.views.compare.departures import NO_NUMBER
 from te_precision_callbacks.views.compare.paired import PairedDifference, SeedComparison
 from te_precision_callbacks.views.compare.result import (
     ComparedVerdicts,
@@ -273,16 +273,17 @@ def _show_facts(facts: Sequence[FactDifference]) -> None:
 
 
 def _show_departures(comparison: Comparison) -> None:
-    rows: dict[tuple[Any, ...], list[Parting]] = {}
-    for parting in comparison.parted:
+    def form(parting: Parting) -> tuple[Any, ...]:
         strongest = parting.strongest
-        what = (parting.iteration, form_of(parting.layer), parting.tensor, parting.rank, parting.origin)
-        rows.setdefault((*what, strongest.statistic, strongest.difference > 0), []).append(parting)
+        place = (parting.iteration, form_of(parting.layer), parting.tensor, parting.rank, parting.origin)
+        return *place, strongest.statistic, strongest.difference > 0
+
+    rows = [*group_by_key((form(parting), parting) for parting in comparison.parted).values()]
     last = "vs. noise" if comparison.floor else "vs. threshold"
     table = terminal.table("step", "where", "statistic", "A", "B", "difference", last, "")
     for column in table.columns[3:6]:
         column.no_wrap = True
-    for parted in list(rows.values())[:_MOST_ROWS]:
+    for parted in rows[:_MOST_ROWS]:
         worst = max(parted, key=lambda parting: parting.strongest.strength)
         departure = worst.strongest
         layers = fold_names((parting.layer for parting in parted), most=MOST_NAMES)
@@ -296,9 +297,9 @@ def _show_departures(comparison: Comparison) -> None:
         )
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
-    left = list(rows.values())[_MOST_ROWS:]
+    left = sum(map(len, rows[_MOST_ROWS:]))
     if left:
-        terminal.show_text(f"and {many(sum(map(len, left)), 'tensor')} more, which --json has.", _INDENT)
+        terminal.show_text(f"and {many(left, 'tensor')} more, which --json has.", _INDENT)
 
 
 def show_seeds(comparison: SeedComparison) -> None:

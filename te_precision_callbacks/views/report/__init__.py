@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.views.report.families import ReportError
+    from te_precision_callbacks.views.report.data import ReportError
     from te_precision_callbacks.views.report.page import write_report
 
 __all__ = ["ReportError", "write_report"]

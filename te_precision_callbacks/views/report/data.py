@@ -7,18 +7,27 @@ findings, then of the worst layers, then of all others.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.terminal import visible
+from te_precision_callbacks.base.vocabulary import TENSORS
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run, recorded_products
-from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.replay import diagnose
-from te_precision_callbacks.runs.recorded import RecordedRun
+from te_precision_callbacks.layers.folding import ShortNames
+from te_precision_callbacks.runs.recorded import Curve, RecordedRun, sort_by_position
+from te_precision_callbacks.runs.run_files import FOLDER
 from te_precision_callbacks.runs.summary import (
     last_steps,
     loss_first,
@@ -27,23 +36,248 @@ from te_precision_callbacks.runs.summary import (
     why_nothing_to_show,
 )
 from te_precision_callbacks.runs.tables import REDUCED, facts_at_end
-from te_precision_callbacks.statistics.arrays import Floats, Ints
-from te_precision_callbacks.views.report.families import (
-    Columns,
-    FamilySeries,
-    HeatMap,
-    ReportError,
-    ReportLayer,
-    Subjects,
-    curves_of,
-    folder_name,
-    heat_maps,
-    histograms,
-    layer_name,
-)
+from te_precision_callbacks.sinks.worst import worst_first
+from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
+from te_precision_callbacks.statistics.series import Family, badness, family_of, sign_of
+from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 from te_precision_callbacks.views.report.packing import PackedArrays, bfloat16
 
+SHORT = 42
+
+MOST_AT_ONCE = 2_000_000
+_MOST_HISTOGRAMS_AT_ONCE = 20_000
+
+
+class ReportError(PrecisionDebugError, ValueError):
+    """A report cannot be made: the run has no values, or the file cannot be written."""
+
+
+@dataclass(frozen=True)
+class ReportLayer:
+    """A layer of the run. The short name is for plots, without control characters."""
+
+    name: str
+    short: str
+
+
+@dataclass(frozen=True, eq=False)
+class FamilySeries:
+    """The series of a statistic of a tensor, by rank, then by layer; all arrays are [series].
+
+    Attributes:
+        series: their indices in the run.
+        layer: indices in :attr:`Subjects.layers`; -1 without a layer.
+        rank: :data:`REDUCED` for reduced values.
+        worst, worst_at: the worst value and its iteration, without delayed scaling's first step; or nan and -1.
+    """
+
+    family: Family
+    series: Ints
+    layer: Ints
+    rank: Ints
+    worst: Floats
+    worst_at: Ints
+
+    def worst_rows(self, most: int) -> list[int]:
+        """The index of the worst value of each of the worst layers, worst first."""
+        values = {row: float(self.worst[row]) for row in np.flatnonzero(self.worst_at >= 0).tolist()}
+        row_of: dict[int, int] = {}
+        for row in worst_first(len(values), self.family, values):
+            row_of.setdefault(int(self.layer[row]), row)
+        return list(row_of.values())[:most]
+
+
+class Subjects:
+    """The layers of a run in the order of execution, then layers that have not run, and its families of statistics.
+
+    Attributes:
+        number_of_layer: name -> index in ``layers``; also without the scope, then the first of its layers.
+        families, histograms: by tensor.
+        free: the families without a layer.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        rows = [(row["scope"], row["layer"], row["exec_fwd"]) for row in run.layers.to_pylist()]
+        rows += [(subject.scope, subject.layer, None) for subject in run.subjects]
+        names = [layer_name(scope, layer) for scope, layer, _ in rows]
+        without_scope = dict(zip(names, [layer for _, layer, _ in rows], strict=True))
+        in_order = sort_by_position(zip(names, [place for _, _, place in rows], strict=True))
+        short = ShortNames(map(visible, in_order))
+        self.layers = [ReportLayer(name, short.of(visible(name), SHORT)) for name in in_order]
+        self.number_of_layer = {name: number for number, name in enumerate(in_order)}
+        for number, name in enumerate(in_order):
+            self.number_of_layer.setdefault(without_scope[name], number)
+        names_of_series = names[len(run.layers) :]
+        layers = np.array([self.number_of_layer.get(name, -1) for name in names_of_series], np.int64)
+        ranks = run.series["rank"].fill_null(REDUCED).to_numpy().astype(np.int64)
+        worst = run.series["worst"].to_numpy()
+        worst_at = run.series["worst_at"].fill_null(-1).to_numpy()
+        members = group_by_key((_family(run, series), series) for series in np.lexsort((layers, ranks)).tolist())
+        order: dict[str, int] = {tensor: number for number, tensor in enumerate(TENSORS)}
+        self.histograms: list[FamilySeries] = []
+        self.families: list[FamilySeries] = []
+        self.free: list[FamilySeries] = []
+        for family in sorted(members, key=lambda family: order.get(family.tensor, len(order))):
+            of_family = np.array(members[family], np.int64)
+            columns = (of_family, layers[of_family], ranks[of_family], worst[of_family], worst_at[of_family])
+            series = FamilySeries(family, *columns)
+            if (series.layer < 0).any():
+                self.free.append(series)
+            elif family.request is not None and family.request.statistic.is_histogram:
+                self.histograms.append(series)
+            else:
+                self.families.append(series)
+
+
+def _family(run: RecordedRun, series: int) -> Family:
+    subject = run.subjects[series]
+    return family_of(subject.tensor, subject.statistic, subject.gemm or None)
+
+
+def layer_name(scope: str | None, layer: str | None) -> str:
+    """The name of a layer in a report: prefixed with the scope, unless it already begins with it."""
+    if not layer or not scope or layer.startswith(f"{scope}."):
+        return layer or ""
+    return f"{scope}.{layer}"
+
+
+def folder_name(run: RecordedRun) -> str:
+    path = Path(os.path.abspath(run.path))  # without dots; links stay as they are
+    for folder in (path, *path.parents):
+        if folder.name == FOLDER:
+            path = folder.parent
+    return path.name or run.run_id
+
+
+# ---------------------------------------------------------------------- values over time
+
+
+class Columns(NamedTuple):
+    """The first and last iteration of each span of steps, [columns]."""
+
+    first: Ints
+    last: Ints
+
+    @classmethod
+    def of(cls, run: RecordedRun, most: int) -> Columns:
+        """Divide the iterations of a run into columns of about equal size."""
+        parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
+        parts += [run.series[column].drop_null().to_numpy() for column in ("first", "last")]
+        iterations = np.unique(np.concatenate(parts).astype(np.int64))
+        number = min(most, len(iterations))
+        edges = np.linspace(0, len(iterations), number + 1).astype(np.int64)
+        return cls(iterations[edges[:-1]], iterations[edges[1:] - 1])
+
+    def column_of(self, iterations: Ints) -> Ints:
+        return np.maximum(np.searchsorted(self.first, iterations, "right") - 1, 0)
+
+    def take(self, chosen: Ints) -> Columns:
+        return Columns(self.first[chosen], self.last[chosen])
+
+
+def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
+    """Divide consecutive series into slices of at most ``most`` values; a longer series gets its own slice."""
+    begin = 0
+    total = 0
+    for end, count in enumerate(counts.tolist()):
+        if total + count > most and end > begin:
+            yield slice(begin, end)
+            begin = end
+            total = 0
+        total += count
+    if begin < len(counts):
+        yield slice(begin, len(counts))
+
+
+def curves_of(run: RecordedRun, numbers: Sequence[int], *, whole: bool = False) -> dict[int, Curve]:
+    """Return the values of series, in the given order; unless ``whole``, without delayed scaling's first step."""
+    table = run.values(numbers)
+    series = table["series"].to_numpy().astype(np.int64)  # searchsorted() would convert int32 in each call
+    iterations = table["iteration"].to_numpy()
+    values = table["value"].to_numpy()
+    flags = table["flags"].fill_null(0).to_numpy()
+    curves = {}
+    for number in numbers:
+        rows = slice(*np.searchsorted(series, (number, number + 1)))
+        counting = ~_family(run, number).leaves_out(flags[rows]) | whole
+        curves[number] = Curve(iterations[rows][counting], values[rows][counting])
+    return curves
+
+
+class HeatMap(NamedTuple):
+    """The values of a family by span of steps, the worst of each; without delayed scaling's first step, which would
+    dominate the colors.
+
+    Attributes:
+        columns: those with a value of any series.
+        cells: [series, columns]: nan also without a value.
+        present: [series, columns]: whether there is a value.
+    """
+
+    columns: Columns
+    cells: Floats
+    present: Mask
+
+
+def heat_map(family: FamilySeries, curves: Mapping[int, Curve], columns: Columns) -> HeatMap:
+    """Return the heat map of a family, given the values of its series."""
+    cells = np.full((len(family.series), len(columns.first)), np.nan)
+    present = np.zeros(cells.shape, bool)
+    for row, number in enumerate(family.series.tolist()):
+        iterations, values = curves[number]
+        column = columns.column_of(iterations)
+        order = np.lexsort((-badness(values, sign_of(family.family.worse)), column))
+        chosen = order[np.unique(column[order], return_index=True)[1]]  # the first of the worst in each column
+        cells[row, column[chosen]] = values[chosen]
+        present[row, column[chosen]] = True
+    used = np.flatnonzero(present.any(0))
+    return HeatMap(columns.take(used), cells[:, used], present[:, used])
+
+
+class HistogramOverTime(NamedTuple):
+    """A histogram, summed over the steps of each column.
+
+    Attributes:
+        series: index of its series.
+        columns: the columns with a histogram.
+        lowest: the first nonempty bin.
+        counts: [columns, bins], from the first nonempty bin to the last one.
+    """
+
+    series: int
+    columns: Columns
+    lowest: int
+    counts: Floats
+
+
+def histograms(run: RecordedRun, numbers: Sequence[int], columns: Columns) -> Iterator[HistogramOverTime]:
+    """Yield the histograms of series with values, in the given order."""
+    counts_of_series = run.series["count"].fill_null(0).to_numpy()[list(numbers)]
+    for piece in pieces(counts_of_series, _MOST_HISTOGRAMS_AT_ONCE):
+        table = run.vectors(numbers[piece])
+        for number in numbers[piece]:
+            rows = table.filter(pc.equal(table["series"], number)).combine_chunks()
+            if not len(rows):
+                continue
+            column = columns.column_of(rows["iteration"].to_numpy())
+            column_of_bins = column[pc.list_parent_indices(rows["bin"]).to_numpy()]
+            counts: Floats = np.zeros((len(columns.first), len(EXPONENT_COLUMNS)))
+            bins = pc.list_flatten(rows["bin"]).to_numpy()
+            np.add.at(counts, (column_of_bins, bins), pc.list_flatten(rows["count"]).to_numpy())
+            used = np.unique(column)
+            lowest = int(bins.min(initial=len(EXPONENT_COLUMNS) - 1))
+            highest = int(bins.max(initial=lowest))
+            yield HistogramOverTime(number, columns.take(used), lowest, counts[used, lowest : highest + 1])
+
+
+# ---------------------------------------------------------------------- the page
+
 _HISTOGRAM_COLUMNS = 60
+
+_CELLS = 2_000_000
+"""The maximum number of cells of all heat maps, unless there are more rows."""
+
+_MOST_COLUMNS = 400
 
 WORST = 5
 """The number of worst layers of each statistic."""
@@ -60,29 +294,50 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     if why:
         raise ReportError(why + run.notes_sentence)
     subjects = Subjects(run)
+    families = subjects.families
+    numbers = [number for family in (*families, *subjects.free) for number in family.series.tolist()]
+    curves = curves_of(run, numbers)
     verdict = diagnose(run)
     packed = PackedArrays(most)
-    families = subjects.families
-    columns = Columns.of_heat_maps(run, families)
-    maps = heat_maps(run, families, columns)
-    contents = [_family(family, heat_map, packed) for family, heat_map in zip(families, maps, strict=True)]
+    rows = sum(len(family.series) for family in families)
+    columns = Columns.of(run, max(1, min(_CELLS // max(rows, 1), _MOST_COLUMNS)))
+    contents = [_family_content(family, heat_map(family, curves, columns), packed) for family in families]
     findings = [finding_on_page(finding, subjects) for finding in verdict]
     severity_of: dict[int, int] = {}
     for family in families:
-        for severity, item in enumerate(family.worst_layers(WORST)):
-            severity_of[item.layer] = min(severity, severity_of.get(item.layer, severity))
+        for severity, layer in enumerate(family.layer[family.worst_rows(WORST)].tolist()):
+            severity_of[layer] = min(severity, severity_of.get(layer, severity))
     content: dict[str, Any] = {
         "run": _run(run),
         "notes": [*no_step_note(run), *run.notes],
         "layers": _layers(run, subjects.layers),
-        "scalars": _scalars(run, subjects, packed),
+        "scalars": _scalars(run, subjects.free, curves, packed),
         "verdict": {**verdict.as_json(), "findings": findings},
         "last_steps": _last_steps(run, packed),
         "families": contents,
     }
     layers = {layer for finding in findings for layer in finding["places"]}
     content["histograms"] = _histograms(run, subjects, packed, layers.union(severity_of))
-    _put_curves(run, families, severity_of, verdict, contents, packed)
+    with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
+    order: list[tuple[bool, int, int, int, int]] = []
+    for number, family in enumerate(families):
+        for row, (series, layer) in enumerate(zip(family.series.tolist(), family.layer.tolist(), strict=True)):
+            subject = run.subjects[series]
+            is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
+            order.append((is_other, severity_of.get(layer, WORST), number, row, series))
+    misses = 0
+    # Curves with findings; then the worst layer of each statistic, of the second worst, and so on; then the rest.
+    for _, _, number, row, series in sorted(order):
+        if not len(curves[series].values):
+            continue
+        references = packed.try_put_curve(*curves[series])
+        if references is None:
+            misses += 1
+            if misses == _MOST_MISSES:
+                break
+            continue
+        contents[number]["curves"][row] = references
+        misses = 0
     return content, packed.texts
 
 
@@ -93,7 +348,7 @@ def finding_on_page(finding: Finding, subjects: Subjects) -> dict[str, Any]:
     return {**content, "places": layers[:_MOST_LAYERS_OF_FINDING], "layers_total": len(finding.layers)}
 
 
-def _family(series: FamilySeries, heat_map: HeatMap, packed: PackedArrays) -> dict[str, Any]:
+def _family_content(series: FamilySeries, shown: HeatMap, packed: PackedArrays) -> dict[str, Any]:
     family = series.family
     request = family.request
     row = None if request is None else request.statistic
@@ -102,10 +357,10 @@ def _family(series: FamilySeries, heat_map: HeatMap, packed: PackedArrays) -> di
         "rank": series.rank.astype(np.int32),
         "worst": series.worst,
         "worst_at": series.worst_at,
-        "first": heat_map.columns.first,
-        "last": heat_map.columns.last,
-        "cells": bfloat16(heat_map.cells),
-        "nans": np.flatnonzero(heat_map.present & np.isnan(heat_map.cells)).astype(np.int32),
+        "first": shown.columns.first,
+        "last": shown.columns.last,
+        "cells": bfloat16(shown.cells),
+        "nans": np.flatnonzero(shown.present & np.isnan(shown.cells)).astype(np.int32),
     }
     return {
         "tensor": family.tensor,
@@ -121,41 +376,6 @@ def _family(series: FamilySeries, heat_map: HeatMap, packed: PackedArrays) -> di
         "arrays": {name: packed.put(array) for name, array in arrays.items()},
         "curves": {},
     }
-
-
-def _put_curves(
-    run: RecordedRun,
-    families: Sequence[FamilySeries],
-    severity_of: Mapping[int, int],
-    verdict: Verdict,
-    contents: Sequence[dict[str, Any]],
-    packed: PackedArrays,
-) -> None:
-    """Put curves into the families' contents until many in a row do not fit.
-
-    First curves with findings; then the worst layer of each statistic, of the second worst, and so on; then the
-    rest.
-    """
-    with_findings = {(finding.tensor, finding.statistic, layer) for finding in verdict for layer in finding.layers}
-    order: list[tuple[bool, int, int, int, int]] = []
-    for number, family in enumerate(families):
-        for row, (series, layer) in enumerate(zip(family.series.tolist(), family.layer.tolist(), strict=True)):
-            subject = run.subjects[series]
-            is_other = (subject.tensor, subject.statistic, subject.layer) not in with_findings
-            order.append((is_other, severity_of.get(layer, WORST), number, row, series))
-    order.sort()
-    misses = 0
-    for (_, _, number, row, _), curve in zip(order, curves_of(run, [entry[-1] for entry in order]), strict=True):
-        if not len(curve.values):
-            continue
-        references = packed.try_put_curve(*curve)
-        if references is None:
-            misses += 1
-            if misses == _MOST_MISSES:
-                break
-            continue
-        contents[number]["curves"][row] = references
-        misses = 0
 
 
 def _histograms(
@@ -206,14 +426,16 @@ def _last_steps(run: RecordedRun, packed: PackedArrays) -> dict[str, Any] | None
     return {**steps, "magnitudes": packed.put(np.array(rows, np.float32))}
 
 
-def _scalars(run: RecordedRun, subjects: Subjects, packed: PackedArrays) -> list[dict[str, Any]]:
+def _scalars(
+    run: RecordedRun, free: Sequence[FamilySeries], curves: Mapping[int, Curve], packed: PackedArrays
+) -> list[dict[str, Any]]:
     names = sorted(loss_first(run.curves), key=lambda name: name not in run.metrics)
-    curves = [(name, run.curves[name]) for name in names]
-    for family in subjects.free:
-        for rank, curve in zip(family.rank.tolist(), curves_of(run, family.series.tolist()), strict=True):
-            curves.append((family.family.statistic + ("" if rank == REDUCED else f" (rank {rank})"), curve))
+    scalars = [(name, run.curves[name]) for name in names]
+    for family in free:
+        for rank, series in zip(family.rank.tolist(), family.series.tolist(), strict=True):
+            scalars.append((family.family.statistic + ("" if rank == REDUCED else f" (rank {rank})"), curves[series]))
     content = []
-    for name, (iterations, values) in curves:
+    for name, (iterations, values) in scalars:
         shown = _downsample(values)
         arrays = packed.try_put_curve(iterations[shown], values[shown])
         if arrays is not None:

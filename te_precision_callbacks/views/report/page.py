@@ -18,8 +18,7 @@ from te_precision_callbacks.base.errors import MissingExtraError
 from te_precision_callbacks.base.terminal import plain, visible
 from te_precision_callbacks.runs.recorded import RecordedRun
 from te_precision_callbacks.runs.run_files import replace_whole
-from te_precision_callbacks.views.report.data import page_data
-from te_precision_callbacks.views.report.families import ReportError
+from te_precision_callbacks.views.report.data import ReportError, page_data
 from te_precision_callbacks.views.report.packing import compress
 
 MOST_BYTES = 10_000_000

@@ -72,8 +72,7 @@ def show_command(
     """Show a run: the verdict, coverage, the loss, the worst layers by each statistic, the last events."""
     from te_precision_callbacks.runs.reading import chosen_run
     from te_precision_callbacks.runs.summary import why_nothing_to_show
-    from te_precision_callbacks.views.show.screen import LastStepsView, Screen
-    from te_precision_callbacks.views.show.view import NothingToShowError, read_view
+    from te_precision_callbacks.views.show.view import LastStepsView, NothingToShowError, RunView
 
     recorded, note = _wait_for_run(path, run, every) if follow else chosen_run(path, run)
     if note:
@@ -86,9 +85,9 @@ def show_command(
     chosen = recorded.run_id if note else run
 
     def read() -> RunView:
-        return read_view(chosen_run(path, chosen)[0], statistic or (), most or _MOST_LAYERS)
+        return RunView(chosen_run(path, chosen)[0], statistic or (), most or _MOST_LAYERS)
 
-    view = read_view(recorded, statistic or (), most or _MOST_LAYERS)
+    view = RunView(recorded, statistic or (), most or _MOST_LAYERS)
     is_live = follow and not as_json and terminal.is_terminal()
     if follow:
         view = _follow(view, read, every, is_live=is_live)
@@ -96,7 +95,7 @@ def show_command(
     if why:
         raise NothingToShowError(why + view.run.notes_sentence)
     if not is_live:
-        _print(Screen(view), view.as_json(), as_json=as_json)
+        _print(view, view.as_json(), as_json=as_json)
     recorded.require_undamaged()
 
 
@@ -130,7 +129,6 @@ def _follow(view: RunView, read: Callable[[], RunView], every: float, *, is_live
     from rich.live import Live
 
     from te_precision_callbacks.runs import RunError
-    from te_precision_callbacks.views.show.screen import Screen
 
     failures = 0
     pause = every
@@ -138,7 +136,7 @@ def _follow(view: RunView, read: Callable[[], RunView], every: float, *, is_live
     with live if is_live else contextlib.nullcontext():
         while True:
             if is_live:
-                live.update(Screen(view), refresh=True)
+                live.update(view, refresh=True)
             if view.status != "running":
                 return view
             time.sleep(pause)
