@@ -237,10 +237,12 @@ def with_upstream(model: torch.nn.Module, sections: Config) -> Iterator[EndOfSte
     from nvdlfw_inspect.registry import Registry
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-    from te_precision_callbacks.instrumentation.upstream import Snapshot, reset_schedule
+    from te_precision_callbacks.base.replaced import Replacements
+    from te_precision_callbacks.instrumentation.upstream import begin_schedule, isolate_upstream
     from te_precision_callbacks.layers.naming import named_te_modules
 
-    snapshot = Snapshot()
+    isolated = isolate_upstream()
+    attributes = Replacements()
     modules = named_te_modules(model)
     with tempfile.TemporaryDirectory() as log_dir, upstream_functions():
         try:
@@ -256,13 +258,13 @@ def with_upstream(model: torch.nn.Module, sections: Config) -> Iterator[EndOfSte
             TEDebugState.initialize()
             for named in modules:
                 # infer_and_assign_layer_names gives all layers one name: their layer_number is 1.
-                snapshot.remember_module(named.module)
-                named.module.__dict__["name"] = named.name
-                reset_schedule(named.module)
+                attributes.replace(named.module, "name", named.name)
+                begin_schedule(named.module, attributes)
             yield debug_api.step
         finally:
             debug_api.end_debug()
-            snapshot.restore()
+            attributes.restore()
+            isolated.close()
 
 
 @contextlib.contextmanager

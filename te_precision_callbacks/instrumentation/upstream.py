@@ -25,6 +25,7 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import MISSING, Replacements, set_attribute
 from te_precision_callbacks.base.scalars import ScalarBuffer
+from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
@@ -37,83 +38,46 @@ logger = logging.getLogger(__name__)
 
 _PYTHON_LOGGERS = ("nvdlfw_inspect", "Default Statistics")
 _EVENTS = "nvidia-dlfw-inspect's log"
-_TIMESTAMP_VARIABLE = "NVDLFW_INSPECT_LOG_TIMESTAMP"
-_MODULE_ATTRIBUTES = (
-    "name",
-    "next_iter_when_debug_should_be_run",
-    "debug_last_iteration",
-    "debug_enabled_in_this_iteration",
-)
-_NOT_RUN_YET = {"next_iter_when_debug_should_be_run": 0}
+_NOT_RUN_YET = {
+    "next_iter_when_debug_should_be_run": 0,
+    "debug_last_iteration": MISSING,
+    "debug_enabled_in_this_iteration": MISSING,
+}
+"""The attributes of a module's schedule, before its first forward."""
 
 
-class Snapshot:
-    """Global state that a session changes, replaced by copies until :meth:`restore`."""
+def isolate_upstream() -> contextlib.ExitStack:
+    """Replace upstream's global state by copies, until the result is closed; its debug manager must have ended then."""
+    import nvdlfw_inspect.api as debug_api
+    import nvdlfw_inspect.logging as inspect_logging
+    from nvdlfw_inspect.config_manager import ConfigManager
+    from nvdlfw_inspect.registry import Registry
+    from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
 
-    def __init__(self) -> None:
-        import nvdlfw_inspect.logging as inspect_logging
-        from nvdlfw_inspect.config_manager import ConfigManager
-        from nvdlfw_inspect.logging import MetricLogger
-        from nvdlfw_inspect.registry import Registry
-        from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
+    from te_precision_callbacks.te.debug import STATE
 
-        from te_precision_callbacks.te.debug import STATE
-
-        self._globals = Replacements()
-        self._globals.replace(
-            Registry, "data", {name: _copy_registry_entry(entry) for name, entry in Registry.data.items()}
-        )
-        self._globals.replace(APICacheIdentifier, "_call_details", vars(APICacheIdentifier).get("_call_details"))
-        for owner, names in (
-            (inspect_logging, ("LOGGER",)),
-            (MetricLogger, ("enabled_loggers",)),
-            (SingleMessageLogger, ("logged_messages",)),
-            (ConfigManager, ("configs", "layer_name_to_config_cache")),
-            STATE,
-        ):
-            for name in names:
-                self._globals.replace(owner, name, copy.copy(getattr(owner, name)))
-        self._loggers: list[tuple[logging.Logger, list[logging.Handler], int, bool]] = []
-        for name in _PYTHON_LOGGERS:
-            python_logger = logging.getLogger(name)
-            handlers = python_logger.handlers
-            self._loggers.append((python_logger, list(handlers), python_logger.level, python_logger.propagate))
-            handlers.clear()  # those of an earlier upstream run write into its files
-        self._timestamp = os.environ.get(_TIMESTAMP_VARIABLE)
-        self._modules: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
-
-    def remember_module(self, module: torch.nn.Module) -> None:
-        """Save a module's attributes, if they were not saved before."""
-        attributes = {name: module.__dict__.get(name, MISSING) for name in _MODULE_ATTRIBUTES}
-        self._modules.setdefault(id(module), (module, attributes))
-
-    def restore_module_names(self) -> None:
-        for module, attributes in self._modules.values():
-            set_attribute(module, "name", attributes["name"])
-
-    def restore(self) -> None:
-        """Restore everything. Upstream's debug manager must have ended."""
-        from te_precision_callbacks.te.debug import drop_debug_weights
-
-        for module, attributes in self._modules.values():
-            for name, value in attributes.items():
-                set_attribute(module, name, value)
-            drop_debug_weights(module)
-        self._modules = {}
-        for python_logger, handlers, level, propagate in self._loggers:
-            for handler in [handler for handler in python_logger.handlers if handler not in handlers]:
-                python_logger.removeHandler(handler)
-                with contextlib.suppress(OSError):  # a full disk, reported when written to
-                    handler.close()
-            python_logger.handlers[:] = handlers
-            if python_logger.level != level:  # setting it visits all loggers of the process
-                python_logger.setLevel(level)
-            python_logger.propagate = propagate
-        self._globals.restore()
-        if self._timestamp is None:
-            os.environ.pop(_TIMESTAMP_VARIABLE, None)
-        else:
-            os.environ[_TIMESTAMP_VARIABLE] = self._timestamp
+    undo = contextlib.ExitStack()
+    replaced = Replacements()
+    undo.callback(replaced.restore)
+    registered = {name: _copy_registry_entry(entry) for name, entry in Registry.data.items()}
+    replaced.replace(Registry, "data", registered)
+    replaced.replace(APICacheIdentifier, "_call_details", vars(APICacheIdentifier).get("_call_details"))
+    for owner, names in (
+        (debug_api, ("DEBUG_MANAGER",)),
+        (inspect_logging, ("LOGGER",)),
+        (inspect_logging.MetricLogger, ("enabled_loggers",)),
+        (SingleMessageLogger, ("logged_messages",)),
+        (ConfigManager, ("configs", "layer_name_to_config_cache")),
+        STATE,
+    ):
+        for name in names:
+            replaced.replace(owner, name, copy.copy(getattr(owner, name)))
+    for name in _PYTHON_LOGGERS:
+        python_logger = logging.getLogger(name)
+        handlers = list(python_logger.handlers)
+        undo.callback(_restore_logger, python_logger, handlers, python_logger.level, python_logger.propagate)
+        python_logger.handlers.clear()  # those of an earlier upstream run write into its files
+    return undo
 
 
 def _copy_registry_entry(namespace_data: Any) -> Any:
@@ -122,6 +86,19 @@ def _copy_registry_entry(namespace_data: Any) -> Any:
     entry.feat_api_to_features = copy.deepcopy(entry.feat_api_to_features)
     entry.deferred_features = list(entry.deferred_features)
     return entry
+
+
+def _restore_logger(
+    python_logger: logging.Logger, handlers: Sequence[logging.Handler], level: int, propagate: bool
+) -> None:
+    for handler in python_logger.handlers:
+        if handler not in handlers:
+            with contextlib.suppress(OSError):  # a full disk, reported when written to
+                handler.close()
+    python_logger.handlers[:] = handlers
+    if python_logger.level != level:  # setting it visits all loggers of the process
+        python_logger.setLevel(level)
+    python_logger.propagate = propagate
 
 
 class Inspector:
@@ -136,10 +113,13 @@ class Inspector:
         self._options = options
         self._log_dir = log_dir
         self.events = EventLog(log_dir)
-        self._snapshot: Snapshot | None = None
+        self._undo = contextlib.ExitStack()
+        self._names = Replacements()
+        self._schedules = Replacements()
+        self._calls = Replacements()
+        self._notices = Notices()
         self._debug_api: Any = None
         self._manager: Any = None
-        self._stray_calls: StrayCalls | None = None
         self._last_iteration = 0
 
     def start(self, observation: Observation, scalars: ScalarBuffer) -> None:
@@ -155,7 +135,7 @@ class Inspector:
         import nvdlfw_inspect.api as debug_api
         from nvdlfw_inspect.utils import SingleMessageLogger
 
-        from te_precision_callbacks.te.debug import begin_debugging
+        from te_precision_callbacks.te.debug import begin_debugging, restore_log_stats
 
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
@@ -163,19 +143,43 @@ class Inspector:
                 " end_debug, and pass its config as config=; add layer_names: upstream to it to select the same layers."
             )
         self._make_folder()
-        self._snapshot = Snapshot()
+        self._debug_api = debug_api
+        self._undo = isolate_upstream()
+        # A failed start has no manager to end, but may have reached the namespace's features.
+        for undo in (restore_log_stats, self._names.restore, self._schedules.restore, self._end, self._calls.restore):
+            self._undo.callback(undo)
         SingleMessageLogger.logged_messages.clear()
         with warnings.catch_warnings():
             # Registering TE's deprecated aliases warns, used or not; a warning as an error would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._initialize(debug_api, scalars)
         manager: Any = debug_api.DEBUG_MANAGER
-        self._debug_api = debug_api
         self._manager = manager
-        self._stray_calls = StrayCalls(manager)
+        for name in _EXPLANATIONS:
+            if name != _NAMING:
+                self._calls.replace(manager if name in _MANAGER_FUNCTIONS else debug_api, name, self._ignoring(name))
+        # Called by a reference to end_debug that the script has.
+        self._calls.replace(manager, "close", self._ignoring("end_debug"))
         manager._tensor_reduction_group = self._options.process_group
         self._api.begin(observation, reduce=self._options.reduce)
         begin_debugging()
+
+    def _ignoring(self, name: str) -> Callable[..., None]:
+        """Return what ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
+
+        A second ``step()``, for example, would silently skip every other iteration. A script's layer names are used
+        until the session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
+        """
+
+        def ignored(*_: Any, **__: Any) -> None:
+            if self._notices.first(name):
+                logger.warning(
+                    "The script calls debug_api.%s() while the session is running. The call is ignored. %s",
+                    name,
+                    _EXPLANATIONS[name],
+                )
+
+        return ignored
 
     def _make_folder(self) -> None:
         folder = self._log_dir / EVENTS_FOLDER if self._options.strict else self._log_dir
@@ -255,12 +259,7 @@ class Inspector:
 
     @property
     def _api(self) -> Any:
-        import nvdlfw_inspect.api as debug_api
-
-        from te_precision_callbacks.features import registration
-
-        manager: Any = debug_api.DEBUG_MANAGER
-        return manager._namespace_apis[registration.NAMESPACE]
+        return self._manager._namespace_apis[NAMESPACE]
 
     def only_observes(self, name: str) -> bool:
         """Return whether a feature is a :class:`ScheduledFeature` that does not override ``inspect_tensor``."""
@@ -286,6 +285,7 @@ class Inspector:
             ConfigManager._load_config(dict(config), Registry.data)
         for data in Registry.data.values():
             data.api._api_cache.clear()
+        self._calls.replace(self._debug_api, _NAMING, self._ignoring(_NAMING))
         self._api.plan(section.get(self._api.name, {}) for section in sections)
         self.log(f"Reading config from {source}.")
 
@@ -295,16 +295,14 @@ class Inspector:
         get_logger().log_message(message)
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
-        if self._snapshot is None or self._stray_calls is None:
-            raise SessionError("The session is not running.")
-        self._stray_calls.ignore_naming()
-        self._snapshot.remember_module(module)
-        module.__dict__["name"] = name
-        reset_schedule(module)
+        from te_precision_callbacks.te.debug import drop_debug_weights
+
+        self._names.replace(module, "name", name)
+        begin_schedule(module, self._schedules)
+        self._undo.callback(drop_debug_weights, module)
 
     def forget_names(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.restore_module_names()
+        self._names.restore()
 
     @property
     def iteration(self) -> int:
@@ -314,11 +312,13 @@ class Inspector:
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        type(self._manager).initialize_training_step(self._manager, value)  # not StrayCalls
+        type(self._manager).initialize_training_step(
+            self._manager, value
+        )  # not the manager's own, which ignores a script's calls
 
     def step(self) -> None:
         """Advance the iteration, and let users' features log statistics, with collectives unless ``reduce=False``."""
-        type(self._manager).step(self._manager)  # not StrayCalls
+        type(self._manager).step(self._manager)  # its attribute ignores the script's calls
 
     def keep(self) -> None:
         """Restore the debug manager, which a script drops by calling its own reference to ``end_debug``."""
@@ -328,34 +328,29 @@ class Inspector:
     def log_local_buffers(self) -> None:
         self._api.log_local_buffers()
 
+    def _end(self) -> None:
+        self.keep()
+        self._manager = None
+        self._debug_api.end_debug()
+
     def stop(self) -> None:
-        if self._snapshot is None:
-            return
-        import nvdlfw_inspect.api as debug_api
-
-        from te_precision_callbacks.te.debug import restore_log_stats
-
-        if self._stray_calls is not None:
-            self._stray_calls.remove()
-            self._stray_calls = None
         try:
-            self.keep()
-            debug_api.end_debug()
+            self._undo.close()
         finally:
-            debug_api.DEBUG_MANAGER = None
-            self._manager = None
-            # A failed start has no manager to end, but may have reached the namespace's features.
-            restore_log_stats()
-            self._snapshot.restore()
-            self._snapshot = None
             with contextlib.suppress(ObservationError):  # with strict=True; the session has ended
                 self.report_events()
 
 
+def begin_schedule(module: torch.nn.Module, replaced: Replacements) -> None:
+    """Make a module query its features in its next forward, until its own attributes are restored."""
+    for name, value in _NOT_RUN_YET.items():
+        replaced.replace(module, name, value)
+
+
 def reset_schedule(module: torch.nn.Module) -> None:
     """Make a module query its features in its next forward, in any iteration."""
-    for name in _MODULE_ATTRIBUTES[1:]:
-        set_attribute(module, name, _NOT_RUN_YET.get(name, MISSING))
+    for name, value in _NOT_RUN_YET.items():
+        set_attribute(module, name, value)
 
 
 def _make_scalar_logger(scalars: ScalarBuffer) -> Any:
@@ -384,46 +379,7 @@ _MANAGER_FUNCTIONS = ("initialize_training_step", "step")
 """
 
 _NAMING = "infer_and_assign_layer_names"
-
-
-class StrayCalls:
-    """Ignores, with a warning, a script's calls of nvidia-dlfw-inspect's API during a session.
-
-    A second ``step()``, for example, would silently skip every other iteration. A script's layer names are used until
-    the session assigns its own. Read from nvidia-dlfw-inspect 0.2.2, ``api.py`` and ``debug_manager.py``.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        import nvdlfw_inspect.api as debug_api
-
-        self._notices = Notices()
-        self._replaced = Replacements()
-        for name in _EXPLANATIONS:
-            owner = manager if name in _MANAGER_FUNCTIONS else debug_api
-            function = getattr(owner, name) if name == _NAMING else self._make_ignoring(name)
-            self._replaced.replace(owner, name, function)
-        # Called by a reference to end_debug that the script has.
-        self._replaced.replace(manager, "close", self._make_ignoring("end_debug"))
-
-    def ignore_naming(self) -> None:
-        import nvdlfw_inspect.api as debug_api
-
-        setattr(debug_api, _NAMING, self._make_ignoring(_NAMING))
-
-    def remove(self) -> None:
-        self._replaced.restore()
-
-    def _make_ignoring(self, name: str) -> Callable[..., None]:
-        def ignored(*_: Any, **__: Any) -> None:
-            if self._notices.first(name):
-                logger.warning(
-                    "The script calls debug_api.%s() while the session is running. The call is ignored. %s",
-                    name,
-                    _EXPLANATIONS[name],
-                )
-
-        return ignored
-
+"""Ignored only when the session has assigned its own names."""
 
 EVENTS_LIMIT = 256 << 20
 """Size limit of a rank's event log, in bytes: users' features may repeat lines."""

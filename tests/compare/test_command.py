@@ -21,7 +21,7 @@ from benchmarks import planted
 from benchmarks.planted import Drift, is_named, train
 from te_precision_callbacks import cli
 from te_precision_callbacks.diagnosis import Verdict, diagnose
-from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.views.compare import compare, result
@@ -318,7 +318,7 @@ def test_what_mxfp8_would_lose_of_it_says_that_it_is_rounded(dtype: torch.dtype,
 def train_plain(folder: Path, factor: float = 1.0) -> Path:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(te.Linear(32, 32, bias=False) for _ in range(3)))
-    snapshot = Snapshot()
+    isolated = isolate_upstream()
     try:
         debug_api.initialize(
             statistics(tensors=["activation", "weight", "gradient"], stats=["cur_amax", "std"]),
@@ -336,7 +336,7 @@ def train_plain(folder: Path, factor: float = 1.0) -> Path:
             debug_api.step()
         debug_api.end_debug()
     finally:
-        snapshot.restore()
+        isolated.close()
     return folder
 
 

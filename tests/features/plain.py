@@ -16,7 +16,7 @@ from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 import te_precision_callbacks.features as own_features
 from te_precision_callbacks.features.registration import register
-from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.session import InspectSession
 
 OURS = str(Path(own_features.__path__[0]))
@@ -59,7 +59,7 @@ def plain(
         files: write the files of its logger too.
     """
     logged = Logged()
-    snapshot = Snapshot()
+    isolated = isolate_upstream()
     try:
         if fresh:
             Registry.data.clear()
@@ -77,7 +77,7 @@ def plain(
     finally:
         debug_api.end_debug()
         debug_api.DEBUG_MANAGER = None
-        snapshot.restore()
+        isolated.close()
 
 
 def in_session(features: dict[str, Any], log_dir: Path, steps: int = 1, /, **keywords: Any) -> InspectSession:

@@ -18,7 +18,7 @@ from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.features import base
 from te_precision_callbacks.features.base import matching_options
-from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.statistics.schedule import Schedule
 from tests.conftest import Keeper
 from tests.features.plain import OURS, THEIRS, config_of, in_session, linear, plain, train
@@ -154,14 +154,14 @@ def test_a_statistic_without_a_recipe_of_a_tensor_that_is_not_quantized(
 @pytest.fixture
 def weights_minimum() -> Iterator[type]:
     """Importing a feature of this project registers it in nvidia-dlfw-inspect."""
-    before = Snapshot()
+    isolated = isolate_upstream()
     from te_precision_callbacks.features.log_tensor_stats import LogTensorStats
 
     class WeightsMinimum(LogTensorStats):  # type: ignore[misc]
         """A user's own feature on top of one of this project, under a name that no schema has."""
 
     yield WeightsMinimum
-    before.restore()
+    isolated.close()
 
 
 @pytest.mark.parametrize("alone", [True, False])

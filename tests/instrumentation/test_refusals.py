@@ -35,7 +35,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     recipes_of,
 )
 from te_precision_callbacks.instrumentation.refusals import CUDA_GRAPH, REFUSALS
-from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.capability import stand_for
@@ -146,7 +146,7 @@ def config(features: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def plain_debugging(net: torch.nn.Module, features: dict[str, Any]) -> Iterator[None]:
-    snapshot = Snapshot()
+    isolated = isolate_upstream()
     try:
         folder = str(Path(transformer_engine.debug.features.__path__[0]))
         debug_api.initialize(config(features), feature_dirs=[folder], log_dir="")
@@ -155,7 +155,7 @@ def plain_debugging(net: torch.nn.Module, features: dict[str, Any]) -> Iterator[
         yield
     finally:
         debug_api.end_debug()
-        snapshot.restore()
+        isolated.close()
 
 
 def row_of(name: str) -> Any:

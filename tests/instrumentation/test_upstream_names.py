@@ -18,7 +18,7 @@ from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from te_precision_callbacks.config import ConfigError
-from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.layers.naming import named_te_modules
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import Keeper, statistics
@@ -136,7 +136,7 @@ def named_by_upstream(model: Any, log_dir: Path) -> Iterator[None]:
     chunks = model if isinstance(model, list) else [model]
     modules = [module for chunk in chunks for module in chunk.modules()]
     before = [vars(module).get("name") for module in modules]
-    snapshot = Snapshot()
+    isolated = isolate_upstream()
     try:
         section = {"enabled": True, "layers": {"layer_types": ["all"]}, "LogTensorStats": {"enabled": True}}
         debug_api.initialize({"s": section}, log_dir=str(log_dir / "upstream"))
@@ -145,7 +145,7 @@ def named_by_upstream(model: Any, log_dir: Path) -> Iterator[None]:
         yield
     finally:
         debug_api.DEBUG_MANAGER = None
-        snapshot.restore()
+        isolated.close()
         for module, name in zip(modules, before, strict=True):
             vars(module).pop("name", None) if name is None else vars(module).update(name=name)
 

@@ -23,7 +23,7 @@ from nvdlfw_inspect.registry import Registry
 from transformer_engine.common.recipe import DelayedScaling
 
 from te_precision_callbacks.base.errors import OptionError
-from te_precision_callbacks.instrumentation.upstream import Snapshot
+from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.overflow import ActivationOverflowError
 from te_precision_callbacks.session import FeatureLoadError, InspectSession, SessionError, running_session
 from te_precision_callbacks.sinks.writer_thread import WriterThread
@@ -145,7 +145,7 @@ def test_two_sessions_at_once_are_refused(tmp_path: Path) -> None:
 
 def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> None:
     """``end_debug`` leaves its handlers behind: a later session writes nothing into them, and puts them back."""
-    snapshot = Snapshot()
+    isolated = isolate_upstream()
     base = {"enabled": True, "layers": {"layer_types": ["x"]}, "LogTensorStats": {"enabled": True}}
     debug_api.initialize({"s": base}, log_dir=str(tmp_path / "theirs"), default_logging_enabled=True)
     try:
@@ -159,7 +159,7 @@ def test_a_session_beside_a_users_own_initialize_is_refused(tmp_path: Path) -> N
         assert {path: path.read_text() for path in theirs} == theirs
         assert logging.getLogger("nvdlfw_inspect").handlers == left != []
     finally:
-        snapshot.restore()
+        isolated.close()
 
 
 def test_calls_out_of_order_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
