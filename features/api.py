@@ -22,7 +22,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import nvdlfw_inspect.api as debug_api
@@ -141,9 +141,7 @@ class TransformerEngineAPI(UpstreamAPI):
         self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
         self._unlogged: list[str] = []
-        self._read: dict[int, tuple[Any, FeatureSchema | None]] = {}
-        # All layers call methods of the same features; the function is defined after this class is instantiated.
-        self._accepted = functools.cache(lambda method, passed: _accepted_arguments(method, passed))
+        self._read: dict[int, tuple[Any, FeatureSchema]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in _REQUIRED:
@@ -156,14 +154,6 @@ class TransformerEngineAPI(UpstreamAPI):
         Raises:
             FeatureError: a feature failed, or returned an invalid value.
         """
-        for name in _REQUIRED[api_name]:
-            if name not in arguments:
-                raise FeatureError(
-                    f"{api_name} for the layer {layer_name!r} was called without {name}.",
-                    call=api_name,
-                    layer=layer_name,
-                    failure=f"it was called without {name}",
-                )
         arguments = {**_OPTIONAL.get(api_name, {}), **arguments}
         if "iteration" not in arguments:
             arguments["iteration"] = debug_iteration()
@@ -173,7 +163,10 @@ class TransformerEngineAPI(UpstreamAPI):
             gemm = (ROWWISE if arguments["rowwise"] else COLUMNWISE).get(str(tensor))
             arguments["gemm"] = gemm
         key = (layer_name, api_name, tensor, gemm)
-        calls = self._calls(key, frozenset(arguments))
+        calls: list[_Call] | None = self._api_cache.get(key)
+        if calls is None:
+            calls = self._find(key, arguments)
+            self._api_cache[key] = calls
         if api_name.endswith(_ENABLED):
             return self._query(calls, key, arguments)
         if api_name == "modify_tensor":
@@ -183,13 +176,6 @@ class TransformerEngineAPI(UpstreamAPI):
         finally:
             self.observation.engine.measure()
         return None
-
-    def _calls(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
-        calls: list[_Call] | None = self._api_cache.get(key)
-        if calls is None:
-            calls = self._find(key, passed)
-            self._api_cache[key] = calls
-        return calls
 
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
         watchers: tuple[Watcher, ...] | None = self._api_cache.get((layer, tensor))
@@ -204,19 +190,19 @@ class TransformerEngineAPI(UpstreamAPI):
             self._api_cache[layer, tensor] = watchers
         return watchers
 
-    def _find(self, key: tuple[str, str, str | None, str | None], passed: frozenset[str]) -> list[_Call]:
+    def _find(self, key: tuple[str, str, str | None, str | None], passed: Collection[str]) -> list[_Call]:
         layer, api_name, tensor, gemm = key
         tensor = tensor if "tensor_name" in _REQUIRED[api_name] else None
         gemm = gemm if "gemm" in _REQUIRED[api_name] else None
         calls: list[_Call] = []
         for name, options in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
             feature = self.namespace_features.get(name)
-            method = getattr(feature, api_name, None)
-            if method is None or not _is_own_method(method, api_name):
+            method = _own_method(feature, api_name)
+            if method is None:
                 continue
             try:
                 matching = self._matching(name, options, tensor, gemm)
-                taken = self._accepted(method, passed)
+                taken = _accepted_arguments(method, passed)
             except Exception as error:
                 # Raise when this feature is called, without affecting the layer's other features. Only the text is
                 # kept, since a traceback would keep tensors.
@@ -404,24 +390,15 @@ class TransformerEngineAPI(UpstreamAPI):
 
     def plan(self, sections: Iterable[Mapping[str, Any]]) -> None:
         schedules = set()
-        for schema in itertools.chain.from_iterable(map(self._statistics, sections)):
-            for target in schema.targets:
-                if isinstance(target.options, (LoggedTensor, GemmSampling)):
-                    schedules.add(target.options.schedule)
+        for name, options in itertools.chain.from_iterable(section.items() for section in sections):
+            if isinstance(self.namespace_features.get(name), ScheduledFeature) and options.get("enabled", False):
+                for target in self._read_schema(name, options).targets:
+                    if isinstance(target.options, (LoggedTensor, GemmSampling)):
+                        schedules.add(target.options.schedule)
         self.observation.plan(frozenset(schedules))
 
-    def _statistics(self, features: Mapping[str, Any]) -> Iterator[FeatureSchema]:
-        for name, options in features.items():
-            if isinstance(self.namespace_features.get(name), ScheduledFeature) and options.get("enabled", False):
-                schema = self._read_schema(name, options)
-                if schema is not None:
-                    yield schema
-
-    def _read_schema(self, name: str, options: Any) -> FeatureSchema | None:
-        """The options of one of this project's features, as read by the session, or else read here once.
-
-        None if the options are invalid and the feature has reported it.
-        """
+    def _read_schema(self, name: str, options: Any) -> FeatureSchema:
+        """The options of one of this project's features, as read by the session, or else read here once."""
         if isinstance(options, ReadOptions):
             return options.schema
         if id(options) not in self._read:  # stored with the options, to keep their id unique
@@ -436,8 +413,7 @@ class TransformerEngineAPI(UpstreamAPI):
             return []
         feature = self.namespace_features[name]
         if isinstance(feature, Feature):
-            schema = self._read_schema(name, options)
-            items: list[Any] = [] if schema is None else feature.options_for(schema, tensor, gemm)
+            items: list[Any] = feature.options_for(self._read_schema(name, options), tensor, gemm)
             return items
         if hasattr(feature, "parse_config_and_api"):
             call = {name: value for name, value in (("tensor_name", tensor), ("gemm", gemm)) if value is not None}
@@ -452,11 +428,7 @@ class TransformerEngineAPI(UpstreamAPI):
 
 
 def _warn_if_never_called(name: str, feature: Any) -> None:
-    has = []
-    for call in _REQUIRED:
-        method = getattr(feature, call, None)
-        if method is not None and _is_own_method(method, call):
-            has.append(call)
+    has = [call for call in _REQUIRED if _own_method(feature, call) is not None]
     if not has:
         others = [method for method in dir(feature) if not method.startswith("_")]
         logger.warning(
@@ -482,26 +454,22 @@ def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> tuple[bool
 
 
 def _describe(returned: Any) -> str:
-    """Format a feature's return value, without tensor contents."""
     if isinstance(returned, torch.Tensor):
         return f"a {type(returned).__name__} of {returned.dtype} and shape {tuple(returned.shape)}"
-    if isinstance(returned, (tuple, list)):
-        return f"a {type(returned).__name__} ({', '.join(map(_describe, returned))})"
-    plain = returned is None or isinstance(returned, (bool, int, float, str))
-    if plain:
-        return repr(returned)
-    return f"a {type(returned).__name__}"
+    return f"a {type(returned).__name__}" if isinstance(returned, (tuple, list)) else repr(returned)
 
 
 def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:
     raise FeatureError(text)
 
 
-def _is_own_method(method: Any, api_name: str) -> bool:
-    return getattr(method, "__func__", method) is not getattr(TEDefaultFeatures, api_name)
+def _own_method(feature: Any, api_name: str) -> Any:
+    """Return a method of a feature; None without it, and for Transformer Engine's default."""
+    method = getattr(feature, api_name, None)
+    return None if getattr(method, "__func__", method) is getattr(TEDefaultFeatures, api_name) else method
 
 
-def _accepted_arguments(method: Any, passed: frozenset[str]) -> frozenset[str] | None:
+def _accepted_arguments(method: Any, passed: Collection[str]) -> frozenset[str] | None:
     """The arguments that a method accepts after the two positional ones; None if it accepts all.
 
     Raises:

@@ -60,8 +60,8 @@ class Feature:
 
     observation: Observation
 
-    def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
-        """Read options that no session has read; None if the feature does not act.
+    def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema:
+        """Read options that no session has read.
 
         Raises:
             ConfigError: the options are invalid in the schema of the feature, or of its base class.
@@ -87,8 +87,7 @@ class ModifyingFeature(Feature):
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
-        due: tuple[bool, int | None] = _steps(config).at(iteration)
-        return due
+        return _steps(config).at(iteration)
 
 
 def _steps(options: Any) -> Schedule:
@@ -111,8 +110,7 @@ class ScheduledFeature(Feature):
     def inspect_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, iteration: int
     ) -> tuple[bool, int | None]:
-        due: tuple[bool, int | None] = _steps(config).at(iteration)
-        return due
+        return _steps(config).at(iteration)
 
     @api_method
     def inspect_tensor(

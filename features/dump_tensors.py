@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from typing import Any
-
 from te_precision_callbacks.base.vocabulary import OPERANDS
 from te_precision_callbacks.config import schemas
 from te_precision_callbacks.config.levels import FeatureSchema, options_for
-from te_precision_callbacks.config.problems import ConfigError
 from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, DumpTensorsItem
 from te_precision_callbacks.features.base import ScheduledFeature, keep_operand
 from te_precision_callbacks.features.registration import own_feature
 from te_precision_callbacks.layers.gemm_events import Watched
-
-logger = logging.getLogger("te_precision_callbacks.features")
 
 
 @own_feature()
@@ -26,15 +19,6 @@ class DumpTensors(ScheduledFeature):
     request 2645 (``dump_quantized_internals``), and more (docs/features.md). Unlike Transformer Engine's, the files are
     in the safetensors format.
     """
-
-    def read(self, name: str, options: Mapping[str, Any]) -> FeatureSchema | None:
-        """Read the options; invalid options are reported and disable the feature, and training continues."""
-        try:
-            schema: FeatureSchema | None = super().read(name, options)
-            return schema
-        except ConfigError as error:
-            logger.error("%s Nothing is dumped with these options. Training continues.", error)
-            return None
 
     def options_for(
         self, options: FeatureSchema, tensor: str | None, gemm: str | None

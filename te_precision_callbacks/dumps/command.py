@@ -6,8 +6,8 @@ numbers are strings.
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,8 @@ from te_precision_callbacks.te.gemm_shapes import layer_sizes
 
 if TYPE_CHECKING:
     import torch
+
+    from te_precision_callbacks.dumps.dump_files import Entry, Foreign
 
 _MOST_FOREIGN = 3
 """The maximum number of files that are not dumps in a list."""
@@ -37,19 +39,12 @@ def list_command(
 
     listing = list_dumps(folder)
     if as_json:
-        rows = []
-        for entry in listing:
-            content = dataclasses.asdict(entry.header)
-            rows.append({"path": str(entry.path), "size": entry.size, "header": content})
-        others = [{"path": str(file.path), "why": file.why} for file in listing.foreign]
-        terminal.show_json({"dumps": rows, "foreign": others})
+        terminal.show_json({"dumps": _rows(listing), "foreign": _rows(listing.foreign)})
         return
     table = terminal.table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
     for entry in listing:
         header = entry.header
-        place = entry.path
-        if folder.is_dir():
-            place = place.relative_to(folder)
+        path = entry.path.relative_to(folder) if folder.is_dir() else entry.path
         contents = []
         if header.high_precision is not None:
             contents.append(header.high_precision.dtype)
@@ -60,7 +55,7 @@ def list_command(
             contents.append(f"a GEMM, {sizes} (tokens x in x out)")
         iteration = "" if header.iteration is None else header.iteration
         cells = (iteration, header.layer, header.tensor, header.micro_batch, header.rank, ", ".join(contents))
-        table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", place)))
+        table.add_row(*map(terminal.cell, (*cells, f"{entry.size:,}", path)))
     if listing:
         terminal.show(table)
     else:
@@ -79,10 +74,10 @@ def show_command(
     from te_precision_callbacks.dumps.dump_files import load
 
     dump = load(file)
-    header = dataclasses.asdict(dump.header)
+    header = terminal.plain(dump.header)
     tensors = [_summary(name, tensor) for name, tensor in sorted(dump.tensors.items())]
     if as_json:
-        terminal.show_json({"path": str(file), "header": header, "tensors": terminal.plain(tensors)})
+        terminal.show_json({"path": str(file), "header": header, "tensors": tensors})
         return
     table = terminal.table("header", "")
     for row in _flat(header):
@@ -94,6 +89,10 @@ def show_command(
         counts = (str(tensor[key]) for key in ("nan", "inf", "zeros"))
         table.add_row(terminal.cell(tensor["name"]), tensor["dtype"], _by(tensor["shape"]), *numbers, *counts)
     terminal.show(table)
+
+
+def _rows(files: Iterable[Entry | Foreign]) -> list[dict[str, Any]]:
+    return [{**terminal.plain(file), "path": str(file.path)} for file in files]
 
 
 def _summary(name: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict):
             rows += _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, (tuple, list)):
+        elif isinstance(value, list):
             rows.append((prefix + name, _by(value)))
         elif value not in (None, ""):
             rows.append((prefix + name, str(value)))

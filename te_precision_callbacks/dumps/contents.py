@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -27,7 +27,7 @@ from te_precision_callbacks.dumps.header import (
     QUANTIZED,
     SCALE_DTYPES,
     Direction,
-    DumpedGemm,
+    DumpedOperand,
     Header,
     Plain,
     Quantized,
@@ -80,12 +80,8 @@ class Dump:
     def part(self, *, columnwise: bool) -> Stored | None:
         """Return one direction of the quantized tensor, if the dump has it."""
         quantized = self.header.quantized
-        if quantized is None:
-            return None
-        direction = quantized.direction(columnwise)
-        if direction is None:
-            return None
-        return _part(direction, columnwise, self.tensors)
+        direction = quantized.directions.get(columnwise) if quantized is not None else None
+        return None if direction is None else _stored(direction, columnwise, self.tensors)
 
     def complete(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a file; with ``internals``, including decoded tensors.
@@ -93,26 +89,23 @@ class Dump:
         ``*_unpacked_values`` are FP4 codes as float32, ``*_scale_inv_values`` E8M0 and E4M3 scales as float32, and
         ``*_block_factors`` (NVFP4 only) the factors of the elements of each block.
         """
-        tensors = dict(self.tensors)
+        self.wait()
         quantized = self.header.quantized
-        if quantized is None or not self.internals:
-            return tensors
-        for columnwise in (False, True):
-            direction = quantized.direction(columnwise)
-            part = self.part(columnwise=columnwise)
-            if direction is not None and part is not None:
-                tensors = {**dict(_decoded_tensors(direction, part)), **tensors}
-        return tensors
+        decoded: dict[str, torch.Tensor] = {}
+        if quantized is not None and self.internals:
+            for columnwise, direction in quantized.directions.items():
+                part = _stored(direction, columnwise, self.tensors)
+                if part.element_format.dtype is None:
+                    codes = unpack_fp4(self.tensors[direction.data])
+                    decoded[f"{direction.data}_unpacked_values"] = part.element_format.decode(codes)
+                if part.scale_format is not None:
+                    decoded[f"{direction.scale}_values"] = part.block_scales()
+                if part.mode == NVFP4:
+                    decoded[f"{direction.scale.removesuffix('scale_inv')}factors"] = part.factors()
+        return {**decoded, **self.tensors}
 
 
-def create_dump(
-    header: Header,
-    high_precision: torch.Tensor | None,
-    quantized: Any,
-    *,
-    internals: bool = True,
-    columnwise_from: Any = None,
-) -> Dump:
+def create_dump(header: Header, high_precision: torch.Tensor | None, quantized: Any, *, internals: bool = True) -> Dump:
     """Create a dump of a tensor. It shares the tensor's memory if the layout in the file is the same.
 
     Args:
@@ -121,7 +114,6 @@ def create_dump(
         quantized: the tensor after quantization, or None: a quantized tensor of Transformer Engine or its storage
             class, with scales in any layout; or a plain tensor.
         internals: whether files also get the decoded internals.
-        columnwise_from: another quantized tensor with the columnwise data.
 
     Raises:
         DumpError: both tensors are None, or the kind of the quantized tensor is unknown.
@@ -131,70 +123,52 @@ def create_dump(
         if quantized is None:
             quantized = high_precision
         high_precision = None
-    if high_precision is None and quantized is None:
+    tensors: dict[str, torch.Tensor] = {}
+    if high_precision is not None:
+        header = dataclasses.replace(header, high_precision=add_plain(tensors, HIGH_PRECISION, high_precision))
+    if quantized is not None:
+        header = dataclasses.replace(header, quantized=_add_quantized(tensors, quantized, header.high_precision))
+    if not tensors:
         what = header.tensor or "a tensor"
         raise DumpError(f"There is nothing to dump for {what!r}: give high_precision or quantized.")
-    tensors: dict[str, torch.Tensor] = {}
-    plain = None
-    described = None
-    if high_precision is not None:
-        tensors[HIGH_PRECISION] = _plain(high_precision)
-        plain = _describe_plain(high_precision)
-    if quantized is not None:
-        described, of_quantized = _describe_quantized(quantized, columnwise_from, plain)
-        tensors.update(of_quantized)
-    header = dataclasses.replace(header, high_precision=plain, quantized=described)
     return Dump(header, tensors, internals=internals)
 
 
-def create_record(
-    header: Header,
-    gemm: DumpedGemm,
-    operands: Mapping[str, tuple[Any, torch.Tensor | None]],
-    *,
-    out: torch.Tensor,
-    before: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> Dump:
-    """Create a record of a GEMM.
+def add_plain(tensors: dict[str, torch.Tensor], name: str, tensor: Any) -> Plain:
+    """Add a plain tensor to the tensors of a file, and return its description; raises DumpError for other tensors."""
+    # Subclasses that wrap other tensors: Transformer Engine's, DTensor, ...
+    holds_others = has_quantizer(tensor) or hasattr(tensor, "__tensor_flatten__")
+    if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
+        raise DumpError(
+            f"{type(tensor).__name__}: neither a plain, dense tensor nor a quantized tensor of a known format (Float8,"
+            " Float8 blockwise, MXFP8, NVFP4). Dump the result of its dequantize(), to_dense() or to_local()."
+        )
+    tensors[name] = tensor.detach().as_subclass(torch.Tensor)
+    return Plain(tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def add_operand(
+    tensors: dict[str, torch.Tensor], side: str, operand: DumpedOperand, data: Any, high: torch.Tensor | None
+) -> DumpedOperand:
+    """Add an operand of a GEMM to the tensors of a file, and return its description with its contents.
 
     Args:
-        header: the description, without the contents.
-        gemm: its description, with the tensors and directions of its operands, but without their contents.
-        operands: "a" and "b" -> the plain or quantized operand, and the tensor before quantization, if any.
-        out, before, bias: the result, the tensor that the product was added to, and the bias.
+        side: "a" or "b".
+        operand: its description without the contents.
+        data: the plain or quantized operand.
+        high: the tensor before quantization, if any.
 
     Raises:
-        DumpError: an operand or the result is of a kind that cannot be dumped.
+        DumpError: the operand is of a kind that cannot be dumped.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    described: dict[str, Any] = {}
-    for side, (data, high) in operands.items():
-        operand = gemm.operands()[side]
-        if kind_is_known(data):
-            part = read_stored(data, columnwise=operand.columnwise)
-            if part is None:
-                raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
-            direction, of_direction = _internals(part, one_object=False, prefix=f"{side}.")
-            tensors.update(of_direction)
-            operand = dataclasses.replace(operand, direction=direction)
-            if high is not None:
-                tensors[f"{side}.{HIGH_PRECISION}"] = _plain(high)
-                operand = dataclasses.replace(operand, high_precision=_describe_plain(high))
-        else:
-            tensors[f"{side}.values"] = _plain(data)
-            operand = dataclasses.replace(operand, values=_describe_plain(data))
-        described[side] = operand
-    for name, tensor in (("out", out), ("before", before), ("bias", bias)):
-        if tensor is not None:
-            tensors[name] = _plain(tensor)
-            described[name] = _describe_plain(tensor)
-    gemm = dataclasses.replace(gemm, **described)
-    return Dump(dataclasses.replace(header, tensor=f"{gemm.gemm}_gemm", gemm=gemm), tensors)
-
-
-def _describe_plain(tensor: torch.Tensor) -> Plain:
-    return Plain(tuple(tensor.shape), dtype_name(tensor.dtype))
+    if not kind_is_known(data):
+        return dataclasses.replace(operand, values=add_plain(tensors, f"{side}.values", data))
+    part = read_stored(data, columnwise=operand.columnwise)
+    if part is None:
+        raise DumpError(f"The {operand.tensor} has no data of the direction that the GEMM reads.")
+    if high is not None:
+        operand = dataclasses.replace(operand, high_precision=add_plain(tensors, f"{side}.{HIGH_PRECISION}", high))
+    return dataclasses.replace(operand, direction=_add_direction(tensors, part, prefix=f"{side}."))
 
 
 def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
@@ -204,7 +178,7 @@ def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
     operand = gemm.operands()[side]
     if operand.direction is None:
         return dump.tensors[f"{side}.values"]
-    return _part(operand.direction, operand.columnwise, dump.tensors)
+    return _stored(operand.direction, operand.columnwise, dump.tensors)
 
 
 def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -224,7 +198,7 @@ def dequantize(dump: Dump, columnwise: bool = False, *, dtype: torch.dtype | Non
     if what is None:
         raise DumpError(f"The dump of {dump.header.tensor or 'a tensor'!r} has no quantized tensor.")
     dtype = dtype or DTYPES[what.dtype]
-    if QUANTIZED in dump.tensors and what.rowwise is None and what.columnwise is None:
+    if not what.directions:
         return dump.tensors[QUANTIZED].to(dtype).contiguous()
     part = dump.part(columnwise=columnwise)
     if part is None:
@@ -243,55 +217,29 @@ def kind_is_known(tensor: Any) -> bool:
     return is_quantized(tensor) or is_hybrid(tensor)
 
 
-def _plain(tensor: Any) -> torch.Tensor:
-    # Subclasses that wrap other tensors: Transformer Engine's, DTensor, ...
-    holds_others = has_quantizer(tensor) or hasattr(tensor, "__tensor_flatten__")
-    if not isinstance(tensor, torch.Tensor) or holds_others or tensor.layout is not torch.strided or tensor.is_meta:
-        raise DumpError(
-            f"{type(tensor).__name__}: neither a plain, dense tensor nor a quantized tensor of a known format (Float8,"
-            " Float8 blockwise, MXFP8, NVFP4). Dump the result of its dequantize(), to_dense() or to_local()."
-        )
-    return tensor.detach().as_subclass(torch.Tensor)
-
-
-def _describe_quantized(
-    quantized: Any, columnwise_from: Any, before: Plain | None
-) -> tuple[Quantized, dict[str, torch.Tensor]]:
+def _add_quantized(tensors: dict[str, torch.Tensor], quantized: Any, before: Plain | None) -> Quantized:
     class_name = type(quantized).__name__
     if not kind_is_known(quantized):
-        tensor = _plain(quantized)
-        return Quantized(class_name, tuple(tensor.shape), dtype_name(tensor.dtype)), {QUANTIZED: tensor}
-    if columnwise_from is None:
-        columnwise_from = quantized
-    columns = part_of(columnwise_from, columnwise=True)
-    rows = part_of(quantized, columnwise=False)
-    tensors: dict[str, torch.Tensor] = {}
-    directions: dict[bool, Direction] = {}
-    for columnwise, source in ((False, rows), (True, columns)):
-        if source is None:
-            continue
-        part = read_stored(source, columnwise=columnwise)
+        plain = add_plain(tensors, QUANTIZED, quantized)
+        return Quantized(class_name, plain.shape, plain.dtype)
+    directions: dict[str, Direction] = {}
+    one_object = not is_hybrid(quantized)
+    for columnwise in (False, True):
+        source = part_of(quantized, columnwise=columnwise)
+        part = None if source is None else read_stored(source, columnwise=columnwise)
         # Per-tensor FP8 data in one layout serve both directions; write them once.
-        if part is None or (part.mode == PER_TENSOR and rows is columns and part.transposed is not columnwise):
+        if part is None or (part.mode == PER_TENSOR and one_object and part.transposed is not columnwise):
             continue
-        directions[columnwise], of_direction = _internals(part, one_object=rows is columns)
-        tensors.update(of_direction)
+        directions[direction_name(columnwise)] = _add_direction(tensors, part, one_object=one_object)
     if not directions:
         raise DumpError(f"The {class_name} has no rowwise or columnwise data: they were freed or moved.")
-    shape = (directions.get(False) or directions[True]).shape
+    shape = next(iter(directions.values())).shape
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
     elif before is not None and shape == (math.prod(before.shape[:-1]), *before.shape[-1:]):
         shape = before.shape  # a storage with columnwise data only may have merged leading dimensions
-    described = Quantized(
-        class_name=class_name,
-        shape=shape,
-        dtype=dtype_name(getattr(quantized, "_dtype", None) or quantized.dtype),
-        quantizer=_format_quantizer(quantizer_of(quantized)),
-        rowwise=directions.get(False),
-        columnwise=directions.get(True),
-    )
-    return described, tensors
+    dtype = dtype_name(getattr(quantized, "_dtype", None) or quantized.dtype)
+    return Quantized(class_name, shape, dtype, _format_quantizer(quantizer_of(quantized)), **directions)
 
 
 _SHARED = ("shape", "transposed", "block", "largest_scale", "stored_scale_shape", "swizzled", "hadamard")
@@ -302,7 +250,9 @@ def _shared(part: Direction | Stored) -> dict[str, Any]:
     return {name: getattr(part, name) for name in _SHARED}
 
 
-def _internals(part: Stored, *, one_object: bool, prefix: str = "") -> tuple[Direction, dict[str, torch.Tensor]]:
+def _add_direction(
+    tensors: dict[str, torch.Tensor], part: Stored, *, one_object: bool = False, prefix: str = ""
+) -> Direction:
     side = direction_name(part.columnwise)
     data = f"{prefix}{side}_data"
     scale = f"{prefix}{side}_block_scale_inv"
@@ -317,12 +267,16 @@ def _internals(part: Stored, *, one_object: bool, prefix: str = "") -> tuple[Dir
     elif part.scale_format is not None:
         scale_format = part.scale_format.name
         scales = scales.view(SCALE_DTYPES[scale_format])
-    tensors = {data: _elements_in_memory(part), scale: scales}
+    # All dimensions in the order of memory: FP8 codes in their dtype, FP4 codes two per byte.
+    *leading, last = (*part.shape[-1:], *part.shape[:-1]) if part.transposed else part.shape
+    codes = part.codes.reshape(*leading, last * part.element_format.bits // 8)
+    tensors[data] = codes if part.element_format.dtype is None else codes.view(part.element_format.dtype)
+    tensors[scale] = scales
     amax = None
     if part.amax is not None:
         amax = f"{prefix}amax_{side}"
         tensors[amax] = part.amax
-    direction = Direction(
+    return Direction(
         format=part.element_format.name,
         scaling_mode=part.mode,
         data=data,
@@ -331,24 +285,9 @@ def _internals(part: Stored, *, one_object: bool, prefix: str = "") -> tuple[Dir
         scale_format=scale_format,
         **_shared(part),
     )
-    return direction, tensors
 
 
-def _elements_in_memory(part: Stored) -> torch.Tensor:
-    """Return the codes with all dimensions: FP8 codes in their dtype, FP4 codes two per byte."""
-    shape = _shape_in_memory(part)
-    if part.element_format.dtype is None:
-        return part.codes.reshape(*shape[:-1], shape[-1] // 2)
-    return part.codes.reshape(shape).view(part.element_format.dtype)
-
-
-def _shape_in_memory(part: Stored) -> tuple[int, ...]:
-    if part.transposed:
-        return (*part.shape[-1:], *part.shape[:-1])
-    return part.shape
-
-
-def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Tensor]) -> Stored:
+def _stored(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Tensor]) -> Stored:
     element_format = FORMATS[direction.format]
     scale_format = FORMATS.get(direction.scale_format)
     rows = math.prod(direction.shape[:-1])
@@ -357,31 +296,16 @@ def _part(direction: Direction, columnwise: bool, tensors: Mapping[str, torch.Te
         rows, columns = columns, rows
     counts = (1, 1) if direction.scaling_mode == PER_TENSOR else block_counts((rows, columns), direction.block)
     scales = tensors[direction.scale].reshape(counts)
-    if scale_format is not None:
-        scales = scales.view(torch.uint8)
-    amax = None
-    if direction.amax is not None:
-        amax = tensors[direction.amax]
     return Stored(
         mode=direction.scaling_mode,
         columnwise=columnwise,
         codes=tensors[direction.data].reshape(rows, columns * element_format.bits // 8).view(torch.uint8),
         element_format=element_format,
-        scale_memory=ScaleMemory(scales),
+        scale_memory=ScaleMemory(scales if scale_format is None else scales.view(torch.uint8)),
         scale_format=scale_format,
-        amax=amax,
+        amax=None if direction.amax is None else tensors[direction.amax],
         **_shared(direction),
     )
-
-
-def _decoded_tensors(direction: Direction, part: Stored) -> Iterator[tuple[str, torch.Tensor]]:
-    if part.element_format.dtype is None:
-        data = part.element_format.decode(unpack_fp4(part.codes))
-        yield f"{direction.data}_unpacked_values", data.reshape(_shape_in_memory(part))
-    if part.scale_format is not None:
-        yield f"{direction.scale}_values", part.block_scales()
-    if part.mode == NVFP4:
-        yield f"{direction.scale.removesuffix('scale_inv')}factors", part.factors()
 
 
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,6 @@ def write_new(dump: Dump, folder: Path) -> int:
 
 
 def _write(dump: Dump, path: Path, appear: Callable[[Path], None]) -> int:
-    dump.wait()
     hidden = path.parent / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     tensors = {}
     for name, tensor in dump.complete().items():

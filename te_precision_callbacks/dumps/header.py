@@ -109,10 +109,11 @@ class Quantized:
     rowwise: Direction | None = None
     columnwise: Direction | None = None
 
-    def direction(self, columnwise: bool) -> Direction | None:
-        if columnwise:
-            return self.columnwise
-        return self.rowwise
+    @property
+    def directions(self) -> dict[bool, Direction]:
+        """Whether columnwise -> the data of a direction."""
+        both = {False: self.rowwise, True: self.columnwise}
+        return {columnwise: direction for columnwise, direction in both.items() if direction is not None}
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,9 @@ class Recorder:
 
     def _dump(self, watched: Watched, options: DumpTensorsItem, micro_batch: int) -> Dump | None:
         quantized = None
-        columnwise_from = None
         values = None
         if options.quantized_tensor:
-            quantized, columnwise_from = _quantized_form(watched)
+            quantized = _quantized_form(watched)
         if options.high_precision_tensor:
             values = watched.values
         if values is None and quantized is None:
@@ -170,8 +169,7 @@ class Recorder:
             rank=own_rank(),
             recipe=recipe_of(watched.quantizer),
         )
-        internals = options.dump_quantized_internals
-        return create_dump(header, values, quantized, internals=internals, columnwise_from=columnwise_from)
+        return create_dump(header, values, quantized, internals=options.dump_quantized_internals)
 
     def put(self, dump: Dump) -> None:
         """Queue a snapshot of a dump, once the queue has room for it or is empty."""
@@ -207,7 +205,6 @@ class Recorder:
         header = dataclasses.replace(dump.header, run=self._run)
         folder = iteration_folder(self._folder, header.rank, header.iteration or 0)
         try:
-            dump.wait()
             dump = dataclasses.replace(dump, header=header, tensors=dump.complete(), internals=False)
             refusal = why_full(self._folder, dump.nbytes)
             if refusal is None:
@@ -237,16 +234,11 @@ def _log(doing: str, of: str, error: Exception) -> None:
     logger.error("%s %s: %s: %s. Training continues.", doing, of, type(error).__name__, str(error).removesuffix("."))
 
 
-def _quantized_form(watched: Watched) -> tuple[Any, Any]:
-    """Return the quantized tensor, and the object with its columnwise data if that is a separate object; None if the
-    GEMM runs in high precision.
-    """
+def _quantized_form(watched: Watched) -> Any:
+    """Return the tensor that a GEMM reads in place of the values; None if the GEMMs run in high precision."""
     operands = (watched.rowwise, watched.columnwise)
     became = [operand for operand in operands if operand is not None and not _is_values(watched.values, operand)]
-    quantized = [operand for operand in became if kind_is_known(operand)]
-    if len(quantized) == 2 and quantized[0] is not quantized[1]:
-        return quantized[0], quantized[1]
-    return next(iter(quantized or became), None), None
+    return next(filter(kind_is_known, became), became[0] if became else None)
 
 
 def _is_values(values: torch.Tensor | None, operand: Any) -> bool:

@@ -6,10 +6,10 @@ Each tensor is compared with its own last steps. A change is data (:class:`Chang
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,16 @@ HISTORY = 32
 LEAST_HISTORY = 16
 """The steps that a tensor is compared with, and how many of them it must have."""
 
-SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0, UPDATE: math.inf, TOKENS: math.inf}
-SPIKE_OF_GRADIENT = 8.0
-"""Powers of two above the largest magnitude of the last steps; of weights also below the smallest one. The magnitude of
-a weight in scaled blocks is doubled where its largest scale, a power of two, is."""
-
 SPIKE_OF_UPDATE = 3.0
 LEAST_UPDATE = 0.1
 """Powers of two above the largest of the last :data:`LEAST_HISTORY` updates of a weight, and the least share of its
 norm. Updates are largest at the start of a training, so there are no more.
 """
+
+SPIKE = {"activation": 4.0, "input": 4.0, "weight": 2.0, UPDATE: SPIKE_OF_UPDATE, TOKENS: math.inf}
+SPIKE_OF_GRADIENT = 8.0
+"""Powers of two above the largest magnitude of the last steps; of weights also below the smallest one. The magnitude of
+a weight in scaled blocks is doubled where its largest scale, a power of two, is."""
 
 NEARLY_ALL = 0.9
 """The share of the weights that change at once where a script writes them on purpose, such as averages."""
@@ -128,11 +128,36 @@ def describe_absences(kind: Kind, spans: Collection[tuple[int, int | None]]) -> 
     return text
 
 
-class _Begin(NamedTuple):
-    """A step: its iteration, and as counted here."""
+@dataclass
+class _LowPrecision:
+    """A layer that runs in low precision.
 
-    iteration: int
-    step: int
+    Attributes:
+        since: the first step, as counted here.
+        highs: its steps in high precision since then.
+        gap: iteration and step of the first one in high precision, if the last step was in high precision.
+    """
+
+    since: int
+    highs: int = 0
+    gap: tuple[int, int] | None = None
+
+
+@dataclass
+class _Presence:
+    """The steps of an activation or a wgrad.
+
+    Attributes:
+        since: the first one without an interruption, as counted here; None if it is not expected.
+        missing: the first iteration without it, if the last step was without it.
+        is_reported: whether it was reported as missing.
+        longest: its longest absence that was reported, in iterations.
+    """
+
+    since: int | None = None
+    missing: int | None = None
+    is_reported: bool = False
+    longest: int = 0
 
 
 _Changed = dict[tuple[Kind, int, int | None], list[TensorSlot]]
@@ -149,146 +174,141 @@ class Changes:
     def __init__(self, slots: Sequence[TensorSlot]) -> None:
         self._slots = slots
         self._steps = 0
-        self._bits = np.full((HISTORY, 0), np.nan, np.float32)  # of the magnitudes of the last steps, in any order
+        # Of the magnitudes of the last steps, in any order; of updates, the last ones in the first rows, in order.
+        self._bits = np.full((HISTORY, 0), np.nan, np.float32)
         self._limits = np.empty(0)
-        self._are_weights = np.empty(0, bool)
-        self._are_wgrads = np.empty(0, bool)
-        self._updates = np.empty(0, np.intp)  # their places
-        self._update_bits = np.empty((LEAST_HISTORY, 0), np.float32)  # of the last updates, the newest last
+        # name of tensors -> whether a slot is one of them
+        self._are: dict[str, npt.NDArray[np.bool_]] = dict.fromkeys(("weight", "wgrad", UPDATE), np.empty(0, bool))
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
-        self._low_from: dict[str, int] = {}  # layer -> the step, as counted here
-        self._highs: Counter[str] = Counter()  # layer -> its steps in high precision since then
-        self._called_from: dict[TensorSlot, int] = {}
-        self._high_since: dict[str, _Begin] = {}  # layer -> the first step of the last ones in high precision
-        self._uncalled_since: dict[TensorSlot, int] = {}
-        self._absent: dict[TensorSlot, int] = {}  # with the first step, if it was reported
-        self._longest: dict[TensorSlot, int] = {}  # the longest absence that was reported, in steps
+        self._low: dict[str, _LowPrecision] = {}
+        self._presence: dict[TensorSlot, _Presence] = defaultdict(_Presence)
+        self._is_open = False  # whether a layer is in a gap, or a tensor missing
 
     def add(self, row: StepRow) -> Iterator[Change]:
         """Add the next step, and yield its changes."""
         if not row.order:
             return
         self._steps += 1
-        yield from self._magnitudes(row)
-        zeros = frozenset((self._are_wgrads[: len(row.magnitudes)] & (row.magnitudes == 0)).nonzero()[0].tolist())
-        if self._last != (row.order, row.high, zeros) or self._high_since or self._uncalled_since:
+        yield from self._jumps(row)
+        zeros = frozenset((self._are["wgrad"][: len(row.magnitudes)] & (row.magnitudes == 0)).nonzero()[0].tolist())
+        if self._is_open or self._last != (row.order, row.high, zeros):
             self._last = row.order, row.high, zeros
-            places = {self._slots[place]: place for place in row.order if place not in zeros}
-            layers = dict.fromkeys(slot.layer for slot in places if slot.tensor == "activation")
+            read = {self._slots[number]: number for number in row.order if number not in zeros}
             changed: _Changed = defaultdict(list)
-            self._compare_precision(row, layers, changed)
-            self._compare_calls(row, places, changed)
-            for (kind, since, until), alike in changed.items():
-                yield Change(kind, tuple(alike), since, until)
+            is_in_gap = self._compare_precision(row, read, changed)
+            self._is_open = self._compare_calls(row, read, changed) or is_in_gap
+            for (kind, since, until), slots in changed.items():
+                yield Change(kind, tuple(slots), since, until)
 
-    def _magnitudes(self, row: StepRow) -> Iterator[Change]:
+    def _jumps(self, row: StepRow) -> Iterator[Change]:
+        """Yield jumps of magnitudes, and weights that change far more than in each of the last steps."""
         count = len(row.magnitudes)
         if count > len(self._limits):
-            slots = self._slots[:count]
-            more = np.full((HISTORY, count - self._bits.shape[1]), np.nan, np.float32)
-            self._bits = np.concatenate([self._bits, more], axis=1)
-            self._limits = np.array([SPIKE.get(slot.tensor, SPIKE_OF_GRADIENT) for slot in slots])
-            tensors = np.array([slot.tensor for slot in slots])
-            self._are_weights = tensors == "weight"
-            self._are_wgrads = tensors == "wgrad"
-            self._updates = np.flatnonzero(tensors == UPDATE)
-            new = np.full((LEAST_HISTORY, len(self._updates) - self._update_bits.shape[1]), np.nan, np.float32)
-            self._update_bits = np.concatenate([self._update_bits, new], axis=1)
+            self._grow(count)
         is_number = (row.magnitudes > 0) & (row.magnitudes < np.inf)
         now = np.full(self._bits.shape[1], np.nan, np.float32)
         np.log2(row.magnitudes, where=is_number, out=now[:count])
-        if row.first is None:
-            largest = np.fmax.reduce(self._bits)
-            smallest = np.fmin.reduce(self._bits)
-            fallen = smallest - now >= self._limits
-            fallen[:count] |= (row.magnitudes == 0) & np.isfinite(self._bits[(self._steps - 1) % HISTORY, :count])
-            jumps = (now - largest >= self._limits) | (self._are_weights & fallen)
-            if jumps.any():
-                jumps &= np.isfinite(self._bits).sum(0) >= LEAST_HISTORY
-                are_steady = largest - smallest <= STEADY
-                kinds: dict[Kind, npt.NDArray[np.bool_]] = {
-                    "weights": jumps & self._are_weights & are_steady,
-                    "spike": jumps & ~self._are_weights,
-                }
-                for kind, found in kinds.items():
-                    if found.any():
-                        places = [place for place in dict.fromkeys(row.order) if found[place]]
-                        before = float(np.exp2(largest[places[0]]))
-                        slots = tuple(self._slots[place] for place in places)
-                        yield Change(kind, slots, row.iteration, None, before, float(row.magnitudes[places[0]]))
-        self._bits[self._steps % HISTORY] = now
-        yield from self._sudden_updates(row, now[self._updates])
+        are_weights = self._are["weight"]
+        are_updates = self._are[UPDATE]
+        largest = np.fmax.reduce(self._bits)
+        smallest = np.fmin.reduce(self._bits)
+        fallen = smallest - now >= self._limits
+        fallen[:count] |= (row.magnitudes == 0) & np.isfinite(self._bits[(self._steps - 1) % HISTORY, :count])
+        jumps = (now - largest >= self._limits) | (are_weights & fallen)
+        jumps &= ~are_updates | (now >= math.log2(LEAST_UPDATE))
+        if row.first is not None:
+            jumps &= are_updates
+        if jumps.any():
+            jumps &= np.isfinite(self._bits).sum(0) >= LEAST_HISTORY
+            are_steady = largest - smallest <= STEADY
+            jumps[[number for number in np.flatnonzero(jumps & are_updates).tolist() if self._was_idle(number)]] = False
+            groups: tuple[tuple[Kind, npt.NDArray[np.bool_]], ...] = (
+                ("weights", jumps & are_weights & are_steady),
+                ("spike", jumps & ~are_weights & ~are_updates),
+                ("weights", jumps & are_updates),
+            )
+            risen = (now - largest)[are_updates] >= 1  # twice as large, or more
+            most_rise = bool(risen.sum() >= max(2.0, NEARLY_ALL * np.isfinite(now[are_updates]).sum()))
+            for kind, group in groups:
+                numbers = [number for number in dict.fromkeys(row.order) if group[number]]
+                if numbers:
+                    first = numbers[0]
+                    slots = tuple(self._slots[number] for number in numbers)
+                    before = float(np.exp2(largest[first]))
+                    of_all = most_rise and slots[0].tensor == UPDATE
+                    yield Change(kind, slots, row.iteration, None, before, float(row.magnitudes[first]), of_all)
+        fresh = are_updates & np.isfinite(now)
+        self._bits[: LEAST_HISTORY - 1, fresh] = self._bits[1:LEAST_HISTORY, fresh]
+        self._bits[LEAST_HISTORY - 1, fresh] = now[fresh]
+        self._bits[self._steps % HISTORY, ~are_updates] = now[~are_updates]
 
-    def _sudden_updates(self, row: StepRow, now: npt.NDArray[np.float32]) -> Iterator[Change]:
-        """Yield the weights that change far more than in each of the last updates.
-
-        Args:
-            now: the logarithms of the updates; nan without an update.
-        """
-        bits = self._update_bits
-        largest = bits.max(axis=0, initial=-np.inf)  # nan where there are fewer updates
-        sudden = (now - largest >= SPIKE_OF_UPDATE) & (now >= math.log2(LEAST_UPDATE))
-        found = [index for index in np.flatnonzero(sudden).tolist() if not self._was_idle(self._updates[index])]
-        if found:
-            first = found[0]
-            slots = tuple(self._slots[place] for place in self._updates[found].tolist())
-            larger = (now - largest >= 1).sum()  # twice as large, or more
-            of_all = bool(larger >= max(2.0, NEARLY_ALL * np.isfinite(now).sum()))
-            before = float(np.exp2(largest[first]))
-            share = float(row.magnitudes[self._updates[first]])
-            yield Change("weights", slots, row.iteration, None, before, share, of_all=of_all)
-        fresh = np.isfinite(now)
-        bits[:-1, fresh] = bits[1:, fresh]
-        bits[-1, fresh] = now[fresh]
+    def _grow(self, count: int) -> None:
+        more = np.full((HISTORY, count - self._bits.shape[1]), np.nan, np.float32)
+        self._bits = np.concatenate([self._bits, more], axis=1)
+        tensors = [slot.tensor for slot in self._slots[:count]]
+        self._limits = np.array([SPIKE.get(tensor, SPIKE_OF_GRADIENT) for tensor in tensors])
+        self._are = {name: np.array(tensors) == name for name in self._are}
 
     def _was_idle(self, update: int) -> bool:
         """Return whether an expert had no tokens in one of the last steps: the update after them is far larger."""
         tokens = self._slots[update]._replace(tensor=TOKENS)
-        if tokens not in self._slots:
-            return False
         steps = np.arange(self._steps - LEAST_HISTORY, self._steps) % HISTORY
-        return bool(np.isnan(self._bits[steps, self._slots.index(tokens)]).any())
+        return tokens in self._slots and bool(np.isnan(self._bits[steps, self._slots.index(tokens)]).any())
 
-    def _compare_precision(self, row: StepRow, layers: Iterable[str], changed: _Changed) -> None:
-        for layer in layers:
-            began = self._high_since.get(layer)
-            if layer not in row.high:
-                self._low_from.setdefault(layer, self._steps)
-                if began is None:
-                    continue
-                del self._high_since[layer]
-                lows = began.step - self._low_from[layer] - self._highs[layer]
-                if lows >= max(LEAST_HISTORY, SHARE * self._highs[layer]):
-                    changed["precision", began.iteration, row.iteration - 1].append(TensorSlot(layer, "activation"))
-                self._highs[layer] += self._steps - began.step
-            elif began is None and layer in self._low_from:
-                self._high_since[layer] = _Begin(row.iteration, self._steps)
-            elif began is not None and self._steps - began.step >= GAP:  # for good
-                del self._high_since[layer], self._low_from[layer], self._highs[layer]
+    def _compare_precision(self, row: StepRow, read: Iterable[TensorSlot], changed: _Changed) -> bool:
+        """Find the ends of gaps in low precision; return whether a layer is in one."""
+        is_in_gap = False
+        for layer in dict.fromkeys(slot.layer for slot in read if slot.tensor == "activation"):
+            low = self._low.get(layer)
+            if low is None:
+                if layer not in row.high:
+                    self._low[layer] = _LowPrecision(self._steps)
+            elif layer in row.high:
+                if low.gap is None:
+                    low.gap = row.iteration, self._steps
+                if self._steps - low.gap[1] >= GAP:  # for good
+                    del self._low[layer]
+                else:
+                    is_in_gap = True
+            elif low.gap is not None:
+                since, step = low.gap
+                low.gap = None
+                if step - low.since - low.highs >= max(LEAST_HISTORY, SHARE * low.highs):
+                    changed["precision", since, row.iteration - 1].append(TensorSlot(layer, "activation"))
+                low.highs += self._steps - step
+        return is_in_gap
 
-    def _compare_calls(self, row: StepRow, places: Mapping[TensorSlot, int], changed: _Changed) -> None:
+    def _compare_calls(self, row: StepRow, read: Mapping[TensorSlot, int], changed: _Changed) -> bool:
         """Find layers without a GEMM any more, and layers that only have no wgrad; experts without tokens have one.
-        Also find layers that are back; they are missed again after twice their longest absence.
+        Also find layers that are back; they are missed again after twice their longest absence. Return whether a layer
+        may be missing.
         """
-        for slot in [slot for slot in self._called_from if slot not in places]:
-            if slot not in self._uncalled_since:
-                if self._steps - self._called_from[slot] < LEAST_PRESENT:
-                    del self._called_from[slot]
+        may_be_missing = False
+        for slot, presence in self._presence.items():
+            if presence.since is None or slot in read:
+                continue
+            if presence.missing is None:
+                if self._steps - presence.since < LEAST_PRESENT:
+                    presence.since = None
                     continue
-                self._uncalled_since[slot] = row.iteration
-            since = self._uncalled_since[slot]
-            if row.iteration - since + 1 >= max(LEAST_ABSENT, 2 * self._longest.get(slot, 0)):
-                del self._called_from[slot], self._uncalled_since[slot]
-                forward = places.get(TensorSlot(slot.layer, "activation"))
-                if slot.tensor == "activation" or (forward is not None and row.magnitudes[forward] >= 0):
-                    self._absent[slot] = since
-                    changed[_ABSENCE_OF[slot.tensor], since, None].append(slot)
-        for slot in places:
+                presence.missing = row.iteration
+            if row.iteration - presence.missing + 1 < max(LEAST_ABSENT, 2 * presence.longest):
+                may_be_missing = True
+                continue
+            presence.since = None
+            forward = read.get(TensorSlot(slot.layer, "activation"))
+            if slot.tensor == "activation" or (forward is not None and row.magnitudes[forward] >= 0):
+                presence.is_reported = True
+                changed[_ABSENCE_OF[slot.tensor], presence.missing, None].append(slot)
+        for slot in read:
             if slot.tensor not in _ABSENCE_OF:
                 continue
-            self._called_from.setdefault(slot, self._steps)
-            self._uncalled_since.pop(slot, None)
-            if slot in self._absent:
-                since = self._absent.pop(slot)
-                self._longest[slot] = row.iteration - since
-                changed[_ABSENCE_OF[slot.tensor], since, row.iteration - 1].append(slot)
+            presence = self._presence[slot]
+            if presence.since is None:
+                presence.since = self._steps
+            if presence.is_reported and presence.missing is not None:
+                presence.longest = row.iteration - presence.missing
+                changed[_ABSENCE_OF[slot.tensor], presence.missing, row.iteration - 1].append(slot)
+            presence.missing = None
+            presence.is_reported = False
+        return may_be_missing

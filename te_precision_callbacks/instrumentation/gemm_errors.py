@@ -31,8 +31,8 @@ from te_precision_callbacks.base.numerics.layouts import LayoutError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, LogGemmErrorItem
-from te_precision_callbacks.dumps.contents import Dump, create_record
-from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Header, Plain
+from te_precision_callbacks.dumps.contents import Dump, add_operand, add_plain
+from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Header
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error import (
     Factor,
@@ -247,31 +247,37 @@ class SelectedGemms:
         debug_api.transformer_engine.observation.recorder.note(event.layer, f"{event.gemm} GEMM", record)
 
     def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
-        out = result_of(event)
         n, m, k = event.sizes
         call = call_of(event, None)
+        tensors: dict[str, torch.Tensor] = {}
+        a = DumpedOperand(event.a.tensor, event.a.columnwise)
+        b = DumpedOperand(event.b.tensor, event.b.columnwise)
         gemm = DumpedGemm(
             gemm=event.gemm,
             result=RESULT[event.gemm],
             n=n,
             m=m,
             k=k,
-            a=DumpedOperand(event.a.tensor, event.a.columnwise),
-            b=DumpedOperand(event.b.tensor, event.b.columnwise),
-            out=Plain((), ""),
+            a=add_operand(tensors, "a", a, event.a.data, self._rows_of(event, event.a, m)),
+            b=add_operand(tensors, "b", b, event.b.data, self._rows_of(event, event.b, n)),
+            out=add_plain(tensors, "out", result_of(event)),
             alpha=call.alpha,
             beta=call.beta,
             split_accumulator=call.split_accumulator,
+            before=None if before is None else add_plain(tensors, "before", before),
+            bias=None if call.bias is None else add_plain(tensors, "bias", call.bias),
             capability=call.capability,
         )
-        operands = {
-            "a": (event.a.data, self._rows_of(event, event.a, m)),
-            "b": (event.b.data, self._rows_of(event, event.b, n)),
-        }
         header = Header(
-            layer=event.layer, iteration=iteration, micro_batch=micro_batch, rank=own_rank(), recipe=event.recipe
+            layer=event.layer,
+            tensor=f"{event.gemm}_gemm",
+            iteration=iteration,
+            micro_batch=micro_batch,
+            rank=own_rank(),
+            recipe=event.recipe,
+            gemm=gemm,
         )
-        return create_record(header, gemm, operands, out=out, before=before, bias=call.bias)
+        return Dump(header, tensors)
 
     def _rows_of(self, event: GemmEvent, operand: GemmOperand, rows: int) -> torch.Tensor | None:
         """Return an operand in high precision, [rows, k], unless gathered after quantization."""

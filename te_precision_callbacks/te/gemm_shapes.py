@@ -160,46 +160,24 @@ def refusals(
     sizes: dict[Dimension, int] = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     if 0 in sizes.values():
         return []
-
-    def refusal(gemm: GemmName, dimension: Dimension, multiple: int, asked_by: str) -> Refusal:
-        return Refusal(gemm, dimension, sizes[dimension], multiple, asked_by)
-
-    possible: list[Refusal] = []
+    required: list[tuple[GemmName, Dimension, int, str]] = []
     for rule in rules(RECIPES[recipe].scaling, capability, result_bytes=result_bytes):
-        possible += [refusal(gemm, _DIMENSIONS[gemm][rule.size], rule.multiple, rule.asked_by) for gemm in gemms]
+        required += [(gemm, _DIMENSIONS[gemm][rule.size], rule.multiple, rule.asked_by) for gemm in gemms]
     if asserted:
-        possible += [refusal("fprop", dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
+        required += [("fprop", dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
     refused: dict[tuple[GemmName, Dimension], Refusal] = {}
-    for entry in possible:
-        before = refused.get((entry.gemm, entry.dimension), entry)
-        if entry.size % entry.multiple and before.multiple <= entry.multiple:
-            refused[entry.gemm, entry.dimension] = entry if before.multiple < entry.multiple else before
-    return sorted(refused.values(), key=lambda entry: GEMMS.index(entry.gemm))
+    for gemm, dimension, multiple, asked_by in required:
+        before = refused.get((gemm, dimension))
+        if sizes[dimension] % multiple and (before is None or before.multiple < multiple):
+            refused[gemm, dimension] = Refusal(gemm, dimension, sizes[dimension], multiple, asked_by)
+    return sorted(refused.values(), key=lambda refusal: GEMMS.index(refusal.gemm))
 
 
 _ASSERTED: Mapping[Dimension, int] = {"tokens": 8, "in_features": 16, "out_features": 8}
 
 _DIMENSIONS: Mapping[GemmName, Mapping[Size, Dimension]] = {
     # lda is k if A is transposed, else m; ldb is n if B is transposed, else k.
-    "fprop": {
-        "m": "out_features",
-        "n": "tokens",
-        "k": "in_features",
-        "lda": "in_features",
-        "ldb": "in_features",
-    },
-    "dgrad": {
-        "m": "in_features",
-        "n": "tokens",
-        "k": "out_features",
-        "lda": "in_features",
-        "ldb": "out_features",
-    },
-    "wgrad": {
-        "m": "in_features",
-        "n": "out_features",
-        "k": "tokens",
-        "lda": "in_features",
-        "ldb": "out_features",
-    },
+    "fprop": {"m": "out_features", "n": "tokens", "k": "in_features", "lda": "in_features", "ldb": "in_features"},
+    "dgrad": {"m": "in_features", "n": "tokens", "k": "out_features", "lda": "in_features", "ldb": "out_features"},
+    "wgrad": {"m": "in_features", "n": "out_features", "k": "tokens", "lda": "in_features", "ldb": "out_features"},
 }

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -22,7 +21,6 @@ from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked
 from tests.capability import stand_for
 from tests.conftest import feature
-from tests.features.plain import linear, plain
 from tests.full_disk import files_up_to
 from tests.training import wait_until
 
@@ -277,32 +275,3 @@ def test_a_script_that_stops_nothing_and_one_that_forks_have_all_files(tmp_path:
     results = map(dumps.load, files(tmp_path / "forked").values())
     by_process = sorted(dump.tensors["high_precision"][0, 0].item() for dump in results)
     assert by_process == [1.0, 3.0], "the parent's before and after the fork; a child writes into no log of its parent"
-
-
-# --- wrong options under plain nvidia-dlfw-inspect -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"frequ": 10}, r"'DumpTensors' has no key 'frequ' (given: 10). Did you mean 'freq'"),
-        ({"high_precision_tensor": False}, "would write nothing"),
-    ],
-)
-def test_wrong_options_are_told_once_and_training_goes_on(
-    tmp_path: Path, wrong: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {"enabled": True, "tensors": ["activation", "weight"], "high_precision_tensor": True, **wrong}
-    statistics = {"enabled": True, "tensors": ["activation"], "stats": ["max"]}
-    for _ in range(2):  # each run warns about it
-        caplog.clear()
-        with plain({"DumpTensors": options, "LogTensorStats": statistics}, tmp_path) as logged:
-            net = linear()
-            for number in range(3):
-                net(random(number).requires_grad_()).sum().backward()
-                debug_api.step()
-        assert logged.iterations("linear_activation_max") == [0, 1, 2], "other features act"
-        (message,) = messages(caplog, "DumpTensors", level=logging.ERROR)
-        assert words in message
-        assert message.endswith("Nothing is dumped with these options. Training continues.")
-        assert not files(tmp_path)
