@@ -208,7 +208,7 @@ def _explains(cause: Finding, finding: Finding, causes: Mapping[str, Sequence[st
     begun = -1 if cause.since is None or cause.last_good is None else cause.last_good
     return (
         cause.title != finding.title
-        and not {cause.rule, f"{cause.rule} of {cause.tensor}"}.isdisjoint(causes.get(finding.title, ()))
+        and not {cause.rule, cause.title, f"{cause.rule} of {cause.tensor}"}.isdisjoint(causes.get(finding.title, ()))
         and (cause.severity != "note" or finding.severity == "note")
         and begun + (finding.rule in causes.get(cause.title, ())) <= first_step(finding)
     )

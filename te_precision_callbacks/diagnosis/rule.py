@@ -204,7 +204,8 @@ class Rule:
         cost: the cost of the remedy; empty without one.
         check: creates a check for a run; of a known shape with the column and the thresholds.
         essential: whether an all-clear requires this rule.
-        consequence_of: ids of rules that can cause its findings, such as ``growth``; ``growth of weight``: of a tensor.
+        consequence_of: ids or titles of rules that can cause its findings, such as ``growth``; ``growth of weight``: of
+            a tensor.
         variants: of the first row of a rule, the others.
 
     Raises:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,11 @@ STEADY = 1.0
 GAP = 8
 """The most steps of a gap in low precision."""
 
+STAYS = 8
+"""The steps after its first one in which a spike of the forward stays, so that it is none of a single batch."""
+
+_FORWARD = ("activation", "input", "output")
+
 SHARE = 4
 """The least number of steps in low precision for each step in high precision in gaps."""
 
@@ -59,7 +64,8 @@ class Change:
         slots: the changed tensors or layers, in the order of execution of the step.
         since: the first step with the change.
         until: the last step with it; None if it goes on, or has not ended yet. Layers without a GEMM or gradient are
-            reported when they are missed, and again when they are back.
+            reported when they are missed, and again when they are back; a spike when it begins, and again if it has
+            stayed for :data:`STAYS` steps.
         before, now: the magnitude of the first tensor in the steps before, and in ``since``; 0 for other changes.
         of_all: whether nearly all weights have changed, and more than one.
     """
@@ -92,11 +98,12 @@ class Change:
             usual = f"and by at most {self.before:.2%} in each of the {LEAST_HISTORY} updates before"
             return f"the weight has changed by {self.now:.0%} of its norm, in a sample, {usual}{more}"
         more = f"; {many(others, 'more tensor')} in the same step" if others else ""
+        stays = "" if self.until is None else f", and has stayed so in the {STAYS} steps after it"
         if self.now in LARGEST_CODES:
             more += ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
         return (
             f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g}"
-            f" {before}{more}"
+            f" {before}{stays}{more}"
         )
 
 
@@ -160,6 +167,21 @@ class _Presence:
     longest: int = 0
 
 
+class _Spike(NamedTuple):
+    """A spike that begins in a tensor of the forward.
+
+    Attributes:
+        step: its first one, as counted here.
+        number: of its first tensor.
+        least: the logarithm of the magnitude with which this tensor is still in it.
+    """
+
+    change: Change
+    step: int
+    number: int
+    least: float
+
+
 _Changed = dict[tuple[Kind, int, int | None], list[TensorSlot]]
 """Kind, first and last step of changes -> what has changed."""
 
@@ -180,6 +202,7 @@ class Changes:
         # name of tensors -> whether a slot is one of them
         self._are: dict[str, npt.NDArray[np.bool_]] = dict.fromkeys(("weight", "wgrad", UPDATE), np.empty(0, bool))
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
+        self._spikes: list[_Spike] = []
         self._low: dict[str, _LowPrecision] = {}
         self._presence: dict[TensorSlot, _Presence] = defaultdict(_Presence)
         self._is_open = False  # whether a layer is in a gap, or a tensor missing
@@ -236,11 +259,20 @@ class Changes:
                     slots = tuple(self._slots[number] for number in numbers)
                     before = float(np.exp2(largest[first]))
                     of_all = most_rise and slots[0].tensor == UPDATE
-                    yield Change(kind, slots, row.iteration, None, before, float(row.magnitudes[first]), of_all)
+                    change = Change(kind, slots, row.iteration, None, before, float(row.magnitudes[first]), of_all)
+                    yield change
+                    if slots[0].tensor in _FORWARD:
+                        least = float(largest[first] + self._limits[first] / 2)
+                        self._spikes.append(_Spike(change, self._steps, first, least))
         fresh = are_updates & np.isfinite(now)
         self._bits[: LEAST_HISTORY - 1, fresh] = self._bits[1:LEAST_HISTORY, fresh]
         self._bits[LEAST_HISTORY - 1, fresh] = now[fresh]
         self._bits[self._steps % HISTORY, ~are_updates] = now[~are_updates]
+        if self._spikes and self._steps - self._spikes[0].step >= STAYS:
+            spike = self._spikes.pop(0)
+            steps = np.arange(spike.step, self._steps + 1) % HISTORY
+            if np.fmin.reduce(self._bits[steps, spike.number]) >= spike.least:
+                yield replace(spike.change, until=row.iteration)
 
     def _grow(self, count: int) -> None:
         more = np.full((HISTORY, count - self._bits.shape[1]), np.nan, np.float32)

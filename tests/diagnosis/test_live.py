@@ -160,34 +160,49 @@ def test_a_model_outside_of_autocast(tmp_path: Path) -> None:
     assert seen.startswith("no product runs in low precision; 2 Transformer Engine layers; reason: "), seen
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_low_precision_that_ends_in_the_middle(tmp_path: Path, explicit: bool) -> None:
-    """A region that turns it off is meant, as for the last steps of a training in NVFP4."""
+@pytest.mark.parametrize(
+    ("until", "explicit", "expected"),
+    [
+        (12, False, ("hole", "warning", 12)),
+        (12, True, ("no-low-precision", "note", 12)),
+        (8, True, ("no-low-precision", "warning", 8)),
+    ],
+)
+def test_low_precision_that_ends_in_the_middle(
+    tmp_path: Path, until: int, explicit: bool, expected: tuple[str, str, int]
+) -> None:
+    """A region that turns it off may be meant, as for the last steps of a training in NVFP4, but not for most of it."""
     net = te.Linear(32, 32)
 
     def around(step: int) -> AbstractContextManager[Any]:
-        return te.autocast(enabled=step < 12) if explicit or step < 12 else nullcontext()
+        return te.autocast(enabled=step < until) if explicit or step < until else nullcontext()
 
     verdict = trained(tmp_path, net, sgd(net), steps=20, around=around, logs=False)
     ends = [(item.rule, item.severity, item.since) for item in verdict if item.rule in ("hole", "no-low-precision")]
-    assert ends == ([("no-low-precision", "note", 12)] if explicit else [("hole", "warning", 12)])
+    assert ends == [expected]
 
 
 @pytest.mark.parametrize(
-    ("until", "severity", "seen"),
+    ("until", "explicit", "severity", "seen"),
     [
-        (0, "note", "2 of 4 similar layers run outside of te.autocast"),
-        (10, "warning", "ran in high precision after steps in low precision: runs outside of te.autocast"),
+        (0, False, "note", "2 of 4 similar layers run outside of te.autocast"),
+        (10, False, "warning", "ran in high precision after steps in low precision: runs outside of te.autocast"),
+        (
+            *(7, True, "warning"),
+            "ran in high precision after steps in low precision: runs inside te.autocast(enabled=False)",
+        ),
     ],
 )
-def test_the_second_half_outside_of_autocast(tmp_path: Path, until: int, severity: str, seen: str) -> None:
+def test_the_second_half_outside_of_autocast(
+    tmp_path: Path, until: int, explicit: bool, severity: str, seen: str
+) -> None:
     """From the beginning, and from a step on: without a majority of alike layers."""
     net = torch.nn.Sequential(*(te.Linear(32, 32) for _ in range(4)))
 
     def loss(step: int) -> torch.Tensor:
         with in_fp8(step):
             out = net[:2](torch.randn(16, 32))
-        with in_fp8(step) if step < until else nullcontext():
+        with te.autocast(enabled=step < until) if explicit or step < until else nullcontext():
             return net[2:](out).square().sum()
 
     verdict = trained(tmp_path, net, sgd(net, 1e-6), steps=16, loss=loss, around=outside, logs=False)

@@ -549,6 +549,14 @@ PLANTED = {
         {"layers": ("mlp.fc1", "head"), "tensor": "input", "since": 22, "severity": "note"},
         seen="the largest RMS of a token of the input",
     ),
+    "what a block gets is far larger from a step on": Planted(
+        {"at": changed("input", range(22, 99), lambda x: x * 1000)},
+        "growth",
+        {"layers": ("mlp.fc1", "head"), "tensor": "input", "last_good": 21, "since": 22, "severity": "warning"},
+        seen="the largest RMS of a token of the input .*, and has stayed so in the 8 steps after it",
+        remedy="Look for what changed in that step before mlp.fc1",
+        steps=32,
+    ),
     "delayed scaling clips a large number": Planted(
         {"at": changed("between", 22, column(2.0**12), 1), "batches": 2},
         "growth",

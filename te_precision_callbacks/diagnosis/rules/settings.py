@@ -13,7 +13,7 @@ from itertools import chain
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
-from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
+from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION, Severity
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import (
     COLLECT_EACH_STEP,
@@ -33,6 +33,8 @@ from te_precision_callbacks.sinks.step_records import Event
 
 _BLOCK = re.compile(r"(?P<series>.*?)(?<![^./])(?P<number>\d+)(?=[./])")
 """A name up to its first number that is a whole part of the path."""
+
+_LEFT = "ran in high precision after steps in low precision"
 
 _CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
 
@@ -58,7 +60,8 @@ class Hole(RuleCheck):
             elif len(low) >= LEAST_LOW:
                 ends = similar[0].name, similar[-1].name
                 holes = [(layer.reasons["fprop"], layer.name) for layer in high if layer.name not in ends]
-                in_regions = [layer.name for layer in similar[1:-1] if layer.is_explicit]
+                explicits = [layer.name for layer in similar[1:-1] if layer.is_explicit]
+                in_regions = [name for name in explicits if name not in self._low]
                 explicit += in_regions if len(in_regions) < len(low) else ()
                 example = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0])}"
                 for reason, names in group_by_key(holes).items() if len(holes) < len(low) else ():
@@ -74,8 +77,23 @@ class Hole(RuleCheck):
         self._low = self._low | {layer.name for layer in ran if "fprop" in layer.low}
         reasons = group_by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in layers)
         for (reason, since), names in reasons.items():
-            seen = f"ran in high precision after steps in low precision: {_describe_reason(*reason)}"
+            seen = f"{_LEFT}: {_describe_reason(*reason)}"
             yield Sighting(seen, tuple(names), since=since, key=f"left {reason[0]} {since}")
+
+    def step(self, numbers: StepNumbers) -> Sightings:
+        return self._left_by_region(numbers.iteration)
+
+    def event(self, event: Event) -> Sightings:
+        return self._left_by_region(event.iteration) if event.kind == "segment_ended" else ()
+
+    def _left_by_region(self, iteration: int) -> Sightings:
+        """Find layers that te.autocast(enabled=False) keeps in high precision since a step, unlike others."""
+        ran = self.run.layers_that_ran if self.run.has_low else ()
+        left = [layer for layer in ran if layer.is_explicit and layer.name in self._low]
+        for since, layers in group_by_key((layer.since, layer) for layer in left).items():
+            if iteration - since >= GAP:
+                seen = f"{_LEFT}: {_describe_reason(*layers[0].reasons['fprop'])}"
+                yield Sighting(seen, tuple(layer.name for layer in layers), since=since, key=f"by a region {since}")
 
 
 def _blocks_in_high_precision(facts: Facts) -> Sightings:
@@ -129,16 +147,27 @@ class NoLowPrecision(RuleCheck):
 
     def step(self, numbers: StepNumbers) -> Sightings:
         self._steps += bool(self.run.layers_that_ran)
-        return self._find() if self._steps >= LEAST_STEPS else ()
+        if self._steps >= LEAST_STEPS:
+            yield from self._find()
+        yield from self._has_left(numbers.iteration)
 
     def event(self, event: Event) -> Sightings:
         if event.kind == "segment_ended" and self.run.has_run:
             yield from self._find()
-            layers = self.run.te_layers_that_ran
-            ends_in_high = self._has_low and layers and not self.run.has_low
-            if ends_in_high and all(layer.is_explicit for layer in layers):  # else the rule hole names the layers
+            yield from self._has_left(event.iteration, has_ended=True)
+
+    def _has_left(self, iteration: int, *, has_ended: bool = False) -> Sightings:
+        """Find a model that left low precision by te.autocast(enabled=False); the rule hole names single layers.
+
+        A warning needs as many steps since then as before: the last part of a run may be in high precision on purpose.
+        """
+        layers = self.run.te_layers_that_ran
+        if self._has_low and layers and not self.run.has_low and all(layer.is_explicit for layer in layers):
+            since = max(layer.since for layer in layers)
+            severity: Severity = "warning" if iteration >= 2 * since else "note"
+            if has_ended or severity == "warning":
                 seen = "the last steps ran in high precision, earlier steps in low precision"
-                yield Sighting(seen, since=max(layer.since for layer in layers), severity="note")
+                yield Sighting(seen, since=since, severity=severity)
 
     def _find(self) -> Sightings:
         if self._has_low or not self.applies:
@@ -356,7 +385,7 @@ RULES = (
             layers (names that differ only in numbers; at least {LEAST_LOW}) run in low precision. Or a single block has
             no Transformer Engine layers, but at least two thirds of the weights of the similar blocks. If as many of
             the similar layers run outside of te.autocast as in low precision, or if te.autocast(enabled=False) keeps a
-            few of them in high precision, the finding is a note
+            few of them in high precision from the start, the finding is a note
         """,
         silent="""
             layers that a section of the config or the recipe keeps in high precision; the first and the last of the
@@ -401,7 +430,8 @@ RULES = (
         condition=f"""
             no product runs in low precision in the first {LEAST_STEPS} collection steps or by the end. A warning if the
             trainer's settings, or a te.autocast(enabled=True) without layers in it, show that low precision is
-            expected; else a note
+            expected; else a note. Or all layers have left low precision by te.autocast(enabled=False): a note, and a
+            warning after as many steps in high precision as before
         """,
         silent="""
             models without Transformer Engine layers, unless the trainer was asked to convert them; runs in which layers

@@ -32,7 +32,8 @@ from te_precision_callbacks.diagnosis.rules.lost_elements import (
     underflow_threshold,
 )
 from te_precision_callbacks.diagnosis.rules.settings import remedy_of_small_gradients
-from te_precision_callbacks.flight.changes import HISTORY, LARGEST_CODES, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT
+from te_precision_callbacks.diagnosis.rules.training import OF_LAST_STEPS
+from te_precision_callbacks.flight.changes import HISTORY, LARGEST_CODES, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT, STAYS
 from te_precision_callbacks.layers.folding import form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any
@@ -339,9 +340,16 @@ def _spike(check: Reported, event: Event) -> Sightings:
     _, tensor = slots[0]
     layers = tuple(layer for layer, spiked in slots if spiked == tensor)
     spike = Sighting(event.text, layers, tensor, since=event.iteration)
+    if event.data["until"] is not None:
+        return [spike._replace(severity="warning", remedy=_OF_FORWARD.format(layers[0]))]
     is_inf = event.data["now"] in LARGEST_CODES
     return [spike._replace(severity="warning", remedy=_OF_INF) if is_inf else spike]
 
+
+_OF_FORWARD = """
+    Look for what changed in that step before {}: a factor or an input in the forward, a restored state, weights that
+    were overwritten, or an update that was too large. Resume from an earlier checkpoint
+"""
 
 _OF_INF = """
     Look for the inf in the batch of that step, and in what runs before the layer (in the backward: the loss, and
@@ -565,20 +573,22 @@ RULES = (
     ),
     Rule(
         id="growth",
-        title="a tensor's largest magnitude is far above its last ones",
+        title=OF_LAST_STEPS,
         subject="tensor",
         needs=NEEDS_EACH_STEP,
         collect=COLLECT_EACH_STEP,
         condition=f"""
             the largest magnitude of an activation is 2^{SPIKE["activation"]:g} times that of the {LEAST_HISTORY} to
-            {HISTORY} steps before, or 2^{SPIKE_OF_GRADIENT:g} times for tensors of the backward
+            {HISTORY} steps before, or 2^{SPIKE_OF_GRADIENT:g} times for tensors of the backward. A note. A warning if
+            an activation stays 2^{SPIKE["activation"] / 2:g} times above them in the {STAYS} steps after it
         """,
         silent="what grows over several steps; steps with inf or nan, and weights, which have rules of their own",
-        severity="note",  # a warning where it shows an inf
+        severity="note",  # a warning where it shows an inf, or stays
         source="SPAM, arXiv 2501.06842 (gradients of 5,000 times); the factors are this project's",
         why="one batch can undo what was learned, and with delayed scaling its largest elements are clipped",
         disproof="the loss of the next steps goes on as before",
         remedy="Look at the batch of that step; clip the gradient norm if such steps come again",
         check=partial(Changed, kinds=("spike",), find=_spike),
+        consequence_of=("weight-jump", "learning-rate", "kept-gradient", "growth of weight"),
     ),
 )

@@ -562,6 +562,9 @@ STEADY = 1.0
 
 _BACK = "A note once all such layers have one again. A layer is missed again after twice its longest gap"
 
+OF_LAST_STEPS = "a tensor's largest magnitude is far above its last ones"
+"""The title of a row of the rule growth."""
+
 RULES = (
     Rule(
         id="nonfinite",
@@ -655,7 +658,7 @@ RULES = (
         """,
         check=DivergingLoss,
         essential=True,
-        consequence_of=("weight-jump", "learning-rate", "kept-gradient", "growth of weight"),
+        consequence_of=("weight-jump", "learning-rate", "kept-gradient", "growth of weight", OF_LAST_STEPS),
     ),
     Rule(
         id="gradient-norm",
