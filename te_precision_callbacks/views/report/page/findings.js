@@ -44,7 +44,7 @@ function verdictPart(report) {
 
 function findingCard(report, finding, number) {
   const { since, until, last_good: lastGood, checkpoint } = finding, unnamed = finding.layers_total - finding.places.length;
-  const steps = since === null ? "" : `steps ${stepText(report, since)} to ${stepText(report, until)}${finding.where && ` ${finding.where}`}`
+  const steps = since === null ? "" : `${since === until ? "step" : `steps ${stepText(report, since)} to`} ${stepText(report, until)}${finding.where && ` ${finding.where}`}`
     + (lastGood === null ? "; no earlier step is known to be good" : `; last step without the problem: ${stepText(report, lastGood)}; `
       + (checkpoint === null ? "no checkpoint from before the problem is known"
         : `last earlier checkpoint: before step ${stepText(report, checkpoint)}`));
