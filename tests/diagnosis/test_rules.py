@@ -1187,6 +1187,20 @@ def test_a_cause_may_be_seen_a_collection_step_later() -> None:
     assert order(caused("stale-scale", 8, 6), caused("growth", 12, 10)) == [("stale-scale", ""), ("growth", "")]
 
 
+def test_the_gradient_of_an_earlier_step_that_all_ranks_share_later() -> None:
+    """A hook on another rank has broken a gradient, after whose step the weights are nan."""
+    diagnosis = Diagnosis()
+    places = {"iteration": 26, "since": 0, "weights": 4, "before": ["0", "input"]}
+    text = "weight of 0: the weights of 4 layers have inf or nan as step 26 begins"
+    diagnosis.event(Event("first_nonfinite", text, 26, layer="0", tensor="weight", data=places))
+    assert [(finding.layers, finding.since) for finding in diagnosis.verdict] == [((), 26)]
+    broken = {"what": "nonfinite_gradient", "names": ["2.weight"], "since": 25, "number": 6.25}
+    diagnosis.event(Event("parameters", "1 problem", 32, data={"checked": [], "problems": [broken]}))
+    diagnosis.event(Event("last_nonfinite", "The last step with inf or nan is 59.", 59))
+    (finding,) = diagnosis.verdict
+    assert (finding.layers, finding.tensor, finding.since, finding.until) == (("2",), "gradient", 25, 59)
+
+
 def test_a_note_explains_no_warning_and_the_worst_group_comes_first() -> None:
     assert order(caused("growth", 1, severity="note"), caused("stale-scale", 4, 3), caused("hole", 9, 8, "error")) == [
         ("hole", ""),

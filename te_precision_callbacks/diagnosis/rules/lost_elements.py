@@ -105,8 +105,12 @@ class Nonfinite(RuleCheck):
                 self.note_data(event.data["iteration"] - 1)  # which was watched, and finite
             yield self._begin(_origin(event), in_backward)
         first = self._first
-        if first is None:
-            yield from map(self._begin, map(_nonfinite_parameters, broken[:1]))
+        if earlier := [row for row in broken if first is None or row["since"] < (first.since or 0)]:
+            if first is not None:  # all ranks share problems of parameters some steps later
+                yield first._replace(withdraws=True)
+            yield self._begin(_nonfinite_parameters(earlier[0]))
+        elif first is None:
+            return
         elif event.kind == "last_nonfinite" and not (in_backward and is_scaled(self.run)):
             yield first
         elif event.kind == "finite_again" and not self._lasts:
