@@ -117,7 +117,11 @@ class StepNumbers:
 
     def are(self, tensor: str) -> Mask:
         """[rows]: whether each is the tensor."""
-        return self.derive(("are", tensor), lambda: self.tensors == tensor)
+        key = "are", tensor
+        if key not in self._derived:
+            self._derived[key] = self.tensors == tensor
+        mask: Mask = self._derived[key]
+        return mask
 
     def names_of(self, rows: Mask) -> list[str]:
         """The layers of some rows."""
@@ -131,7 +135,11 @@ class StepNumbers:
         """The rows with a value of a statistic of tensors, or of their quantized data; those with ``min`` and ``max``
         have ``cur_amax``.
         """
-        return self.derive(("column", statistic), lambda: self._column(statistic))
+        key = "column", statistic
+        if key not in self._derived:
+            self._derived[key] = self._column(statistic)
+        column: Column = self._derived[key]
+        return column
 
     def _column(self, statistic: str) -> Column:
         entries = [*filter(self._is_own, self._entries.get(statistic, ()))]
@@ -157,12 +165,12 @@ class StepNumbers:
 
     def are_known(self, statistic: str, tensor: str = "") -> Mask:
         """[rows]: whether each has a value of a statistic, and is the tensor."""
-
-        def are_known() -> Mask:
+        key = "known", statistic, tensor
+        if key not in self._derived:
             known = np.isin(np.arange(len(self)), self.column(statistic).rows)
-            return known & self.are(tensor) if tensor else known
-
-        return self.derive(("known", statistic, tensor), are_known)
+            self._derived[key] = known & self.are(tensor) if tensor else known
+        mask: Mask = self._derived[key]
+        return mask
 
     def values(self, statistic: str) -> Floats:
         """[rows]: the values of a statistic, by its name without a recipe as in docs/statistics.md, or by the name of a

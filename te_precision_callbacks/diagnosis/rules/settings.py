@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 
@@ -43,8 +43,11 @@ class Hole(RuleCheck):
     """A layer in high precision among similar layers in low precision, or after steps in low precision."""
 
     _low: Set[str] = frozenset()
+    _left: Mapping[int, Sequence[LayerFacts]] = {}  # by te.autocast(enabled=False), since a step
 
     def facts(self, facts: Facts) -> Sightings:
+        left = [layer for layer in facts.layers_that_ran if layer.name in self._low and layer.is_explicit]
+        self._left = group_by_key((layer.since, layer) for layer in left if facts.has_low)
         yield from self._left_low_precision(facts)
         yield from _blocks_in_high_precision(facts)
         explicit: list[str] = []
@@ -87,10 +90,7 @@ class Hole(RuleCheck):
         return self._left_by_region(event.iteration) if event.kind == "segment_ended" else ()
 
     def _left_by_region(self, iteration: int) -> Sightings:
-        """Find layers that te.autocast(enabled=False) keeps in high precision since a step, unlike others."""
-        ran = self.run.layers_that_ran if self.run.has_low else ()
-        left = [layer for layer in ran if layer.is_explicit and layer.name in self._low]
-        for since, layers in group_by_key((layer.since, layer) for layer in left).items():
+        for since, layers in self._left.items():
             if iteration - since >= GAP:
                 seen = f"{_LEFT}: {_describe_reason(*layers[0].reasons['fprop'])}"
                 yield Sighting(seen, tuple(layer.name for layer in layers), since=since, key=f"by a region {since}")
