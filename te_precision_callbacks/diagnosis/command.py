@@ -16,6 +16,11 @@ worst. ``--json`` prints one JSON object.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -23,14 +28,13 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.suggestions import suggestion
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, Verdict
 from te_precision_callbacks.layers.folding import fold_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.diagnosis.known import KnownLine
     from te_precision_callbacks.diagnosis.rule import Rule
     from te_precision_callbacks.runs.recorded import RecordedRun
 
@@ -69,12 +73,11 @@ def diagnose_command(
 
     Of a folder with several runs, print the verdict on each run of the last launch.
     """
-    from te_precision_callbacks.diagnosis.known import read_known
     from te_precision_callbacks.runs.reading import chosen_run, list_runs, open_run, runs_of_last_launch
 
     if all_runs and run is not None:
         raise OptionError("--all and --run exclude each other: --all checks every run of the folder.")
-    lines = None if known is None else read_known(known)
+    lines = [] if known is None else read_known(known)
     names = () if run is not None else list_runs(path) if all_runs else runs_of_last_launch(path)
     if len(names) > 1:
         checked = [_check(open_run(path, run=name), known, lines) for name in names]
@@ -122,18 +125,15 @@ def _order_of_verdicts(checked: _Checked) -> tuple[bool, bool, int]:
     return not verdict.wrong, verdict.healthy, (*SEVERITIES, "").index(verdict.severity)
 
 
-def _check(recorded: RecordedRun, known: Path | None, lines: list[KnownLine] | None) -> _Checked:
-    from te_precision_callbacks.diagnosis.known import leave_out
+def _check(recorded: RecordedRun, known: Path | None, lines: Sequence[KnownLine]) -> _Checked:
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.summary import outcome_notes
 
-    verdict = diagnose(recorded)
     notes = [note for note in recorded.notes if note not in recorded.unread]
-    if lines is not None:
-        verdict, left_out, unused = leave_out(lines, verdict)
-        if left_out:
-            notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
-        notes += [f"{known}:{line.number}: {line.text!r} matches no finding." for line in unused]
+    verdict, left_out, unused = leave_out(lines, diagnose(recorded))
+    if left_out:
+        notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
+    notes += [f"{known}:{line.number}: {line.text!r} matches no finding." for line in unused]
     return _Checked(recorded, verdict, outcome_notes(recorded), notes)
 
 
@@ -237,8 +237,6 @@ def _show(checked: _Checked) -> None:
 
 
 def _show_finding(finding: Finding) -> None:
-    from te_precision_callbacks.diagnosis.known import known_line
-
     terminal.show_text(
         f"{finding.severity}: {f'{finding.subject}: ' if finding.layers else ''}{finding.seen_in_words}",
         hanging=_INDENT,
@@ -266,3 +264,93 @@ def _show_finding(finding: Finding) -> None:
     if finding.patch:
         terminal.show_text("config:", indent=_INDENT)
         terminal.show_as_it_is(finding.patch, indent=2 * _INDENT)
+
+
+class KnownFindingsError(PrecisionDebugError, ValueError):
+    """A file of known findings cannot be read."""
+
+
+class KnownLine(NamedTuple):
+    """A line of the file; ``patterns``: names of layers, or patterns of them."""
+
+    number: int
+    text: str
+    rule: str
+    patterns: tuple[str, ...]
+
+    def covers(self, name: str) -> bool:
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+def leave_out(known_lines: Sequence[KnownLine], verdict: Verdict) -> tuple[Verdict, int, list[KnownLine]]:
+    """Return a verdict without known findings, their count, and the unused lines."""
+    findings = []
+    used: set[KnownLine] = set()
+    for finding in verdict:
+        names = finding.layers or ("",)
+        lines = [line for line in known_lines if line.rule == finding.rule and any(map(line.covers, names))]
+        if all(any(line.covers(name) for line in lines) for name in names):
+            used.update(lines)
+        else:
+            findings.append(finding)
+    unused = [line for line in known_lines if line not in used]
+    return replace(verdict, findings=tuple(findings)), len(verdict) - len(findings), unused
+
+
+def known_line(finding: Finding) -> str:
+    return " ".join(filter(None, (finding.rule, ", ".join(fold_names(finding.layers, most_ranges=None)))))
+
+
+def read_known(path: Path) -> list[KnownLine]:
+    """Read a file of known findings; raises KnownFindingsError if a line names no rule.
+
+    # the router's gradients are small on purpose
+    sibling model.layers.*.router
+    sibling h.{0-2,5}.fc1, head
+    bf16-state
+    """
+    from te_precision_callbacks.diagnosis.rules import RULE_OF_ID
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise KnownFindingsError(
+            f"--known {path} cannot be read: {why}. Give a UTF-8 text file with one known finding per line."
+        ) from None
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split(maxsplit=1)
+        if not words:
+            continue
+        rule = words[0]
+        if rule not in RULE_OF_ID:
+            raise KnownFindingsError(f"{path}:{number}: there is no rule {rule!r}.{suggestion(rule, RULE_OF_ID)}")
+        layers = words[1].strip() if len(words) > 1 else "*"
+        if _SHORTENED.search(layers):
+            raise KnownFindingsError(
+                f"{path}:{number}: {layers!r} is an incomplete list of layers. Copy the line that"
+                " diagnose prints with the finding, or write a pattern such as 'h.*.fc2'."
+            )
+        texts = [text.strip() for text in _COMMA.split(layers) if text.strip()]
+        patterns = (layers, *chain.from_iterable(map(_expand_ranges, texts)))
+        lines.append(KnownLine(number, " ".join(words), rule, patterns))
+    return lines
+
+
+_SHORTENED = re.compile(r"\b\d+ more(?:\}|,|$| layer)")
+
+_COMMA = re.compile(r",\s*(?![^{}]*\})")
+_BRACES = re.compile(r"\{(\s*\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*\s*)\}")
+
+
+def _expand_ranges(text: str) -> list[str]:
+    braces = _BRACES.search(text)
+    if braces is None:
+        return [text]
+    texts = []
+    for numbers in braces[1].split(","):
+        first, _, last = numbers.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            texts += _expand_ranges(f"{text[: braces.start()]}{number}{text[braces.end() :]}")
+    return texts

@@ -53,7 +53,7 @@ class Diagnosis:
 
     def __init__(self, rows: Iterable[Rule] = ROWS) -> None:
         self._checks = [(row, row.check()) for row in rows]
-        self._overriding = {name: self._checks_with(name) for name in ("facts", "step", "scalars", "event")}
+        self._having = {name: self._checks_with(name) for name in ("facts", "step", "scalars", "event")}
         self._order = {row.title: order for order, (row, _) in enumerate(self._checks)}
         self._records: dict[_Key, _FindingRecord] = {}
         self._checked_elsewhere: set[str] = set()
@@ -149,7 +149,7 @@ class Diagnosis:
     @property
     def _not_observed(self) -> str:
         """The layers that are not observed, with the reasons, and weights without the values before quantization."""
-        layers = self._facts.layers.values()
+        layers = list(self._facts)
         reasons = [layer.refused.partition(":")[0] for layer in layers if layer.refused]
         quantized = sum(layer.is_quantized_only for layer in layers)
         parts = []
@@ -167,7 +167,7 @@ class Diagnosis:
             return "no training step has run"
         if why := self._lost or check.why_not:
             return why
-        layers = self._facts.layers.values()
+        layers = list(self._facts)
         if NO_CONFIG in row.collect and not self._facts.te_layers_that_ran:
             if refused := self._facts.unobserved:
                 return f"no layer was observed: {refused}"
@@ -195,13 +195,12 @@ class Diagnosis:
         return replace(finding, remedy=remedy, checkpoint=max(existing, default=finding.checkpoint))
 
     def _checks_with(self, name: str) -> list[tuple[Rule, RuleCheck]]:
-        inherited = getattr(RuleCheck, name)
-        return [(row, check) for row, check in self._checks if getattr(type(check), name) is not inherited]
+        return [(row, check) for row, check in self._checks if hasattr(check, name)]
 
     def _check(self, name: str, iteration: int, *arguments: Any, rank: int | None = None) -> list[Finding]:
-        """Call a method of all checks that override it."""
+        """Call a method of all checks that have it."""
         returned: dict[_Key, Finding] = {}
-        for row, check in self._overriding[name]:
+        for row, check in self._having[name]:
             if check.failed:
                 continue
             try:

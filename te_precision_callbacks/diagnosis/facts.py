@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,9 +65,13 @@ class LayerFacts:
     is_quantized_only: bool = False
 
     @property
+    def reason(self) -> tuple[str, str]:
+        """Why its forward product is in high precision: the name of the reason, and details; empty if it is not."""
+        return self.reasons.get("fprop", ("", ""))
+
+    @property
     def is_explicit(self) -> bool:
-        reason, exactly = self.reasons.get("fprop", ("", ""))
-        return reason == "NO_AUTOCAST" and "enabled=False" in exactly
+        return self.reason[0] == "NO_AUTOCAST" and "enabled=False" in self.reason[1]
 
     @property
     def has_run(self) -> bool:
@@ -130,7 +134,7 @@ UNKNOWN = Settings(are_known=False)
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of an iteration.
+    """The facts of an iteration; iterates over the layers.
 
     Attributes:
         layers: name -> layer; in the order of the model.
@@ -172,11 +176,12 @@ class Facts:
             layer.is_of_te = row["family"] in ("te", "te_ops")
             if row["family"] == "te_ops":  # counted by coverage, and without statistics
                 layer.refused = layer.refused or "an operation of te.ops"
+            runs = row["runs"] in ("seen", "planned")
             if row["runs"] == "never":
                 layer.never[gemm] = row["not_run"] or ""
-            elif row["runs"] in ("seen", "planned") and row["reason"]:
+            elif runs and row["reason"]:
                 layer.reasons[gemm] = row["reason"], row["reason_ref"] or ""
-            elif row["runs"] in ("seen", "planned") and row["macs"]:
+            elif runs and row["macs"]:
                 layer.low.add(gemm)
         for row in operands:
             if row["format"] and row["layer"] in facts.layers:
@@ -206,6 +211,9 @@ class Facts:
                     operands.append({"layer": product.layer, "tensor": tensor, "format": text})
         return cls.from_rows((), gemms, operands, settings=Settings(ignored=ignored))
 
+    def __iter__(self) -> Iterator[LayerFacts]:
+        return iter(self.layers.values())
+
     def order_key(self, name: str, tensor: str) -> tuple[int, int]:
         """A key that orders the tensors of a step by execution: the forward's first, then the backward's.
 
@@ -227,17 +235,17 @@ class Facts:
     @property
     def micro_batches(self) -> int:
         """The maximum number of calls of a product in a step."""
-        return max([1, *(layer.calls for layer in self.layers.values() if layer.is_of_te)])
+        return max([1, *(layer.calls for layer in self if layer.is_of_te)])
 
     @property
     def has_run(self) -> bool:
         """True after a forward of a layer, or a step of an optimizer."""
         stepped = self.settings.loss_is_scaled or self.settings.adds_eps is not None
-        return any(stepped or layer.has_run or layer.forward is not None for layer in self.layers.values())
+        return any(stepped or layer.has_run or layer.forward is not None for layer in self)
 
     @functools.cached_property
     def layers_that_ran(self) -> Sequence[LayerFacts]:
-        return [layer for layer in self.layers.values() if layer.has_run]
+        return [layer for layer in self if layer.has_run]
 
     @property
     def te_layers_that_ran(self) -> Sequence[LayerFacts]:
@@ -250,16 +258,16 @@ class Facts:
     @property
     def unobserved(self) -> str:
         """Why the first layer that is not observed is not; empty without one."""
-        return next((layer.refused for layer in self.layers.values() if layer.refused and not layer.has_run), "")
+        return next((layer.refused for layer in self if layer.refused and not layer.has_run), "")
 
     @property
     def has_delayed_scaling(self) -> bool:
-        return any(layer.recipe == "fp8_delayed_scaling" for layer in self.layers.values())
+        return any(layer.recipe == "fp8_delayed_scaling" for layer in self)
 
     @property
     def heads(self) -> list[LayerFacts]:
         """The layers that may be the model's head: the last of Transformer Engine, and the last of torch."""
-        layers = [layer for layer in self.layers.values() if layer.shape and layer.calls]
+        layers = [layer for layer in self if layer.shape and layer.calls]
         observed = [layer for layer in layers if layer.forward is not None]
         torch_layers = [layer for layer in layers if layer.forward is None and not layer.is_of_te]
         return sorted(observed, key=lambda layer: -(layer.forward or 0))[:1] + torch_layers[-1:]

@@ -19,7 +19,7 @@ from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.facts import OF_SPANS, UNKNOWN, Facts, Row, Settings
 from te_precision_callbacks.diagnosis.finding import SEVERITIES, Finding, Verdict
 from te_precision_callbacks.diagnosis.numbers import Splitter
-from te_precision_callbacks.diagnosis.rule import Rule, RuleCheck
+from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import ROWS
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.runs.summary import failed_starts
@@ -28,7 +28,7 @@ from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.series import Series, family_of
 
-_ON_NUMBERS = [row for row in ROWS if type(row.check()).step is not RuleCheck.step]
+_ON_NUMBERS = [row for row in ROWS if hasattr(row.check(), "step")]
 """The rules on statistics. All others check facts and trainer metrics, which are the same on all ranks."""
 
 _LOG_DECIMALS = 4
@@ -126,15 +126,15 @@ def _logged(run: RecordedRun) -> Iterator[_Call]:
         yield _Call(iteration, order, "event", (event, rank))
     for step, text in failed_starts(run):
         yield _Call(math.inf, EVENTS, "event", (Event("earlier_start", text, step),))
-    last = run.segments[-1] if run.segments else None
-    if last is not None and (last.without_end or last.lost or last.status == "stopped without an end"):
+    for last in run.segments[-1:]:
         recorded = (run.steps["iteration"], run.scalars["iteration"])
         step = max((column[-1].as_py() for column in recorded if len(column)), default=0)
         text = f"{last.who_stopped} stopped after step {step} without recording an end"
         if last.lost:
             text = f"the records end after step {step}, since they could not be written: {last.lost}"
-        stopped = Event("stopped", text, step, data={"is_lost": bool(last.lost)})
-        yield _Call(math.inf, EVENTS, "event", (stopped,))
+        if last.without_end or last.lost or last.status == "stopped without an end":
+            stopped = Event("stopped", text, step, data={"is_lost": bool(last.lost)})
+            yield _Call(math.inf, EVENTS, "event", (stopped,))
 
 
 def _steps(run: RecordedRun, chosen: Ints, rank_of_series: Ints, rank: int | None) -> Iterator[_Call]:

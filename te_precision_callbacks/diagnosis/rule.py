@@ -10,14 +10,14 @@ A row of the table of rules has a shape with its data and thresholds:
 
 Three more are beside their rows: :class:`~te_precision_callbacks.diagnosis.rules.training.Logged`, a number that the
 trainer logs, :class:`~te_precision_callbacks.diagnosis.rules.parameters.ParameterRule`, a problem of parameters, and
-:class:`~te_precision_callbacks.diagnosis.rules.scales.ScaleCheck`, a scale compared with its amax.
+:class:`~te_precision_callbacks.diagnosis.rules.quantized.ScaleCheck`, a scale compared with its amax.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Mask, holds_any
 
 _LAST_STEPS = 64
-"""The last steps with data, among which the last good one of a new finding is; ``needed`` is at most as large."""
+"""The last steps with data, one of which is the last good one of a new finding; ``needed`` is at most as large."""
 
 Subject = Literal["tensor", "layer", "group of similar layers", "model", "config"]
 
@@ -72,8 +72,13 @@ class Streak(NamedTuple):
 
 @dataclass(kw_only=True)
 class RuleCheck:
-    """Checks one rule in one run, step by step. A subclass overrides :meth:`facts`, :meth:`step`, :meth:`scalars` or
-    :meth:`event`.
+    """Checks one rule in one run, step by step. A subclass has one or more of these methods, which return sightings:
+
+    - ``facts(facts: Facts)``: checks the facts of the run;
+    - ``step(numbers: StepNumbers)``: checks the statistics of a step, within ``np.errstate(all="ignore")``;
+    - ``scalars(iteration: int, values: Mapping[str, float])``: checks metrics of the trainer in an iteration; they may
+      come later than ``step``;
+    - ``event(event: Event)``: checks an event of the run, such as a broken contract or the exception that ended it.
 
     Attributes:
         needed: the minimum number of steps with data, and of steps in a row with a problem.
@@ -108,21 +113,6 @@ class RuleCheck:
         if self.steps and not self.checked:
             return f"not enough {self.kind_of_step}s ({len(self.steps)} of {self.needed})"
         return self.lacks
-
-    def facts(self, facts: Facts) -> Sightings:
-        return ()
-
-    def step(self, numbers: StepNumbers) -> Sightings:
-        """Check the statistics of a step, within ``np.errstate(all="ignore")``."""
-        return ()
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> Sightings:
-        """Check metrics of the trainer in an iteration; they may come later than :meth:`step`."""
-        return ()
-
-    def event(self, event: Event) -> Sightings:
-        """Check an event of the run, such as a broken contract or the exception that ended the run."""
-        return ()
 
     def in_a_row(
         self,
@@ -342,7 +332,7 @@ class Reported(RuleCheck):
 
     Attributes:
         kinds: the kinds of events, and of changes.
-        find: yields the sightings of an event, or says in ``lacks`` why something could not be checked.
+        find: yields the sightings of an event, and sets ``lacks`` where something could not be checked.
         is_of_all: whether the rule applies to all runs instead, and is checked in those with a step.
         events: these events so far.
     """

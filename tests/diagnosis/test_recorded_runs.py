@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
-from te_precision_callbacks.diagnosis.known import KnownFindingsError, known_line, leave_out, read_known
+from te_precision_callbacks.diagnosis.command import KnownFindingsError, known_line, leave_out, read_known
 from te_precision_callbacks.runs import RunError
 from te_precision_callbacks.session import InspectSession
 from tests.compare.recorded import append

@@ -8,15 +8,14 @@ from dataclasses import replace
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.diagnosis.rule import Rule
 from te_precision_callbacks.diagnosis.rules import (
-    lost_elements,
     parameters,
-    scales,
+    quantized,
     settings,
     tensors,
     training,
 )
 
-_MODULES = (lost_elements, scales, parameters, tensors, training, settings)
+_MODULES = (quantized, parameters, tensors, training, settings)
 
 ROWS: Sequence[Rule] = [row for module in _MODULES for row in module.RULES]
 """All rules and their variants. Of two findings of one severity in one step, that of the earlier row comes first."""

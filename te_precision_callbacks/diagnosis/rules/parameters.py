@@ -8,12 +8,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from te_precision_callbacks.base.counts import many
-from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.diagnosis.facts import Facts, Row
 from te_precision_callbacks.diagnosis.finding import Severity
 from te_precision_callbacks.diagnosis.rule import AboveLimit, Rule, RuleCheck, Sighting, Sightings
 from te_precision_callbacks.diagnosis.rules.settings import remedy_of_small_gradients
@@ -534,14 +533,16 @@ class ParameterRule(RuleCheck):
         self._unmatched = event.data.get("unmatched", ())
         for row in event.data.get("problems", ()):
             if row["what"] in _KINDS[self.rule]:
-                yield from self._sightings(row["what"], row["names"], row["since"], row["number"])
+                yield from self._sightings(row)
 
-    def _sightings(self, what: ParameterProblem, names: Sequence[str], since: int, number: float) -> Sightings:
+    def _sightings(self, row: Row) -> Sightings:
+        what = row["what"]
+        names = row["names"]
         kind = _KINDS[self.rule][what]
         more = f" and {many(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
         all_names = fold_for_sentence(*names, most=_MOST_NAMES)
-        seen = kind.seen.format(names=f"{names[0]}{more}", all_names=all_names, number=number, since=since)
-        sighting = Sighting(seen, layers_of(names), "", "", since, kind.severity, key=what, remedy=kind.remedy)
+        seen = kind.seen.format(**{**row, "names": f"{names[0]}{more}", "all_names": all_names})
+        sighting = Sighting(seen, layers_of(names), "", "", row["since"], kind.severity, key=what, remedy=kind.remedy)
         if what != "arrived":
             yield sighting
         if what in ENDS_BY_A_GRADIENT:
@@ -558,7 +559,7 @@ def layers_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _has_16_bit_weights(facts: Facts) -> bool | None:
-    dtypes = [layer.weight_dtype for layer in facts.layers.values() if layer.weight_dtype]
+    dtypes = [layer.weight_dtype for layer in facts if layer.weight_dtype]
     return any("float16" in dtype for dtype in dtypes) if dtypes else None
 
 
@@ -586,8 +587,7 @@ RULES = (
             set_is_first_microbatch() of each model chunk. Collection steps on the debug path refresh the cache, so the
             run differs without the debugger
         """,
-        check=partial(
-            AboveLimit,
+        check=lambda: AboveLimit(
             statistic=STALE,
             limit=3.0,
             needed=2,
@@ -613,8 +613,7 @@ RULES = (
             rounding
         """,
         cost="four more bytes per weight",
-        check=partial(
-            AboveLimit,
+        check=lambda: AboveLimit(
             statistic=UNCHANGED_SHARE,
             limit=90.0,
             needed=2,
@@ -642,8 +641,7 @@ RULES = (
             Look for a loss that is scaled down or averaged twice, and for gradients clipped to a tiny norm; otherwise
             lower eps to 1 % of the gradients or less
         """,
-        check=partial(
-            AboveLimit,
+        check=lambda: AboveLimit(
             statistic=BELOW_EPS,
             limit=90.0,
             needed=2,
@@ -679,7 +677,7 @@ RULES = (
             Look for detach() or no_grad() after the layer, a keyword tensor in te.checkpoint (pass it by position, or
             set use_reentrant=False), or a module that forward() no longer calls
         """,
-        check=partial(ParameterRule, rule="missing-gradient"),
+        check=lambda: ParameterRule(rule="missing-gradient"),
         essential=True,
     ),
     Rule(
@@ -710,7 +708,7 @@ RULES = (
             Check whether the optimizer updates a copy of the weight, for example because the model was converted or
             moved after creating the optimizer. Look for code that restores old weights
         """,
-        check=partial(ParameterRule, rule="frozen-weight"),
+        check=lambda: ParameterRule(rule="frozen-weight"),
         essential=True,
         consequence_of=("missing-gradient", "dead-gradient", "frozen-layer"),
     ),
@@ -733,7 +731,7 @@ RULES = (
             End the training where the schedule ends, or make the schedule as long as the training: check its number of
             steps, and whether the scheduler steps more than once per optimizer step
         """,
-        check=partial(ParameterRule, rule="learning-rate"),
+        check=lambda: ParameterRule(rule="learning-rate"),
     ),
     Rule(
         id="kept-gradient",
@@ -756,7 +754,7 @@ RULES = (
             Call optimizer.zero_grad() after each optimizer step. With several micro-batches, step the optimizer only
             after the last one
         """,
-        check=partial(ParameterRule, rule="kept-gradient"),
+        check=lambda: ParameterRule(rule="kept-gradient"),
     ),
     Rule(
         id="replicas-differ",
@@ -782,7 +780,7 @@ RULES = (
             tensor-parallel group, for routers over the expert-parallel group. A distributed optimizer must gather all
             updated weights. Then load a checkpoint on all ranks
         """,
-        check=partial(ParameterRule, rule="replicas-differ", on_several_ranks=True),
+        check=lambda: ParameterRule(rule="replicas-differ", on_several_ranks=True),
         essential=True,
         consequence_of=("no-reduction",),
     ),
@@ -804,6 +802,6 @@ RULES = (
             If each rank trains the whole model on its own data, wrap the model in DistributedDataParallel or FSDP, or
             call accelerator.prepare(). If ranks compute parts of one batch, all-reduce the sum of their gradients
         """,
-        check=partial(ParameterRule, rule="no-reduction", on_several_ranks=True),
+        check=lambda: ParameterRule(rule="no-reduction", on_several_ranks=True),
     ),
 )

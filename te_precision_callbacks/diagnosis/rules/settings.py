@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import partial
 from itertools import chain
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -36,7 +35,7 @@ _BLOCK = re.compile(r"(?P<series>.*?)(?<![^./])(?P<number>\d+)(?=[./])")
 
 _LEFT = "ran in high precision after steps in low precision"
 
-_CHOSEN = frozenset({Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
+_NO_HOLES = frozenset({"", Reason.SECTION.name, Reason.BACKWARD_OVERRIDE.name, Reason.RECIPE_EXCEPTION.name})
 
 
 class Hole(RuleCheck):
@@ -56,13 +55,13 @@ class Hole(RuleCheck):
             similar = sorted(unordered, key=lambda layer: numbers_of(layer.name))
             low = [layer.name for layer in similar if "fprop" in layer.low]
             high = [layer for layer in similar if _is_hole(layer) and layer.name not in self._low]
-            outside = [layer.name for layer in high if layer.is_of_te and layer.reasons["fprop"][0] == "NO_AUTOCAST"]
+            outside = [layer.name for layer in high if layer.is_of_te and layer.reason[0] == "NO_AUTOCAST"]
             if low and len(outside) >= max(len(low), LEAST_OUTSIDE):
                 count = f"{len(similar) - len(low)} of {len(similar)} similar layers run outside of te.autocast"
                 yield Sighting(count, tuple(outside), severity="note", key=form)
             elif len(low) >= LEAST_LOW:
                 ends = similar[0].name, similar[-1].name
-                holes = [(layer.reasons["fprop"], layer.name) for layer in high if layer.name not in ends]
+                holes = [(layer.reason, layer.name) for layer in high if layer.name not in ends]
                 explicits = [layer.name for layer in similar[1:-1] if layer.is_explicit]
                 in_regions = [name for name in explicits if name not in self._low]
                 explicit += in_regions if len(in_regions) < len(low) else ()
@@ -78,7 +77,7 @@ class Hole(RuleCheck):
         ran = facts.layers_that_ran
         layers = [layer for layer in ran if layer.name in self._low and _is_hole(layer)]
         self._low = self._low | {layer.name for layer in ran if "fprop" in layer.low}
-        reasons = group_by_key(((layer.reasons["fprop"], layer.since), layer.name) for layer in layers)
+        reasons = group_by_key(((layer.reason, layer.since), layer.name) for layer in layers)
         for (reason, since), names in reasons.items():
             seen = f"{_LEFT}: {_describe_reason(*reason)}"
             yield Sighting(seen, tuple(names), since=since, key=f"left {reason[0]} {since}")
@@ -92,7 +91,7 @@ class Hole(RuleCheck):
     def _left_by_region(self, iteration: int) -> Sightings:
         for since, layers in self._left.items():
             if iteration - since >= GAP:
-                seen = f"{_LEFT}: {_describe_reason(*layers[0].reasons['fprop'])}"
+                seen = f"{_LEFT}: {_describe_reason(*layers[0].reason)}"
                 yield Sighting(seen, tuple(layer.name for layer in layers), since=since, key=f"by a region {since}")
 
 
@@ -114,7 +113,7 @@ def _blocks_in_high_precision(facts: Facts) -> Sightings:
         if len(without) == 1 and len(low) >= LEAST_LOW:
             (block,) = without
             if sorted(map(_size, low))[len(low) // 2] <= OF_A_BLOCK * _size(block):
-                reason = _describe_reason(*block[0].reasons.get("fprop", ("", "")))
+                reason = _describe_reason(*block[0].reason)
                 count = f"{len(low)} similar blocks have such layers"
                 seen = f"no layer of the block runs in low precision: {reason}; {count}"
                 yield Sighting(seen, tuple(layer.name for layer in block), key=f"block {series}")
@@ -132,7 +131,7 @@ def _describe_reason(reason: str, exactly: str) -> str:
 
 
 def _is_hole(layer: LayerFacts) -> bool:
-    return "fprop" in layer.reasons and layer.reasons["fprop"][0] not in _CHOSEN and not layer.is_explicit
+    return layer.reason[0] not in _NO_HOLES and not layer.is_explicit
 
 
 class NoLowPrecision(RuleCheck):
@@ -207,7 +206,7 @@ def _recomputed(facts: Facts) -> Sightings:
 
 
 def _of_mxfp8(facts: Facts) -> list[LayerFacts]:
-    return [layer for layer in facts.layers.values() if "mxfp8" in layer.recipe]
+    return [layer for layer in facts if "mxfp8" in layer.recipe]
 
 
 def _mxfp8_gradients_in_e5m2(facts: Facts) -> Sightings:
@@ -277,7 +276,7 @@ def is_scaled(facts: Facts) -> bool:
 
 
 def _has_float16(facts: Facts) -> bool:
-    layers = facts.layers.values()
+    layers = list(facts)
     return (
         any("float16" in layer.weight_dtype.replace("bfloat16", "") for layer in layers)
         or any(text.startswith("FP16") for layer in layers for text in layer.formats.values())
@@ -419,7 +418,7 @@ RULES = (
             Look in these steps for a call of the model outside of te.autocast, or with enabled=False, such as a retry
             after a failure or an evaluation that trains
         """,
-        check=partial(Changed, kinds=("precision",)),
+        check=lambda: Changed(kinds=("precision",)),
     ),
     Rule(
         id="no-low-precision",
@@ -456,7 +455,7 @@ RULES = (
         why="dgrad and wgrad run in high precision, and do not update the scales of delayed scaling",
         disproof="the backward runs in high precision on purpose",
         remedy=_remedy(Reason.RECOMPUTED),
-        check=partial(FactHolds, find=_recomputed, applies_to=lambda facts: facts.has_run or None),
+        check=lambda: FactHolds(find=_recomputed, applies_to=lambda facts: facts.has_run or None),
     ),
     Rule(
         id="mxfp8-hybrid",
@@ -471,7 +470,7 @@ RULES = (
         disproof="a run with Format.E4M3 has the same loss",
         remedy="Use MXFP8BlockScaling(fp8_format=Format.E4M3), the default of the recipe",
         recipes=("mxfp8",),
-        check=partial(FactHolds, find=_mxfp8_gradients_in_e5m2, applies_to=lambda facts: bool(_of_mxfp8(facts))),
+        check=lambda: FactHolds(find=_mxfp8_gradients_in_e5m2, applies_to=lambda facts: bool(_of_mxfp8(facts))),
     ),
     Rule(
         id="nvfp4-tail",
@@ -488,8 +487,7 @@ RULES = (
         remedy="Keep the last layers in BF16 or MXFP8: DisableFP8Layer, or a region of te.autocast",
         cost="these layers run at the speed of BF16",
         recipes=("nvfp4",),
-        check=partial(
-            FactHolds,
+        check=lambda: FactHolds(
             find=_nvfp4_tail,
             applies_to=lambda facts: any(layer.recipe == "nvfp4" for layer in facts.layers_that_ran),
         ),
@@ -512,7 +510,7 @@ RULES = (
         disproof="the same run with float32 state has the same loss",
         remedy="Keep optimizer state, main_grad and reductions in float32",
         cost="memory: two more bytes per element",
-        check=partial(FactHolds, find=_states_in_bfloat16, applies_to=lambda facts: bool(facts.states) or None),
+        check=lambda: FactHolds(find=_states_in_bfloat16, applies_to=lambda facts: bool(facts.states) or None),
     ),
     Rule(
         id="grad-scaler",
@@ -537,7 +535,7 @@ RULES = (
         remedy="""
             Remove the scaler, or create it with GradScaler(enabled=False); in Lightning use precision='bf16-mixed'
         """,
-        check=partial(FactHolds, find=_scaler_without_float16, applies_to=_are_known),
+        check=lambda: FactHolds(find=_scaler_without_float16, applies_to=_are_known),
     ),
     Rule(
         id="stale-scale",
@@ -565,7 +563,7 @@ RULES = (
         """,
         cost="one small all-reduce in each forward and backward",
         recipes=("fp8_delayed_scaling",),
-        check=partial(FactHolds, find=_unreduced_amaxes, applies_to=_reduces_amaxes),
+        check=lambda: FactHolds(find=_unreduced_amaxes, applies_to=_reduces_amaxes),
     ),
     Rule(
         id="ignored-argument",
@@ -585,7 +583,7 @@ RULES = (
         why="the run does not train as the script specifies",
         disproof="a run without the argument has different losses in its first steps",
         remedy="Apply the fix in the finding, or remove the argument",
-        check=partial(FactHolds, find=_ignored_arguments, applies_to=_are_known),
+        check=lambda: FactHolds(find=_ignored_arguments, applies_to=_are_known),
     ),
     Rule(
         id="margin",
@@ -605,8 +603,7 @@ RULES = (
         disproof="underflows% and overflows% are as with margin=0",
         remedy="Remove margin= from the recipe",
         recipes=("fp8_delayed_scaling",),
-        check=partial(
-            FactHolds,
+        check=lambda: FactHolds(
             find=_unusual_margins,
             applies_to=lambda facts: _are_known(facts) and bool(facts.settings.margins),
         ),
@@ -631,8 +628,8 @@ RULES = (
         why="the training is incomplete, and a numerical problem may be the cause",
         disproof="the exception ended the run on purpose",
         remedy="Read the traceback in the output of the script",
-        check=partial(
-            Reported, kinds=("segment_ended", "stopped", "earlier_start"), find=_failure_of_run, is_of_all=True
+        check=lambda: Reported(
+            kinds=("segment_ended", "stopped", "earlier_start"), find=_failure_of_run, is_of_all=True
         ),
         essential=True,
         consequence_of=("nonfinite", "contract"),
@@ -650,7 +647,7 @@ RULES = (
         why="the run does not have the precision that you required",
         disproof="the contract is meant for another model or recipe",
         remedy="Fix what the message names for each product, or change the contract",
-        check=partial(Reported, kinds=("contract_checked",), find=_broken_contract),
+        check=lambda: Reported(kinds=("contract_checked",), find=_broken_contract),
         essential=True,
     ),
     Rule(
@@ -665,8 +662,7 @@ RULES = (
         why="dropout is off, statistics of batch norm are fixed, and a session does not observe the layers",
         disproof="the model trains in evaluation mode on purpose",
         remedy="Call model.train() before the training, and again after each evaluation",
-        check=partial(
-            Reported,
+        check=lambda: Reported(
             kinds=("evaluation_mode",),
             find=lambda check, event: [Sighting(event.text, since=event.iteration)],
         ),
@@ -684,7 +680,7 @@ RULES = (
         why="data that were not observed cannot be checked",
         disproof="you do not need the affected statistics",
         remedy="Read the failure in the log; report it if it is a bug in te-precision-callbacks",
-        check=partial(Reported, kinds=("observation_failed", "records_limited"), find=_failure),
+        check=lambda: Reported(kinds=("observation_failed", "records_limited"), find=_failure),
         essential=True,
     ),
 )

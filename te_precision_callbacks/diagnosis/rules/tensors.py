@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
-from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
+from te_precision_callbacks.diagnosis.facts import Facts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import (
     COLLECT_EACH_STEP,
@@ -23,7 +22,7 @@ from te_precision_callbacks.diagnosis.rule import (
     Sighting,
     Sightings,
 )
-from te_precision_callbacks.diagnosis.rules.lost_elements import (
+from te_precision_callbacks.diagnosis.rules.quantized import (
     LOST_NORM,
     OVERFLOW,
     can_overflow,
@@ -85,37 +84,24 @@ class Sibling(RuleCheck):
             lambda row: f"{shares[row]:.3g} % of the elements {what}, {ordinary_share[row]:.2g} % in similar layers",
         )
 
-    def _find_zeros(self, numbers: StepNumbers) -> Sightings:
-        """Find weights of 0 in layers with similar layers that have other weights; weights may be initialized to 0."""
-        values = numbers.finite("cur_amax")
-        is_zero = (values == 0) & numbers.are("weight")
-        if not numbers.iteration or not holds_any(is_zero):
-            return
-        lone: list[int] = []
-        for rows in self._similar_layers(numbers, "cur_amax"):
-            zeros = rows[is_zero[rows]].tolist()
-            if len(zeros) <= np.isfinite(values[rows]).sum() / 2:
-                lone += zeros
-        if lone:
-            layers = tuple(numbers.names[row] for row in lone)
-            seen = "all elements are 0, and not in similar layers"
-            yield Sighting(seen, layers, "weight", numbers.column("cur_amax").label(lone[0]), numbers.iteration)
-
     def _check(self, numbers: StepNumbers, statistic: str) -> Sightings:
-        if statistic == "cur_amax":
-            yield from self._find_zeros(numbers)
+        values = numbers.finite(statistic)
         bits = numbers.bits(statistic)
+        lone_zeros: list[int] = []
         if statistic == "scale_inv_max":  # it is proportional to amax; other rules compare both
             bits[numbers.are_known("std") | numbers.are_known("cur_amax")] = np.nan
         jumps = np.zeros(len(numbers))
         has_many_siblings = np.zeros(len(numbers), bool)
         far_from = np.where(numbers.are("weight"), OF_WEIGHTS.get(statistic, FAR), FAR)
         for rows in self._similar_layers(numbers, statistic):
+            tensor = str(numbers.tensors[rows[0]])
+            if statistic == "cur_amax" and tensor == "weight" and numbers.iteration:  # weights may begin at 0
+                zeros = rows[values[rows] == 0].tolist()
+                lone_zeros += zeros if len(zeros) <= np.isfinite(values[rows]).sum() / 2 else []
             measured = rows[np.isfinite(bits[rows])]
             if len(measured) < LEAST_ALIKE:
                 continue
             self.note_data(numbers.iteration)
-            tensor = str(numbers.tensors[measured[0]])
             least = min(NEAR, far_from[measured[0]])
             if np.ptp(bits[measured]) < least:
                 continue
@@ -128,14 +114,19 @@ class Sibling(RuleCheck):
                 continue
             compare = deviations if len(measured) > FEW else few_deviations
             jumps[measured] = compare(bits[measured], flows=tensor in _FLOWS, least=least)
-            if tensor in _GRADIENTS and _is_one_in_a_block(numbers, measured):
+            blocks = [numbers_of(numbers.names[row])[:1] for row in measured.tolist()]
+            if tensor in _GRADIENTS and len(set(blocks)) == len(blocks):
                 far_from[measured] = OF_GRADIENTS
+        if lone_zeros:
+            layers = tuple(numbers.names[row] for row in lone_zeros)
+            seen = "all elements are 0, and not in similar layers"
+            label = numbers.column(statistic).label(lone_zeros[0])
+            yield Sighting(seen, layers, "weight", label, numbers.iteration)
         far = np.abs(jumps) >= far_from
         some = np.abs(jumps) >= NEAR
         lossy = some & has_many_siblings
         lossy = lossy & _lose_elements(numbers) if holds_any(lossy) else lossy
         shows_only_amax = numbers.are("activation") & (statistic == "cur_amax")
-        values = numbers.values(statistic)
 
         def describe(row: int) -> str:
             name = statistic.removeprefix("cur_")
@@ -165,11 +156,6 @@ def _group_similar(numbers: StepNumbers, rows: Ints) -> list[Ints]:
         groups.setdefault((tensor, facts.kind_of(name), facts.layer(name).format_of(tensor)), []).append(row)
 
     return [np.array(numbers.in_order(group)) for group in groups.values() if len(group) >= LEAST_ALIKE]
-
-
-def _is_one_in_a_block(numbers: StepNumbers, rows: Ints) -> bool:
-    blocks = [numbers_of(numbers.names[row])[:1] for row in rows.tolist()]
-    return len(set(blocks)) == len(blocks)
 
 
 def _lose_elements(numbers: StepNumbers) -> Mask:
@@ -378,12 +364,13 @@ class Growth(RuleCheck):
         is_far = holds
         hurts = holds
         if holds_any(holds):
-            is_far = grown >= numbers.by_row(_far_growth)
+            far_growth = [FAR_GROWN.get(tensor, FAR_GROWN_ELSE) for tensor in numbers.tensors.tolist()]
+            is_far = grown >= np.array(far_growth)
             overflows = (numbers.values("overflows%") >= OVERFLOW) & numbers.by_row(can_overflow)
             underflows = numbers.values("underflows%") >= numbers.by_row(underflow_threshold) / 2
             # Gradients that begin near 0 in all blocks, as with LayerScale and LoRA, are healthy.
             gradients = numbers.are_known("cur_amax", "gradient")
-            forms = numbers.by_row(_form)
+            forms = np.array(list(map(form_of, numbers.names)))
             underflows &= is_far | ~_grow_together(forms, grown >= GROWTH / 2, gradients)
             hurts = holds & (overflows | underflows)
             is_far &= (has_jumped > 0) | ~_grow_together(np.zeros(len(forms)), holds, gradients)
@@ -399,14 +386,6 @@ class Growth(RuleCheck):
             hurt = numbers.names_of(hurts & numbers.are(sighting.tensor))
             helps = sighting.severity == "warning" and sighting.layers[0] in hurt and sighting.tensor != "weight"
             yield sighting._replace(patch=keep_first(sighting.layers, numbers) if helps else "")
-
-
-def _far_growth(layer: LayerFacts, tensor: str) -> float:
-    return FAR_GROWN.get(tensor, FAR_GROWN_ELSE)
-
-
-def _form(layer: LayerFacts, tensor: str) -> str:
-    return form_of(layer.name)
 
 
 def _grow_together(groups: npt.NDArray[Any], grows: Mask, counts: Mask) -> Mask:
@@ -478,7 +457,7 @@ RULES = (
             Check how this layer, or the first of these layers, differs from similar layers: initialization, scaling
             factors, masks. Compare with a BF16 run: te-precision compare BF16_RUN THIS_RUN
         """,
-        check=partial(Sibling, needed=FAR_STEPS),
+        check=lambda: Sibling(needed=FAR_STEPS),
     ),
     Rule(
         id="dead-gradient",
@@ -526,8 +505,7 @@ RULES = (
         remedy="""
             Compare with a BF16 run. If it has fewer zeros, keep the output projections in BF16, or with NVFP4 in MXFP8
         """,
-        check=partial(
-            AboveLimit,
+        check=lambda: AboveLimit(
             statistic="zeros%",
             tensor="wgrad",
             limit=7.0,
@@ -568,7 +546,7 @@ RULES = (
             avoids the loss in quantization
         """,
         cost="the layer runs at the speed of BF16",
-        check=partial(Growth, needed=1 + GROWTH_STEPS),
+        check=lambda: Growth(needed=1 + GROWTH_STEPS),
         consequence_of=("diverging-loss",),
     ),
     Rule(
@@ -588,7 +566,7 @@ RULES = (
         why="one batch can undo what was learned, and with delayed scaling its largest elements are clipped",
         disproof="the loss of the next steps goes on as before",
         remedy="Look at the batch of that step; clip the gradient norm if such steps come again",
-        check=partial(Changed, kinds=("spike",), find=_spike),
+        check=lambda: Changed(kinds=("spike",), find=_spike),
         consequence_of=("weight-jump", "learning-rate", "kept-gradient", "growth of weight"),
     ),
 )

@@ -9,7 +9,6 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -78,8 +77,7 @@ class Logged(RuleCheck):
     """A condition on the history of a number that the trainer logs.
 
     Attributes:
-        number: chooses name and value of the number among the metrics. Returns None without it, and may say in
-            ``lacks`` why.
+        number: chooses name and value of the number among the metrics. Returns None without it, and may set ``lacks``.
         find: yields the sightings.
         values: the metrics of an iteration.
         counts: how often each metric was logged so far.
@@ -245,7 +243,7 @@ def _far_clipped(check: Logged) -> Sightings:
 
 
 def _micro_batches(facts: Facts) -> int:
-    return min((layer.calls for layer in facts.layers.values() if layer.calls), default=0)
+    return min((layer.calls for layer in facts if layer.calls), default=0)
 
 
 def _first_loss(check: Logged) -> tuple[str, float] | None:
@@ -588,10 +586,9 @@ RULES = (
             Resume from an earlier checkpoint and pass debug='activation_overflow' to the callback or session. It stops
             at the module and batch with the first inf or nan
         """,
-        check=partial(
-            Logged,
+        check=lambda: Logged(
             number=_training_loss,
-            find=partial(_nonfinite, what="the loss", step="logged step"),
+            find=lambda check: _nonfinite(check, "the loss", "logged step"),
         ),
         essential=True,
         consequence_of=("nonfinite",),
@@ -615,8 +612,7 @@ RULES = (
             Resume from an earlier checkpoint with debug='activation_overflow', which stops at the module and batch with
             the first inf or nan
         """,
-        check=partial(
-            Logged,
+        check=lambda: Logged(
             number=lambda check: None if check.run.settings.loss_is_scaled else _gradient_norm(check),
             find=_nonfinite_norm,
             kind_of_step="logged gradient norm",
@@ -679,8 +675,8 @@ RULES = (
             Clip the gradient norm, or lower the learning rate. Check the batch of that step, and skip it if it is
             damaged
         """,
-        check=partial(
-            Logged, needed=LEAST_NORMS, number=_positive_norm, find=_jump, kind_of_step="logged gradient norm"
+        check=lambda: Logged(
+            needed=LEAST_NORMS, number=_positive_norm, find=_jump, kind_of_step="logged gradient norm"
         ),
         consequence_of=("weight-jump", "diverging-loss"),
     ),
@@ -708,8 +704,7 @@ RULES = (
             forward, or activations and LayerNorm
         """,
         cost="higher precision runs at the speed of BF16",
-        check=partial(
-            Logged,
+        check=lambda: Logged(
             needed=WINDOW,
             number=lambda check: _positive_norm(check) if math.isfinite(check.loss) else None,
             find=_creeps_up,
@@ -737,8 +732,7 @@ RULES = (
             GradScaler, call scaler.unscale_(optimizer) before clipping. If the loss is right, raise the limit to the
             usual norm
         """,
-        check=partial(
-            Logged,
+        check=lambda: Logged(
             needed=CLIPPED_STEPS,
             number=_clipped,
             find=_far_clipped,
@@ -762,7 +756,7 @@ RULES = (
         why="the gradients, and all thresholds on them, are as many times too large as a step has micro-batches",
         disproof="only the logged value is a sum",
         remedy=_DIVIDE,
-        check=partial(Logged, number=_first_loss, find=_is_sum, applies=False),
+        check=lambda: Logged(number=_first_loss, find=_is_sum, applies=False),
     ),
     Rule(
         id="weight-jump",
@@ -815,7 +809,7 @@ RULES = (
         why="its weights do not change any more, and the model without it is another model",
         disproof="the script leaves the layer out on purpose from that step on",
         remedy="Look for what chooses the layers of a step: a schedule, the data, routing, early exits, eval()",
-        check=partial(Changed, kinds=("uncalled",), find=find_absences),
+        check=lambda: Changed(kinds=("uncalled",), find=find_absences),
         consequence_of=("evaluation-mode",),
     ),
     Rule(
@@ -842,6 +836,6 @@ RULES = (
             gradients may be 0 until its amax leaves the history: use a shorter amax_history_len, or current scaling
         """,
         consequence_of=("growth", "stale-scale", "uncalled-layer", "evaluation-mode"),
-        check=partial(Changed, kinds=("frozen",), find=find_absences),
+        check=lambda: Changed(kinds=("frozen",), find=find_absences),
     ),
 )
