@@ -137,9 +137,9 @@ def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
     modules = {}
     for layer, texts in texts_of.items():
         if "weight" in texts:
-            distinct = {name: dict.fromkeys(filter(None, parts)) for name, parts in texts.items()}
-            said = "; ".join(distinct.pop("said"))
-            modules[layer] = ModuleFormats(**{name: " -> ".join(parts) for name, parts in distinct.items()}, said=said)
+            said = "; ".join(dict.fromkeys(filter(None, texts.pop("said"))))
+            formats = {tensor: " -> ".join(dict.fromkeys(filter(None, parts))) for tensor, parts in texts.items()}
+            modules[layer] = ModuleFormats(**formats, said=said)
     return PrecisionMap(source, modules)
 
 

@@ -18,7 +18,7 @@ import functools
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -73,6 +73,10 @@ KEPT = ModuleFormats(HIGH, HIGH)
 """The module's own dtype, in a file for inference, which has no gradients."""
 
 
+Match = Callable[[str, Module], bool]
+"""Whether an entry matches a module."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """An entry of a precision file.
@@ -87,7 +91,7 @@ class Rule:
 
     place: str
     pattern: str
-    matches: Callable[[str, Module], bool]
+    matches: Match
     formats: ModuleFormats = KEPT
     enabled: bool = True
     overrides: tuple[bool, bool] = (True, True)
@@ -115,7 +119,7 @@ class RuleFile:
 
 def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
     """Return the map of a precision file on the modules of a model, with findings about its rules."""
-    names = [module.name for module in modules]
+    defaults = {module.name: file.default(module) for module in modules}
     deciding: dict[str, Rule] = {}
     problems: list[tuple[tuple[FindingKind, str, str], tuple[Rule, list[str]]]] = []
     for rule in file.rules:
@@ -123,14 +127,22 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
             matched = [module for module in modules if rule.matches(rule.pattern, module)]
         except (re.error, MapError) as error:
             raise MapError(f"{rule} cannot be matched by the rules of {file.tool}: {error}.") from None
-        problem = _problem(file, rule, matched, deciding, names)
+        problem = _problem(rule, matched, deciding, defaults)
         if problem is not None:
             kind, reason, affected = problem
             problems.append(((kind, form_of(rule.pattern), reason), (rule, affected)))
         if rule.enabled:
             for module in matched:
                 deciding.setdefault(module.name, rule)
-    formats = {module.name: _formats(path, file, module, deciding.get(module.name)) for module in modules}
+    formats = {}
+    for module in modules:
+        chosen = defaults[module.name]
+        decides = deciding.get(module.name)
+        if decides is not None and decides.acts(chosen):
+            chosen = decides.formats._replace(said=f"{decides} ({file.tool})")
+        own = {HIGH: module.high or HIGH}
+        weight, activation, gradient = (own.get(text, text) for text in chosen[:3])
+        formats[module.name] = ModuleFormats(weight, activation, gradient, f"{path}: {chosen.said}")
     findings = []
     for (kind, _, reason), alike in group_by_key(problems).items():
         places = join_names(rule.place for rule, _ in alike)
@@ -143,20 +155,20 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
 
 
 def _problem(
-    file: RuleFile, rule: Rule, matched: Sequence[Module], deciding: Mapping[str, Rule], names: Iterable[str]
+    rule: Rule, matched: Sequence[Module], deciding: Mapping[str, Rule], defaults: Mapping[str, ModuleFormats]
 ) -> tuple[FindingKind, str, list[str]] | None:
     """Return the kind of a rule's finding, its text, and the affected modules."""
-    free = {module.name: module for module in matched if module.name not in deciding}
+    free = [module.name for module in matched if module.name not in deciding]
     if not rule.enabled:
         reason = "takes no module, because it is not enabled (enabled: true is missing)"
-        return "disabled", reason, list(free)
+        return "disabled", reason, free
     if not matched:
-        return "unmatched", f"takes no module.{nearest_names(rule.pattern, names)}", []
+        return "unmatched", f"takes no module.{nearest_names(rule.pattern, defaults)}", []
     if not free:
         earlier = join_names(str(deciding[module.name]) for module in matched)
         reason = f"takes no module, because an earlier entry ({earlier}) takes all it matches"
         return "shadowed", reason, [module.name for module in matched]
-    idle = [name for name, module in free.items() if not rule.acts(file.default(module))]
+    idle = [name for name in free if not rule.acts(defaults[name])]
     if idle:
         keys = "override_quantized_autocast, override_nonquantized_autocast"
         return "no_effect", f"has no effect in the recipe around these modules ({keys})", idle
@@ -171,15 +183,6 @@ def _is_part_of_a_word(pattern: str, name: str) -> bool:
     return bool(paths) and not any(f".{pattern}." in f".{path}." for path in paths)
 
 
-def _formats(path: str, file: RuleFile, module: Module, rule: Rule | None) -> ModuleFormats:
-    formats = file.default(module)
-    if rule is not None and rule.acts(formats):
-        formats = rule.formats._replace(said=f"{rule} ({file.tool})")
-    own = {HIGH: module.high or HIGH}
-    weight, activation, gradient = (own.get(text, text) for text in formats[:3])
-    return ModuleFormats(weight, activation, gradient, f"{path}: {formats.said}")
-
-
 def fused_name(name: str) -> str:
     """Return the name of the engine's layer that has a module as a part; else the module's own name."""
     parent, dot, last = name.rpartition(".")
@@ -189,9 +192,6 @@ def fused_name(name: str) -> str:
 # ---------------------------------------------------------------------- files
 
 Engine = Literal["vllm", "sglang"]
-
-Match = Callable[[str, Module], bool]
-"""Whether an entry matches a module."""
 
 _Rules = tuple[list[Rule], ModuleFormats]
 """The rules of a file; the formats of other linear layers."""

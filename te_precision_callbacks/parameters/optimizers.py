@@ -7,7 +7,6 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -52,7 +51,6 @@ class Held(NamedTuple):
     start: int | None = None
 
 
-@dataclass(eq=False)
 class SteppedParameters:
     """The parameters that an optimizer steps, in lists: every step reads them, and a loop in Python takes ten times as
     long as a function of C over a list.
@@ -71,19 +69,47 @@ class SteppedParameters:
         versions: the version of each parameter after the last step; empty before it.
     """
 
-    ids: Sequence[Sequence[int]]
-    held: Sequence[Held]
-    groups: Sequence[Mapping[str, Any]]
-    parameters: Sequence[Parameter]
-    tensors: Sequence[torch.Tensor]
-    in_order: Sequence[Parameter]
-    are_plain: bool
-    are_matched: bool
-    decays: bool
-    adds_eps: bool | None
-    steps: int = 0
-    stepped_at: int = -1
-    versions: Sequence[int] = ()
+    def __init__(
+        self, optimizer: Optimizer, ids: Sequence[Sequence[int]], listed: Mapping[int, Parameter], steps: int
+    ) -> None:
+        parameters = listed.values()
+        owners = {id(getattr(parameter.weight, "main_param", None)): parameter for parameter in parameters}
+        owners |= listed
+        tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
+        unknown: list[torch.Tensor] = []
+        held_directly: set[Parameter] = set()
+        for tensor, _ in tensors:
+            if id(tensor) in owners:
+                held_directly.add(owners[id(tensor)])
+            elif tensor.requires_grad or tensor.grad is not None:
+                unknown.append(tensor)
+        masters = _match_masters(
+            unknown, [parameter for parameter in parameters if parameter.is_trained and parameter not in held_directly]
+        )
+        owners |= masters
+        starts = _starts_of_shards([parameter.weight for parameter in parameters])
+        self.ids = ids
+        self.steps = steps
+        self.stepped_at = -1
+        self.versions: Sequence[int] = ()
+        self.held: list[Held] = []
+        for tensor, group in tensors:
+            if id(tensor) in owners:
+                self.held.append(Held(owners[id(tensor)], tensor, group, starts.get(id(tensor))))
+        self.groups = [*{id(entry.group): entry.group for entry in self.held}.values()]
+        self.parameters = [entry.parameter for entry in self.held]
+        self.tensors = [entry.tensor for entry in self.held]
+        are_held = set(self.parameters)
+        self.in_order = [
+            parameter
+            for parameter in parameters
+            if parameter in are_held and (type(parameter.weight) in PLAIN or not is_quantized(parameter.weight))
+        ]
+        of_weights = [entry for entry in self.held if entry.tensor is entry.parameter.weight]
+        self.are_plain = len(of_weights) == len(self.held) and all(type(tensor) in PLAIN for tensor in self.tensors)
+        self.are_matched = bool(masters) or not unknown
+        self.decays = isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
+        self.adds_eps = any(adds_eps(entry.group) for entry in of_weights) if of_weights else None
 
 
 class ParameterList:
@@ -125,49 +151,8 @@ class ParameterList:
         if stepped is None or stepped.ids != ids:
             self.refresh()
             steps = 0 if stepped is None else stepped.steps
-            self.stepped[optimizer] = stepped = self._list_stepped(optimizer, ids, steps)
+            self.stepped[optimizer] = stepped = SteppedParameters(optimizer, ids, self.parameters, steps)
         return stepped
-
-    def _list_stepped(self, optimizer: Optimizer, ids: Sequence[Sequence[int]], steps: int) -> SteppedParameters:
-        parameters = self.parameters.values()
-        owners = {id(getattr(parameter.weight, "main_param", None)): parameter for parameter in parameters}
-        owners |= self.parameters
-        tensors = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
-        unknown = [
-            tensor
-            for tensor, _ in tensors
-            if id(tensor) not in owners and (tensor.requires_grad or tensor.grad is not None)
-        ]
-        held_directly = {owners[id(tensor)] for tensor, _ in tensors if id(tensor) in owners}
-        masters = _match_masters(
-            unknown, [parameter for parameter in parameters if parameter.is_trained and parameter not in held_directly]
-        )
-        owners |= masters
-        starts = _starts_of_shards([parameter.weight for parameter in parameters])
-        held = [
-            Held(owners[id(tensor)], tensor, group, starts.get(id(tensor)))
-            for tensor, group in tensors
-            if id(tensor) in owners
-        ]
-        are_held = {entry.parameter for entry in held}
-        of_weights = [entry.group for entry in held if entry.tensor is entry.parameter.weight]
-        return SteppedParameters(
-            ids=ids,
-            held=held,
-            groups=[*{id(entry.group): entry.group for entry in held}.values()],
-            parameters=[entry.parameter for entry in held],
-            tensors=[entry.tensor for entry in held],
-            in_order=[
-                parameter
-                for parameter in parameters
-                if parameter in are_held and (type(parameter.weight) in PLAIN or not is_quantized(parameter.weight))
-            ],
-            are_plain=all(entry.tensor is entry.parameter.weight and type(entry.tensor) in PLAIN for entry in held),
-            are_matched=bool(masters) or not unknown,
-            decays=isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)),
-            adds_eps=any(map(adds_eps, of_weights)) if of_weights else None,
-            steps=steps,
-        )
 
     @property
     def held(self) -> set[Parameter]:

@@ -121,8 +121,9 @@ class Replicas:
         replicas |= is_parallel
         if replicas.any() or not len(merged):
             self.checked |= {"replicas-differ", "no-reduction"}
-        differing = np.flatnonzero(replicas & differs).tolist()
-        new = [self._agreed[index] for index in differing if self._agreed[index] not in self._differing]
+        names = np.array(self._agreed, object)
+        differing: list[str] = names[replicas & differs].tolist()
+        new = [name for name in differing if name not in self._differing]
         if new:
             is_alone = len(differing) * 2 > np.count_nonzero(replicas) and not self._is_reduced()
             what: ParameterProblem = "no_sum" if in_parts or differed[varies].any() else "no_reduction"
@@ -131,10 +132,8 @@ class Replicas:
                 yield Problem(what if is_alone else "differs", name, iteration, len(new))
         elif not replicas.any() and differed.any() and not (self._differing or self._is_reduced()):
             self._differing.update(self._agreed)
-            differing = np.flatnonzero(differed).tolist()
-            yield from (
-                Problem("differs_from_start", self._agreed[index], iteration, len(differing)) for index in differing
-            )
+            for name in names[differed].tolist():
+                yield Problem("differs_from_start", name, iteration, int(differed.sum()))
 
     def _is_reduced(self) -> bool:
         """Return whether this process has a wrapper that reduces gradients, attached or not."""

@@ -297,12 +297,13 @@ class ParameterWatch:
 
         Layers in lists of a block are left out: experts may get no tokens.
         """
-        vanished = {}
+        vanished: dict[tuple[int, int | None], list[str]] = {}
         for span, parameters in self.sizes.vanished.items():
-            names = [parameter.name for parameter in parameters if parameter.is_matrix]
-            vanished[span] = [name for name in names if len(numbers_of(name)) < 2]
+            for parameter in parameters:
+                if parameter.is_matrix and len(numbers_of(parameter.name)) < 2:
+                    vanished.setdefault(span, []).append(parameter.name)
         self.sizes.vanished.clear()
-        return {span: names for span, names in vanished.items() if names}
+        return vanished
 
     @torch.no_grad()
     def end(self, iteration: int) -> list[Problem]:

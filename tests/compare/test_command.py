@@ -25,7 +25,7 @@ from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.runs import RecordedRun, open_run
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.views.compare import compare, result
-from te_precision_callbacks.views.compare.result import compare_verdicts
+from te_precision_callbacks.views.compare.result import ComparedVerdicts
 from tests.compare.recorded import Values, append, layers, record
 from tests.conftest import feature, statistics
 from tests.docs.pages import blocks
@@ -220,7 +220,7 @@ def test_findings_pair_by_rule_tensor_and_layer(healthy: Path, bad: Path, monkey
     )
     verdicts = (Verdict(findings, ("sibling",), ()) for findings in (a, b))
     monkeypatch.setattr(result, "diagnose", lambda run: next(verdicts))
-    actual = compare_verdicts(open_run(healthy), open_run(bad))
+    actual = ComparedVerdicts(open_run(healthy), open_run(bad))
     assert [(item.rule, item.tensor, item.layers) for item in actual.only_b] == [
         ("sibling", "gradient", ("z",)),
         ("sibling", "weight", ("x",)),

@@ -197,7 +197,7 @@ def test_a_few_series_that_differ_much_widen_the_noise_of_their_family() -> None
     """As smallest magnitudes of weights at random, of which a run has one sample a layer."""
     offsets = np.array([0.1] * 8 + [1.0] * 2)
     noise = [[Curve(np.arange(20), np.full(20, offset))] for offset in offsets]
-    floor = NoiseFloor.measure(noise, MAGNITUDE.least, lasting=5)
+    floor = NoiseFloor(noise, MAGNITUDE.least, lasting=5)
     expected = np.sqrt(np.mean(np.minimum(offsets, 0.3) ** 2)) / 0.9118**2  # of a series, then of the family
     for series in range(8):
         assert floor.spread(series, np.arange(20)) == pytest.approx(expected, rel=0.01)

@@ -47,14 +47,14 @@ RUN = drifting(blocks=2, steps=37, histograms=False)
 @pytest.mark.parametrize("most", [1, 5, 37, 100])
 def test_a_cell_is_the_worst_of_its_steps(most: int) -> None:
     subjects = Subjects(RUN)
-    columns = Columns.of(RUN, most)
+    columns = Columns(RUN, most)
     assert len(columns.first) == min(most, 37)
     for series in subjects.families:
         family = series.family
         shown = heat_map(series, curves_of(RUN, series.series.tolist()), columns)
         grid = RUN.grid(family.statistic, family.tensor)
         assert [subjects.layers[layer].name for layer in series.layer] == grid.layers
-        for column, (first, last) in enumerate(zip(*columns, strict=True)):
+        for column, (first, last) in enumerate(zip(columns.first, columns.last, strict=True)):
             for row, values in enumerate(grid.values[:, first : last + 1]):
                 assert shown.cells[row, column] == max(values, key=family.badness)
         assert series.worst.tolist() == grid.values[np.arange(len(grid.layers)), series.worst_at].tolist()
@@ -116,7 +116,7 @@ def test_what_is_not_finite_is_the_worst_and_survives() -> None:
         for series in Subjects(run).families
         if (series.family.statistic, series.family.tensor) == ("underflows%", "activation")
     )
-    _, cells, _ = heat_map(family, curves_of(run, family.series.tolist()), Columns.of(run, 4))
+    cells = heat_map(family, curves_of(run, family.series.tolist()), Columns(run, 4)).cells
     assert [(family.layer[row], family.rank[row]) for row in family.worst_rows(2)] == [(0, REDUCED), (1, REDUCED)]
     assert math.isnan(cells[0, 0])
     assert math.isinf(cells[1, 0])
@@ -133,7 +133,7 @@ def test_the_best_possible_value_has_a_cell(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     assert run.grid("sqnr_db", "weight").values.tolist() == [[math.inf, math.inf]]
     (family,) = Subjects(run).families
-    shown = heat_map(family, curves_of(run, family.series.tolist()), Columns.of(run, 10))
+    shown = heat_map(family, curves_of(run, family.series.tolist()), Columns(run, 10))
     assert shown.present.all()
     assert shown.cells.tolist() == [[math.inf, math.inf]]
     assert (family.worst_rows(2), family.worst, family.worst_at) == ([0], [math.inf], [0])
@@ -151,7 +151,8 @@ def test_histograms_are_added_up_by_column(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("te_precision_callbacks.views.report.data._MOST_HISTOGRAMS_AT_ONCE", 3)  # read in pieces
     run = drifting(blocks=1, steps=4)
     series, other, *_ = run.select(statistic="exponent_histogram", tensor="weight")
-    (_, (_, _, lowest, counts)) = histograms(run, [other, series], Columns.of(run, 2))
+    (_, shown) = histograms(run, [other, series], Columns(run, 2))
+    lowest, counts = shown.lowest, shown.counts
     expected = np.zeros((2, counts.shape[1]))
     for step, row in enumerate(run.vectors([series]).to_pylist()):
         expected[step // 2, np.array(row["bin"]) - lowest] += row["count"]

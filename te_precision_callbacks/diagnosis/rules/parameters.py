@@ -204,8 +204,8 @@ def _idle(parameters: Sequence[Parameter]) -> dict[Parameter, Problem]:
     """
     since: dict[Parameter, int] = {}
     for parameter in parameters:
-        run = parameter.zeros if parameter.is_matrix else None
-        if run is not None and run.last - run.since >= IDLE:
+        run = parameter.zeros
+        if run is not None and parameter.is_matrix and run.last - run.since >= IDLE:
             since[parameter] = run.since
         elif parameter.gap is not None and _is_left_out(parameter):
             since[parameter] = parameter.gap.since

@@ -23,12 +23,12 @@ from te_precision_callbacks.views.compare.departures import Search, Side
 from te_precision_callbacks.views.compare.loss import compare_losses
 from te_precision_callbacks.views.compare.origins import Order, partings
 from te_precision_callbacks.views.compare.result import (
+    ComparedVerdicts,
     Comparison,
     ComparisonError,
     FactDifference,
     Floor,
     Pairing,
-    compare_verdicts,
 )
 from te_precision_callbacks.views.report.data import readable
 
@@ -158,15 +158,12 @@ def _layer_facts(run: RecordedRun) -> dict[tuple[str, str, str], str]:
     return facts
 
 
-LASTING = 5
-
-
 def compare(
     a: RecordedRun,
     b: RecordedRun,
     *,
     noise: Sequence[RecordedRun] = (),
-    lasting: int = LASTING,
+    lasting: int = 5,
     numbers: ComparedNumbers | None = None,
 ) -> Comparison:
     """Compare two runs.
@@ -183,7 +180,7 @@ def compare(
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
     (b, *noise), rename = zip(*(align(a, run) for run in (b, *noise)), strict=True)
     runs = (a, b, *noise)
-    first, other, *others = (Side.of(run, _name(run, runs)) for run in runs)
+    first, other, *others = (Side(run, _name(run, runs)) for run in runs)
     paired = [subject for subject in first.subjects if subject in other.subjects]
     apart = _explain_unpaired(first, other)
     reasons = [] if apart else [_explain_unpaired(first, side) for side in others]
@@ -215,7 +212,7 @@ def compare(
         loss=compare_losses(a, b, noise, shares),
         notes=tuple(notes),
         same_run=same_run,
-        verdicts=None if same_run else compare_verdicts(a, b),
+        verdicts=None if same_run else ComparedVerdicts(a, b),
         layers_apart=apart and f"{apart} Only trainer metrics are compared.",
     )
 

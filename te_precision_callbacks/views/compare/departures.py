@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -49,7 +48,6 @@ def join(a: Curve, b: Curve) -> Pair:
     return Pair(iterations, a.values[rows_a], b.values[rows_b])
 
 
-@dataclass(frozen=True)
 class Side:
     """One side of a comparison.
 
@@ -57,34 +55,26 @@ class Side:
         subjects: subject -> its number: the series of the run, then the metrics of the trainer by name.
         metrics: the curves of the metrics.
         counts: the number of values of each subject.
+        layers: scope and name of the layers with statistics, in the order of the records.
     """
 
-    run: RecordedRun
-    name: str
-    subjects: Mapping[Subject, int]
-    metrics: Sequence[Curve]
-    counts: Ints
-
-    @classmethod
-    def of(cls, run: RecordedRun, name: str) -> Side:
-        subjects: dict[Subject, int] = {}
+    def __init__(self, run: RecordedRun, name: str) -> None:
+        self.run = run
+        self.name = name
+        self.subjects: dict[Subject, int] = {}
         for number, subject in enumerate(run.subjects):
             request = logged_request(subject.statistic) if subject.tensor else None
             if request is None or not request.statistic.is_histogram:
-                subjects[subject] = number
+                self.subjects[subject] = number
+        self.layers = dict.fromkeys((subject.scope, subject.layer) for subject in self.subjects if subject.layer)
         metrics = sorted(run.metrics)
         for number, metric in enumerate(metrics, len(run.subjects)):
-            subjects[Subject("", "", "", "", metric, None)] = number
-        if not subjects:
+            self.subjects[Subject("", "", "", "", metric, None)] = number
+        if not self.subjects:
             raise ComparisonError(f"{name} has no statistics and no loss yet.{run.notes_sentence}")
-        curves = [run.metrics[metric] for metric in metrics]
-        counts = np.append(run.series["count"].to_numpy(), [len(curve.values) for curve in curves]).astype(np.int64)
-        return cls(run, name, subjects, curves, counts)
-
-    @cached_property
-    def layers(self) -> dict[tuple[str, str], None]:
-        """Scope and name of the layers with statistics, in the order of the records."""
-        return dict.fromkeys((subject.scope, subject.layer) for subject in self.subjects if subject.layer)
+        self.metrics = [run.metrics[metric] for metric in metrics]
+        lengths = [len(curve.values) for curve in self.metrics]
+        self.counts = np.append(run.series["count"].to_numpy(), lengths).astype(np.int64)
 
     def read(self, subjects: Sequence[Subject]) -> list[Curve]:
         """Read the values of subjects; empty for a subject that this side lacks."""
@@ -131,7 +121,9 @@ class Scale(NamedTuple):
         elif self.resolution == "smallest":
             magnitudes = np.abs(np.concatenate([curve.values for curve in curves]))
             size = _BELOW_SMALLEST * float(magnitudes[magnitudes > 0].min(initial=np.inf))
-        return size if 0 < size < math.inf else 1.0
+        if 0 < size < math.inf:
+            return size
+        return 1.0
 
     def places(self, values: Floats, resolution: float) -> Floats:
         """Map values to places on the scale, including inf and nan; both [n]."""
@@ -198,37 +190,26 @@ _BEYOND_NOISE = 1.25
 """A difference counts if it is at least so many spreads, and so many times the largest lasting one in the noise."""
 
 
-@dataclass(frozen=True)
 class NoiseFloor:
     """The spread of the noise in a family.
 
+    Args:
+        noise: [series][pairs]: the differences between runs of one config.
+        least: the minimum spread.
+        lasting: the minimum number of steps of a difference.
+
     Attributes:
-        edges: [parts - 1]: the first iteration of each part of the run but the first.
-        by_part: [parts]: the spread of the family.
         ratio: [series]: the spread of the series, relative to the family; 1 or more; nan without noise.
         bound: the smallest difference that counts, in spreads.
     """
 
-    edges: Ints
-    by_part: Floats
-    ratio: Floats
-    bound: float = _LEAST_BOUND
-
-    @classmethod
-    def measure(cls, noise: Sequence[Sequence[Curve]], least: float, lasting: int) -> NoiseFloor:
-        """Estimate the spread.
-
-        Args:
-            noise: [series][pairs]: the differences between runs of one config.
-            least: the minimum spread.
-            lasting: the minimum number of steps of a difference.
-        """
+    def __init__(self, noise: Sequence[Sequence[Curve]], least: float, lasting: int) -> None:
         pooled = [Curve._make(map(np.concatenate, zip(_NOTHING, *curves, strict=True))) for curves in noise]
-        edges = _part_edges(np.unique(np.concatenate([iterations for iterations, _ in pooled])), lasting)
-        parts = len(edges) + 1
+        self._edges = _part_edges(np.unique(np.concatenate([iterations for iterations, _ in pooled])), lasting)
+        parts = len(self._edges) + 1
         by_series = np.full((len(noise), parts), np.nan)
         for row, (iterations, differences) in enumerate(pooled):
-            part = np.searchsorted(edges, iterations, "right")
+            part = np.searchsorted(self._edges, iterations, "right")
             for own in np.unique(part).tolist():
                 by_series[row, own] = _spread(differences[part == own])
         by_part = np.full(parts + 2, np.nan)
@@ -236,24 +217,24 @@ class NoiseFloor:
             measured = spreads[~np.isnan(spreads)]
             by_part[own] = _spread(np.minimum(measured, _WILD * _quantile(measured, 0.5)))
         # A beginning may be in the part before.
-        by_part = np.maximum(np.fmax(np.fmax(by_part[:-2], by_part[2:]), by_part[1:-1]), least)
-        floor = cls(edges, by_part, np.ones(len(noise)))
+        self._by_part = np.maximum(np.fmax(np.fmax(by_part[:-2], by_part[2:]), by_part[1:-1]), least)
+        self.ratio = np.ones(len(noise))
         for row, curve in enumerate(pooled):
-            floor.ratio[row] = np.maximum(_spread(curve.values / floor.spread(row, curve.iterations)), 1.0)
+            self.ratio[row] = np.maximum(_spread(curve.values / self.spread(row, curve.iterations)), 1.0)
         # The bound is above the largest lasting difference, in one direction, within the noise.
-        largest = _LEAST_BOUND / _BEYOND_NOISE
+        self.bound = _LEAST_BOUND
         for row, curves in enumerate(noise):
             for iterations, differences in curves:
                 if len(iterations) >= lasting:
-                    multiples = differences / floor.spread(row, iterations)
+                    multiples = differences / self.spread(row, iterations)
                     windows = np.lib.stride_tricks.sliding_window_view(multiples, lasting)
                     # It is negative where the direction changes.
-                    largest = max(largest, float(np.maximum(windows.min(1), -windows.max(1)).max()))
-        return replace(floor, bound=_BEYOND_NOISE * largest)
+                    largest = float(np.maximum(windows.min(1), -windows.max(1)).max())
+                    self.bound = max(self.bound, _BEYOND_NOISE * largest)
 
     def spread(self, row: int, iterations: Ints) -> Floats:
         """The spread of the noise of a series, [n]; nan without noise."""
-        return np.asarray(self.by_part[np.searchsorted(self.edges, iterations, "right")] * self.ratio[row])
+        return np.asarray(self._by_part[np.searchsorted(self._edges, iterations, "right")] * self.ratio[row])
 
 
 def _part_edges(steps: Ints, lasting: int) -> Ints:
@@ -274,9 +255,11 @@ def _spread(differences: Floats) -> float:
 
     A median would not see a few series of a family that differ far more than the others.
     """
+    if not len(differences):
+        return math.nan
     sizes = np.abs(differences)
     clipped = np.minimum(sizes, _quantile(sizes, _CLIPPED_AT))
-    return math.sqrt(float(clipped @ clipped) / len(sizes)) / _OF_CLIPPED if len(sizes) else math.nan
+    return math.sqrt(float(clipped @ clipped) / len(sizes)) / _OF_CLIPPED
 
 
 def _quantile(values: Floats, share: float) -> float:
@@ -353,7 +336,7 @@ class Search:
         for (_, curves), resolution in zip(rows, resolutions, strict=True):
             pairs = [join(*pair) for pair in itertools.combinations((curves[0], *curves[2:]), 2)]
             noise.append([Curve(pair.iterations, scale.differences(pair, resolution)) for pair in pairs])
-        floor = NoiseFloor.measure(noise, scale.least, self.lasting)
+        floor = NoiseFloor(noise, scale.least, self.lasting)
         if self.noise:
             self.without_noise += int(np.isnan(floor.ratio).sum())
         for number, ((subject, curves), resolution) in enumerate(zip(rows, resolutions, strict=True)):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from te_precision_callbacks.base.vocabulary import HIGH_PRECISION, LOW_PRECISION
 from te_precision_callbacks.runs.recorded import Curve, RecordedRun
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first
-from te_precision_callbacks.statistics.arrays import Floats, Ints
+from te_precision_callbacks.statistics.arrays import Floats
 from te_precision_callbacks.views.compare.departures import join
 from te_precision_callbacks.views.compare.result import LossComparison, LossSpike, LostLoss, Yardstick
 
@@ -30,7 +29,6 @@ _LEAST_WINDOW = 5
 Shares = Mapping[str, float]
 
 
-@dataclass(frozen=True)
 class LossCurves:
     """The losses of two sides at their common steps. A *lost* loss is not finite from a step to the end of its run.
 
@@ -41,28 +39,27 @@ class LossCurves:
         relative: [n]: (b - a) / |a| of the running medians: nan where either is not finite, inf where only a is 0, 0
             where both are.
         lost_a, lost_b: the steps of each lost loss.
+        stable: the last quarter of the steps.
+        difference: the mean of ``relative`` there.
     """
 
-    name: str
-    iterations: Ints
-    a: Floats
-    b: Floats
-    steps: int
-    window: int
-    smooth_a: Floats
-    smooth_b: Floats
-    relative: Floats
-    lost_a: LostLoss | None
-    lost_b: LostLoss | None
-
-    @property
-    def stable(self) -> slice:
-        """The last quarter of the steps."""
-        return slice(3 * self.steps // 4, self.steps)
-
-    @property
-    def difference(self) -> float:
-        return _mean(self.relative[self.stable])
+    def __init__(self, name: str, a: Curve, b: Curve) -> None:
+        self.name = name
+        self.iterations, self.a, self.b = join(a, b)
+        self.lost_a = _lost(a)
+        self.lost_b = _lost(b)
+        self.steps = len(self.iterations)
+        for loss in filter(None, (self.lost_a, self.lost_b)):
+            self.steps = min(self.steps, int(np.searchsorted(self.iterations, loss.since)))
+        self.window = min(max(_LEAST_WINDOW, self.steps // _PARTS_OF_WINDOW), self.steps)
+        self.smooth_a = _smooth(self.a, self.steps, self.window)
+        self.smooth_b = _smooth(self.b, self.steps, self.window)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            change = (self.smooth_b - self.smooth_a) / np.abs(self.smooth_a)
+        self.relative = np.where(self.smooth_a == self.smooth_b, 0.0, change)
+        self.relative[~(np.isfinite(self.smooth_a) & np.isfinite(self.smooth_b))] = np.nan
+        self.stable = slice(3 * self.steps // 4, self.steps)
+        self.difference = _mean(self.relative[self.stable])
 
     @property
     def spikes(self) -> Floats:
@@ -86,23 +83,10 @@ def loss_curves(a: RecordedRun, b: RecordedRun) -> LossCurves | None:
 def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
     if name not in b.metrics:
         return None
-    curve_a = a.metrics[name]
-    curve_b = b.metrics[name]
-    iterations, values_a, values_b = join(curve_a, curve_b)
-    if not len(iterations):
+    curves = LossCurves(name, a.metrics[name], b.metrics[name])
+    if not len(curves.iterations):
         return None
-    lost_a = _lost(curve_a)
-    lost_b = _lost(curve_b)
-    steps = len(iterations)
-    for loss in filter(None, (lost_a, lost_b)):
-        steps = min(steps, int(np.searchsorted(iterations, loss.since)))
-    window = min(max(_LEAST_WINDOW, steps // _PARTS_OF_WINDOW), steps)
-    smooth_a = _smooth(values_a, steps, window)
-    smooth_b = _smooth(values_b, steps, window)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(smooth_a == smooth_b, 0.0, (smooth_b - smooth_a) / np.abs(smooth_a))
-    relative[~(np.isfinite(smooth_a) & np.isfinite(smooth_b))] = np.nan
-    return LossCurves(name, iterations, values_a, values_b, steps, window, smooth_a, smooth_b, relative, lost_a, lost_b)
+    return curves
 
 
 def _lost(curve: Curve) -> LostLoss | None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -142,38 +142,32 @@ def compare_seeds(a: Sequence[RecordedRun], b: Sequence[RecordedRun], tolerance:
     losses: list[LossComparison] = []
     lost: list[str] = []
     for run_a, run_b in zip(a, b, strict=False):
-        loss, lost_runs = _final_losses(run_a, run_b)
-        losses.append(loss)
-        lost += lost_runs
+        loss = compare_losses(run_a, run_b)
+        if loss is None:
+            raise ComparisonError(
+                f"{run_a.path} and {run_b.path} have no loss at common steps. Record it: docs/records.md."
+            )
+        final = loss
+        if (loss.lost_a is None) != (loss.lost_b is None):
+            # The other run against itself: all its steps, not only those before the loss is lost.
+            finite = run_a if loss.lost_a is None else run_b
+            final = compare_losses(finite, finite) or loss
+        changes: dict[str, Any] = {}
+        for side, run, end in (("a", run_a, loss.lost_a), ("b", run_b, loss.lost_b)):
+            if end is not None:
+                changes[side] = math.nan
+                lost.append(f"The {loss.name} of {run.path} is {end.what} from step {end.since} on.")
+        losses.append(replace(final, **changes))
     _require_pairs(a, b)
+    losses_a = tuple(loss.a for loss in losses)
+    losses_b = tuple(loss.b for loss in losses)
     return SeedComparison(
         a=tuple(f"{run.path} ({run.run_id})" for run in a),
         b=tuple(f"{run.path} ({run.run_id})" for run in b),
         loss=losses[0].name,
         since=tuple(loss.stable_since for loss in losses),
-        losses_a=tuple(loss.a for loss in losses),
-        losses_b=tuple(loss.b for loss in losses),
-        paired=paired_difference([loss.a for loss in losses], [loss.b for loss in losses], tolerance),
+        losses_a=losses_a,
+        losses_b=losses_b,
+        paired=paired_difference(losses_a, losses_b, tolerance),
         lost=tuple(lost),
     )
-
-
-def _final_losses(a: RecordedRun, b: RecordedRun) -> tuple[LossComparison, list[str]]:
-    """Return the losses of a pair, nan for a run that ends with inf or nan, and a line for each such run."""
-    loss = compare_losses(a, b)
-    if loss is None:
-        raise ComparisonError(f"{a.path} and {b.path} have no loss at common steps. Record it: docs/records.md.")
-    final = loss
-    if (loss.lost_a is None) != (loss.lost_b is None):
-        # The other run against itself: all its steps, not only those before the loss is lost.
-        finite = a if loss.lost_a is None else b
-        final = compare_losses(finite, finite) or loss
-    if loss.lost_a is not None:
-        final = replace(final, a=math.nan)
-    if loss.lost_b is not None:
-        final = replace(final, b=math.nan)
-    lines = []
-    for run, lost in ((a, loss.lost_a), (b, loss.lost_b)):
-        if lost is not None:
-            lines.append(f"The {loss.name} of {run.path} is {lost.what} from step {lost.since} on.")
-    return final, lines

@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import PrecisionDebugError
-from te_precision_callbacks.diagnosis.finding import Finding, Verdict
+from te_precision_callbacks.diagnosis.finding import Finding
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.runs import RecordedRun
 
 
-@dataclass(frozen=True)
 class ComparedVerdicts:
     """The verdicts of two runs.
 
@@ -24,11 +23,13 @@ class ComparedVerdicts:
         not_checked_in_a: the rules of ``only_b`` that were not checked in A.
     """
 
-    a: Verdict
-    b: Verdict
-    only_a: tuple[Finding, ...]
-    only_b: tuple[Finding, ...]
-    not_checked_in_a: tuple[str, ...]
+    def __init__(self, a: RecordedRun, b: RecordedRun) -> None:
+        self.a = diagnose(a)
+        self.b = diagnose(b)
+        self.only_a = tuple(_missing_in(self.a, self.b, "B"))
+        self.only_b = tuple(_missing_in(self.b, self.a, "A"))
+        unknown = (finding.rule for finding in self.only_b if finding.rule not in self.a.checked)
+        self.not_checked_in_a = tuple(dict.fromkeys(unknown))
 
     @property
     def summary(self) -> str:
@@ -54,14 +55,6 @@ class ComparedVerdicts:
             "only_b": [finding.as_json() for finding in self.only_b],
             "not_checked_in_a": list(self.not_checked_in_a),
         }
-
-
-def compare_verdicts(a: RecordedRun, b: RecordedRun) -> ComparedVerdicts:
-    ours = diagnose(a)
-    theirs = diagnose(b)
-    only_b = tuple(_missing_in(theirs, ours, "A"))
-    unknown = dict.fromkeys(finding.rule for finding in only_b if finding.rule not in ours.checked)
-    return ComparedVerdicts(ours, theirs, tuple(_missing_in(ours, theirs, "B")), only_b, tuple(unknown))
 
 
 def _missing_in(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:

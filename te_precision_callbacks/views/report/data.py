@@ -7,6 +7,7 @@ findings, then of the worst layers, then of all others.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -152,41 +153,26 @@ def folder_name(run: RecordedRun) -> str:
 # ---------------------------------------------------------------------- values over time
 
 
-class Columns(NamedTuple):
-    """The first and last iteration of each span of steps, [columns]."""
+class Columns:
+    """Spans of the iterations of a run, of about equal size: the first and last iteration of each, [columns]."""
 
-    first: Ints
-    last: Ints
-
-    @classmethod
-    def of(cls, run: RecordedRun, most: int) -> Columns:
-        """Divide the iterations of a run into columns of about equal size."""
-        parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars) if len(table)]
+    def __init__(self, run: RecordedRun, most: int) -> None:
+        parts = [table["iteration"].to_numpy() for table in (run.steps, run.scalars)]
         parts += [run.series[column].drop_null().to_numpy() for column in ("first", "last")]
         iterations = np.unique(np.concatenate(parts).astype(np.int64))
         number = min(most, len(iterations))
         edges = np.linspace(0, len(iterations), number + 1).astype(np.int64)
-        return cls(iterations[edges[:-1]], iterations[edges[1:] - 1])
+        self.first: Ints = iterations[edges[:-1]]
+        self.last: Ints = iterations[edges[1:] - 1]
 
     def column_of(self, iterations: Ints) -> Ints:
         return np.maximum(np.searchsorted(self.first, iterations, "right") - 1, 0)
 
-    def take(self, chosen: Ints) -> Columns:
-        return Columns(self.first[chosen], self.last[chosen])
-
 
 def pieces(counts: Ints, most: int = MOST_AT_ONCE) -> Iterator[slice]:
-    """Divide consecutive series into slices of at most ``most`` values; a longer series gets its own slice."""
-    begin = 0
-    total = 0
-    for end, count in enumerate(counts.tolist()):
-        if total + count > most and end > begin:
-            yield slice(begin, end)
-            begin = end
-            total = 0
-        total += count
-    if begin < len(counts):
-        yield slice(begin, len(counts))
+    """Divide consecutive series into slices of about ``most`` values, given the number of values of each."""
+    ends = np.flatnonzero(np.diff(np.cumsum(counts) // most)) + 1
+    return itertools.starmap(slice, itertools.pairwise([0, *ends.tolist(), len(counts)]))
 
 
 def curves_of(run: RecordedRun, numbers: Sequence[int], *, whole: bool = False) -> dict[int, Curve]:
@@ -209,12 +195,13 @@ class HeatMap(NamedTuple):
     dominate the colors.
 
     Attributes:
-        columns: those with a value of any series.
+        first, last: the iterations of the columns with a value of any series.
         cells: [series, columns]: nan also without a value.
         present: [series, columns]: whether there is a value.
     """
 
-    columns: Columns
+    first: Ints
+    last: Ints
     cells: Floats
     present: Mask
 
@@ -231,7 +218,7 @@ def heat_map(family: FamilySeries, curves: Mapping[int, Curve], columns: Columns
         cells[row, column[chosen]] = values[chosen]
         present[row, column[chosen]] = True
     used = np.flatnonzero(present.any(0))
-    return HeatMap(columns.take(used), cells[:, used], present[:, used])
+    return HeatMap(columns.first[used], columns.last[used], cells[:, used], present[:, used])
 
 
 class HistogramOverTime(NamedTuple):
@@ -239,13 +226,14 @@ class HistogramOverTime(NamedTuple):
 
     Attributes:
         series: index of its series.
-        columns: the columns with a histogram.
+        first, last: the iterations of the columns with a histogram.
         lowest: the first nonempty bin.
         counts: [columns, bins], from the first nonempty bin to the last one.
     """
 
     series: int
-    columns: Columns
+    first: Ints
+    last: Ints
     lowest: int
     counts: Floats
 
@@ -267,7 +255,8 @@ def histograms(run: RecordedRun, numbers: Sequence[int], columns: Columns) -> It
             used = np.unique(column)
             lowest = int(bins.min(initial=len(EXPONENT_COLUMNS) - 1))
             highest = int(bins.max(initial=lowest))
-            yield HistogramOverTime(number, columns.take(used), lowest, counts[used, lowest : highest + 1])
+            shown = counts[used, lowest : highest + 1]
+            yield HistogramOverTime(number, columns.first[used], columns.last[used], lowest, shown)
 
 
 # ---------------------------------------------------------------------- the page
@@ -300,7 +289,7 @@ def page_data(run: RecordedRun, most: int) -> tuple[dict[str, Any], list[str]]:
     verdict = diagnose(run)
     packed = PackedArrays(most)
     rows = sum(len(family.series) for family in families)
-    columns = Columns.of(run, max(1, min(_CELLS // max(rows, 1), _MOST_COLUMNS)))
+    columns = Columns(run, max(1, min(_CELLS // max(rows, 1), _MOST_COLUMNS)))
     contents = [_family_content(family, heat_map(family, curves, columns), packed) for family in families]
     findings = [finding_on_page(finding, subjects) for finding in verdict]
     severity_of: dict[int, int] = {}
@@ -357,8 +346,8 @@ def _family_content(series: FamilySeries, shown: HeatMap, packed: PackedArrays) 
         "rank": series.rank.astype(np.int32),
         "worst": series.worst,
         "worst_at": series.worst_at,
-        "first": shown.columns.first,
-        "last": shown.columns.last,
+        "first": shown.first,
+        "last": shown.last,
         "cells": bfloat16(shown.cells),
         "nans": np.flatnonzero(shown.present & np.isnan(shown.cells)).astype(np.int32),
     }
@@ -389,10 +378,10 @@ def _histograms(
             listed.append({**names, "series": series, "layer": layer, "rank": rank, "arrays": None})
     listed.sort(key=lambda item: item["layer"] not in layers)
     most = packed.size + (packed.most - packed.size) // 3
-    columns = Columns.of(run, _HISTOGRAM_COLUMNS)
+    columns = Columns(run, _HISTOGRAM_COLUMNS)
     item_of = {item["series"]: item for item in listed}
     for histogram in histograms(run, list(item_of), columns):
-        arrays = packed.try_put(histogram.counts, histogram.columns.first, histogram.columns.last)
+        arrays = packed.try_put(histogram.counts, histogram.first, histogram.last)
         if arrays is None or packed.size > most:
             break
         item_of[histogram.series] |= {"arrays": arrays, "lowest": histogram.lowest}

@@ -16,7 +16,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,8 +24,6 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json, Run
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from te_precision_callbacks.runs import RecordedRun
     from te_precision_callbacks.views.show.view import RunView
 
@@ -79,7 +77,10 @@ def show_command(
         terminal.show_text(note, err=as_json)
     if last_steps:
         steps = LastStepsView(recorded, most or MOST_TENSORS)
-        _print(steps, steps.data, as_json=as_json)
+        if as_json:
+            terminal.show_json(steps.data)
+        else:
+            terminal.show(steps)
         recorded.require_undamaged()
         return
     chosen = recorded.run_id if note else run
@@ -94,16 +95,11 @@ def show_command(
     why = why_nothing_to_show(view.run)
     if why:
         raise NothingToShowError(why + view.run.notes_sentence)
-    if not is_live:
-        _print(view, view.as_json(), as_json=as_json)
-    recorded.require_undamaged()
-
-
-def _print(what: RenderableType, content: Any, *, as_json: bool) -> None:
     if as_json:
-        terminal.show_json(content)
-    else:
-        terminal.show(what)
+        terminal.show_json(view.as_json())
+    elif not is_live:
+        terminal.show(view)
+    recorded.require_undamaged()
 
 
 def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:

@@ -239,7 +239,7 @@ def _choose_statistics(groups: Mapping[str, _Group], names: Sequence[str], run: 
             if name == label or (request is not None and name == request.statistic.name):
                 matching.append(label)
         if not matching and len(run.series):
-            if _is_histogram(logged_request(name)) and name in run.series["statistic"].to_pylist():
+            if _is_histogram(logged_request(name)):
                 raise NothingToShowError(
                     f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
                 )
@@ -280,7 +280,9 @@ def format_event(event: Mapping[str, Any]) -> str:
 
 def _verdict(view: RunView) -> Iterator[RenderableType]:
     verdict = view.verdict
-    style = _SEVERITY[verdict.severity] if verdict.wrong else "bold green" if verdict.healthy else "bold yellow"
+    style = "bold green" if verdict.healthy else "bold yellow"
+    if verdict.wrong:
+        style = _SEVERITY[verdict.severity]
     yield paragraph(verdict.summary, style)
     for finding in verdict[:MOST_FINDINGS]:
         severity = _SEVERITY.get(finding.severity, "")
