@@ -26,6 +26,9 @@ class Replacements:
         self._saved.append((owner, name, vars(owner).get(name, MISSING), value))
         set_attribute(owner, name, value)
 
+    def wrap(self, owner: Any, name: str, wrapper: Callable[[AnyFunction], AnyFunction]) -> None:
+        self.replace(owner, name, wrapper(getattr(owner, name)))
+
     def restore(self) -> None:
         while self._saved:
             owner, name, before, value = self._saved.pop()

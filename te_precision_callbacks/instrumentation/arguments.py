@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import PLAIN
-from te_precision_callbacks.layers.forwards import running_forward
 from te_precision_callbacks.te.modules import MODULES, ModuleRow
 from te_precision_callbacks.te.tensors import is_quantized
 
@@ -39,7 +38,7 @@ GROUPED_TENSOR_GEMM = ("A", "B", "out")
 user's wrapper with ``*arguments``.
 """
 
-_READ = {"A", "B", "out", "layout", "accumulate", "m_splits", "inp"}
+_READ = {"A", "B", "out", "layout", "accumulate", "m_splits"}
 
 
 def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer:
@@ -52,26 +51,12 @@ def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> Argume
         TypeError: a parameter is missing, as in another TE version.
     """
     parameters = inspect.signature(function).parameters
-    fixed: list[str] = []
-    rest: str | None = None
-    for name, parameter in parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            fixed.append(name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            rest = name
-    missing = ", ".join(sorted(_READ.intersection(known).difference(parameters)))
-    if missing and rest is not None:
+    missing = sorted(_READ.intersection(known).difference(parameters))
+    if not missing:
+        return lambda arguments: dict(zip(parameters, arguments, strict=False))
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return lambda arguments: dict(zip(known, arguments, strict=False))
-    if missing:
-        raise _missing(function, missing)
-
-    def named(arguments: Sequence[Any]) -> dict[str, Any]:
-        given = dict(zip(fixed, arguments, strict=False))
-        if rest is None:
-            return given
-        return {**given, rest: arguments[len(fixed) :]}
-
-    return named
+    raise _missing(function, missing)
 
 
 def single_gemm(arguments: Mapping[str, Any], result: Any) -> Iterable[GemmTensors]:
@@ -113,46 +98,31 @@ def autograd_functions() -> Iterator[tuple[Any, Callable[[], FindTensors], Seque
 
 def _tensors_of(row: ModuleRow, forward: Callable[..., Any]) -> FindTensors:
     """Raises TypeError: a parameter is missing, as in another TE version."""
+    positions = {name: position for position, name in enumerate(inspect.signature(forward).parameters)}
+    names = ("inp", "m_splits", "weights_and_biases") if row.groups else tuple(row.arguments())
+    missing = [name for name in names if name not in positions]
+    if missing:
+        raise _missing(forward, missing)
     if row.groups:
-        named = argument_namer(forward, ("inp", "m_splits", "weights_and_biases"))
-        return lambda arguments: _tensors_of_experts(named(arguments))
-    positions = list(inspect.signature(forward).parameters)
-    places = []
-    for name, place in row.arguments().items():
-        if name not in positions:
-            raise _missing(forward, name)
-        places.append((positions.index(name), place))
-
-    def find(arguments: Sequence[Any]) -> PlainTensors:
-        tensors: PlainTensors = {}
-        for position, place in places:
-            tensor = arguments[position]
-            if type(tensor) in PLAIN or _is_plain_subclass(tensor):
-                tensors[place] = tensor
-        return tensors
-
-    return find
+        inp, splits, first = map(positions.__getitem__, names)
+        return lambda arguments: _tensors_of_experts(arguments[inp], _rows(arguments[splits]), arguments[first:])
+    places = row.arguments().items()
+    return lambda arguments: plain_tensors({place: arguments[positions[name]] for name, place in places})
 
 
-def _missing(function: Callable[..., Any], names: str) -> TypeError:
+def _missing(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
     name = getattr(function, "__qualname__", str(function))
-    return TypeError(f"{name} of this Transformer Engine has no parameter {names}; its tensors are not observed")
+    return TypeError(
+        f"{name} of this Transformer Engine has no parameter {', '.join(names)}; its tensors are not observed"
+    )
 
 
-def forward_arguments(module: Any) -> dict[str, Any]:
-    frame = running_forward(module)
-    if frame is None:
-        return {}
-    return dict(frame.f_locals)
-
-
-def _tensors_of_experts(given: Mapping[str, Any]) -> PlainTensors:
-    activation = given["inp"]
-    splits = _rows(given["m_splits"])
-    weights = given["weights_and_biases"]
-    rows = torch.split(activation.reshape(-1, activation.shape[-1]), splits)
-    activations = {(expert, "activation"): part for expert, part in enumerate(rows)}
-    return plain_tensors(activations | {(expert, "weight"): weights[expert] for expert in range(len(splits))})
+def _tensors_of_experts(activation: torch.Tensor, splits: list[int], weights: Sequence[Any]) -> PlainTensors:
+    tensors: PlainTensors = {}
+    for expert, rows in enumerate(torch.split(activation.reshape(-1, activation.shape[-1]), splits)):
+        tensors[expert, "activation"] = rows
+        tensors[expert, "weight"] = weights[expert]
+    return plain_tensors(tensors)
 
 
 def _rows(splits: Any) -> list[int]:
@@ -167,15 +137,13 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> PlainTensors:
     matrix = gradient.reshape(-1, gradient.shape[-1])
     splits = getattr(ctx, "m_splits", None)
     if splits is None:
-        if type(matrix) in PLAIN or _is_plain_subclass(matrix):
-            return {(layers - 1, "gradient"): matrix}
-        return {}
+        return plain_tensors({(layers - 1, "gradient"): matrix})
     return plain_tensors({(expert, "gradient"): part for expert, part in enumerate(torch.split(matrix, _rows(splits)))})
 
 
 def plain_tensors(tensors: PlainTensors) -> PlainTensors:
-    return {key: tensor for key, tensor in tensors.items() if type(tensor) in PLAIN or _is_plain_subclass(tensor)}
-
-
-def _is_plain_subclass(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and not is_quantized(tensor)
+    plain: PlainTensors = {}
+    for key, tensor in tensors.items():
+        if type(tensor) in PLAIN or (isinstance(tensor, torch.Tensor) and not is_quantized(tensor)):
+            plain[key] = tensor
+    return plain

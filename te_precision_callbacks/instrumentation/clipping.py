@@ -39,7 +39,7 @@ class ClippingWatch:
             return
         for owner, name in ((clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_")):
             if hasattr(owner, name):
-                self._replaced.replace(owner, name, self._observed(getattr(owner, name)))
+                self._replaced.wrap(owner, name, self._observed)
 
     def remove(self) -> None:
         self._replaced.restore()

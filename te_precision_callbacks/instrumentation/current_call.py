@@ -39,7 +39,7 @@ class Forward:
         watched: (layer index, tensor name) of tensors that are in the ring; None if it gets nothing.
         micro_batch: number of the model's call, from 0; -1 if it is not known.
         unread: what the ring gets with the next GEMM of this forward or its backward: the name of the tensor, the
-            tensor, and the number of its format, as 1 / RMS of each token before a norm.
+            tensor, and its format: 1 / RMS of each token before a norm, or a tensor before a cast that hides nan.
         shapes: layer index -> shape of the result of its fprop, if the forward counts as a product.
         has_wgrad: whether the wgrad of each layer runs right after its dgrad.
     """
@@ -64,7 +64,7 @@ class Forward:
     kept: Kept
     watched: set[tuple[int, str]] | None = None
     micro_batch = -1
-    unread: Sequence[tuple[str, torch.Tensor, int]] = ()
+    unread: Sequence[tuple[str, torch.Tensor, torch.dtype | int]] = ()
     shapes: dict[int, torch.Size]
     has_wgrad = False
 
@@ -74,9 +74,6 @@ class Forward:
         self.read.add(key)
         high = None if self.high is None else self.high.pop(key, None)
         return GemmOperand(tensor, given, columnwise, high, first)
-
-    def peek_layer_index(self, gemm: str) -> int:
-        return 0 if self.order is None else self.order[gemm, self.position]
 
     def next_layer_index(self, gemm: str, expert: int | None) -> int:
         """Return the index of the layer with the next GEMM, and advance to it."""

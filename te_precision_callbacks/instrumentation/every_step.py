@@ -35,6 +35,7 @@ from te_precision_callbacks.engine.kernels.columns import (
     FLOAT32,
     FORMATS,
     MAGNITUDE,
+    RECIPROCAL,
     SCALE,
     LargestOf,
 )
@@ -70,6 +71,7 @@ class EveryStep:
         self._weights: set[str] = set()
         self._numbers: defaultdict[Any, int]  # key of a format -> its number in the kernels, or -1
         self._numbers = defaultdict(lambda: -1, FORMATS)
+        self._numbers[RECIPROCAL] = RECIPROCAL
         self._quantized: set[type] = set()  # classes whose format is their dtype
         self._per_tensor: set[type] = set()  # those with one scale
         self._delayed: set[type] = set()  # classes of quantizers of delayed scaling
@@ -121,45 +123,38 @@ class EveryStep:
                 return
             ring = self.ring
             order = ring.order
-            place = len(order)
             found: list[Any] = []
             if gemm == "fprop":
                 # A reentrant checkpoint runs it in a backward, which may be of an earlier call.
                 forward.micro_batch = -1 if ring.is_late and is_in_backward() else ring.called
             if forward.micro_batch != ring.turn:
                 ring.turn_to(forward.micro_batch)
-            if forward.unread:
-                for name, tensor, number in forward.unread:
-                    slot = ring.places[layer, name] if (layer, name) in ring.places else ring.slot(layer, name)
-                    found += ((tensor, number, None, slot, place, MAGNITUDE),)
-                    order += (slot,)
-                    place += 1
-                forward.unread = ()
+            adds: list[tuple[str, Any, Any]] = [*forward.unread]
+            forward.unread = ()
             if gemm == "fprop":
-                adds = []
                 if layer not in self._weights:
                     self._weights.add(layer)
-                    adds = [("weight", a, form_a)]
+                    adds += (("weight", a, form_a),)
                 if (index, "activation") not in known:
                     adds += (("activation", b, form_b),)
                     if kind_b in PLAIN:
                         ring.high.add(layer)
-            else:
-                adds = []
-                if (index, "gradient") not in known:
-                    is_same_in_wgrad = forward.has_wgrad and (kind_b in self._per_tensor or kind_b in PLAIN)
-                    if gemm == "wgrad" or not is_same_in_wgrad or (out is not None and out.dtype is torch.float16):
-                        known.add((index, "gradient"))
-                        adds = [("gradient", b, form_b)]
+            elif (index, "gradient") not in known:
+                is_same_in_wgrad = forward.has_wgrad and (kind_b in self._per_tensor or kind_b in PLAIN)
+                if gemm == "wgrad" or not is_same_in_wgrad or (out is not None and out.dtype is torch.float16):
+                    known.add((index, "gradient"))
+                    adds += (("gradient", b, form_b),)
             if out is not None and (gemm == "wgrad" or out.dtype is torch.float16):
                 adds += (("output" if gemm == "fprop" else gemm, out, out.dtype if type(out) in PLAIN else None),)
-            for now, (name, tensor, form) in enumerate(adds, place):
+            for now, (name, tensor, form) in enumerate(adds, len(order)):
                 slot = ring.places[layer, name] if (layer, name) in ring.places else ring.slot(layer, name)
                 order += (slot,)
                 number = self._numbers[form]
                 if number < 0:  # in blocks, of the debug path, or of an unknown class
-                    read = tensor if type(tensor) in PLAIN else gemm_operand(tensor, columnwise=gemm == "wgrad")
-                    found += self._parts(read, slot, now)
+                    tensor = gemm_operand(tensor, columnwise=gemm == "wgrad")
+                    number = self._number(tensor)
+                if number < 0:
+                    found += self._parts(tensor, slot, now)
                 elif type(tensor) in PLAIN:
                     if tensor.nbytes:
                         found += ((tensor, number, None, slot, now, MAGNITUDE),)
@@ -192,33 +187,22 @@ class EveryStep:
         kind = type(operand)
         key = FP8_FORM(operand)
         self.table.formats[key] = text
+        self._numbers[key] = self._number(operand)
         if mode == PER_TENSOR:
-            self._numbers[key] = E5M2 if fp8_format(operand) is E5M2_FORMAT else E4M3
             self._per_tensor.add(kind)
-            quantizer = quantizer_of(operand)
-            if hasattr(quantizer, "amax"):
-                self._delayed.add(type(quantizer))
         self._quantized.add(kind)
         return key
 
-    def note_before_cast(self, forward: Forward, tensor: Any) -> None:
-        """Add the activation that a module without a norm gets, which NVFP4 quantizes afterwards: its cast hides nan.
-
-        Gradients are not read before their cast: that would cost more than all else together.
-        """
-        if forward.watched is None or not self.is_on or type(tensor) not in PLAIN or tensor.dtype not in FORMATS:
-            return
-        try:
-            forward.watched.add((0, "activation"))
-            if self.ring.called != self.ring.turn:
-                self.ring.turn_to(self.ring.called)
-            place = len(self.ring.order)
-            slot = self.ring.slot(forward.layers[0], "activation")
-            self.ring.order.append(slot)
-            if tensor.numel():
-                self.ring.add([(tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE)])
-        except Exception as error:
-            self.fail(forward.layers[0], error)
+    def _number(self, tensor: Any) -> int:
+        """Return the number of a plain tensor's format, or of FP8 with one scale; -1 of others."""
+        if type(tensor) in PLAIN:
+            return FORMATS.get(tensor.dtype, -1)
+        if scaling_mode(tensor) != PER_TENSOR:
+            return -1
+        quantizer = quantizer_of(tensor)
+        if hasattr(quantizer, "amax"):
+            self._delayed.add(type(quantizer))
+        return _number_of_codes(tensor)
 
     def fail(self, layer: str, error: Exception) -> None:
         self.is_on = False  # a second failure would only slow the training
@@ -226,36 +210,23 @@ class EveryStep:
         self._report("watching the GEMMs of", layer, error)
 
     def _parts(self, tensor: Any, slot: int, place: int) -> list[LargestOf]:
-        """Return a tensor, and the scales of its blocks, as the ring takes them; empty if it takes no such tensor."""
-        kind = type(tensor)
-        if kind in PLAIN:
-            if tensor.dtype in FORMATS:
-                return [(tensor, FORMATS[tensor.dtype], None, slot, place, MAGNITUDE)] if tensor.numel() else []
-            self.ring.unwatched[str(tensor.dtype)] += 1
-            return []
+        """Return a tensor in blocks and their scales, as the ring takes them; empty if it takes no such tensor."""
         mode = scaling_mode(tensor)
         if mode is None:
-            self.ring.unwatched[kind.__name__] += 1
+            self.ring.unwatched[str(tensor.dtype) if type(tensor) in PLAIN else type(tensor).__name__] += 1
             return []
         if mode == NVFP4:
             self.cast_hides_nan = True
             return [(nvfp4_amax(tensor), FLOAT32, None, slot, place, MAGNITUDE)]
-        number = E5M2 if fp8_format(tensor) is E5M2_FORMAT else E4M3
-        if mode == PER_TENSOR:  # a part of a tensor of the debug path
-            codes, transpose, scale, quantizer = PER_TENSOR_PARTS(tensor)
-            codes = transpose if codes is None else codes
-            if not codes.numel():
-                return []
-            parts: list[LargestOf] = [(codes, number, scale, slot, place, MAGNITUDE)]
-            amax = getattr(quantizer, "amax", None)
-            if amax is not None and not getattr(tensor, "requires_grad", False):  # a weight is not cast in its forward
-                parts.append((amax, AMAX, None, slot, place, MAGNITUDE))
-            return parts
         stored = read_either(tensor)
         if stored is None or not stored.codes.numel():
             return []
-        codes = stored.codes, number, None, slot, place, MAGNITUDE
+        codes = stored.codes, _number_of_codes(tensor), None, slot, place, MAGNITUDE
         if stored.scale_format is not None:
             return [codes, (stored.scales, E8M0, None, slot, place, SCALE)]
         scales = torch.where(stored.scales == 1.0, 0.0, stored.scales)  # TE gives a block of zeros the scale 1
         return [codes, (scales, FLOAT32, None, slot, place, SCALE)]
+
+
+def _number_of_codes(tensor: Any) -> int:
+    return E5M2 if fp8_format(tensor) is E5M2_FORMAT else E4M3

@@ -266,20 +266,15 @@ class ForwardHooks:
         from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, make_quantizer_class
 
         require(debug_quantization.DebugQuantizer, *OVERRIDDEN)
-        self._seams.replace(module_class, "is_debug_iter", self.answers.make_is_debug_iter(module_class.is_debug_iter))
-        self._seams.replace(
-            module_class,
-            "no_debug_features_active",
-            self.answers.make_no_debug_features_active(module_class.no_debug_features_active),
-        )
+        self._seams.wrap(module_class, "is_debug_iter", self.answers.make_is_debug_iter)
+        self._seams.wrap(module_class, "no_debug_features_active", self.answers.make_no_debug_features_active)
         self._seams.replace(
             state_manager, "autocast_enter", staticmethod(self.regions.wrap(state_manager.autocast_enter))
         )
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if pipelining is not None and hasattr(pipelining.PipelineStage, _STAGE_INFERENCE):
-            inference = getattr(pipelining.PipelineStage, _STAGE_INFERENCE)
-            self._seams.replace(pipelining.PipelineStage, _STAGE_INFERENCE, self._classify.pause_during(inference))
+            self._seams.wrap(pipelining.PipelineStage, _STAGE_INFERENCE, self._classify.pause_during)
         self._install_for_refusals()
         quantizer = make_quantizer_class(self.answers.current, self._failures)
         self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)
@@ -295,10 +290,10 @@ class ForwardHooks:
             require(module, STATE_NAME)
             self._seams.replace(module, STATE_NAME, _NotDebugging)
         require(graph, "set_capture_start", "set_capture_end", "is_graph_capturing")
-        self._seams.replace(graph, "set_capture_start", self._make_capture_start(graph.set_capture_start))
-        self._seams.replace(graph, "set_capture_end", self._make_capture_end(graph.set_capture_end))
+        self._seams.wrap(graph, "set_capture_start", self._make_capture_start)
+        self._seams.wrap(graph, "set_capture_end", self._make_capture_end)
         if hasattr(torch.cuda.CUDAGraph, "capture_begin"):  # the reference backend has no graphs
-            self._seams.replace(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin(torch.cuda.CUDAGraph))
+            self._seams.wrap(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin)
 
     def _make_capture_start(self, upstream: Callable[[], None]) -> Callable[[], None]:
         @functools.wraps(upstream)
@@ -326,10 +321,8 @@ class ForwardHooks:
 
         return set_capture_end
 
-    def _make_capture_begin(self, graph_class: Any) -> Callable[..., Any]:
+    def _make_capture_begin(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
         from te_precision_callbacks.te.seams import graph
-
-        upstream = graph_class.capture_begin
 
         @functools.wraps(upstream)
         def capture_begin(cuda_graph: Any, *arguments: Any, **keywords: Any) -> Any:

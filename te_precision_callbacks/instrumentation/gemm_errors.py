@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.failures import Guard, Report
 from te_precision_callbacks.base.numerics.layouts import LayoutError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
@@ -100,13 +99,10 @@ class SelectedGemms:
     def _due(self, kind: type[_OptionsT], layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
         if layer not in self._options:
             self._options[layer] = self._find(layer) if layer in self._modules else ()
+        iteration = kept.setdefault("iteration", debug_iteration())
         for options in self._options[layer]:
-            if isinstance(options, kind) and options.gemm == gemm:
-                iteration = kept.get("iteration")
-                if iteration is None:
-                    iteration = kept["iteration"] = debug_iteration()
-                if options.schedule.at(iteration)[0]:
-                    return (options, iteration)
+            if isinstance(options, kind) and options.gemm == gemm and options.schedule.at(iteration)[0]:
+                return options, iteration
         return None
 
     def _find(self, layer: str) -> Sequence[LogGemmErrorItem | DumpTensorsGemmItem]:
@@ -135,34 +131,25 @@ class SelectedGemms:
         before = event.kept.get("sums", {}).pop((event.layer, event.gemm), None)
         if event.kind is not ForwardKind.OBSERVED:
             return
-        try:
+        subject = f"{event.layer} {event.gemm}"
+        with Guard(functools.partial(self._report, "recording the GEMM of", subject)):
             due = self._due(DumpTensorsGemmItem, event.layer, event.gemm, event.kept)
             if due is not None:
                 self._record(event, before, due[1])
-        except ObservationError:
-            raise
-        except Exception as error:
-            self._report("recording the GEMM of", f"{event.layer} {event.gemm}", error)
-        if not is_capturing():
-            self._measure_errors(event)
-
-    def _measure_errors(self, event: GemmEvent) -> None:
-        try:
-            if event.gemm == "fprop":
-                self._prepare(event)
-            due = self._due(LogGemmErrorItem, event.layer, event.gemm, event.kept)
-            if due is not None:
-                self._measure(event, *due)
-        except ObservationError:
-            raise
-        except (FactorError, LayoutError) as error:
-            self._skip(event, str(error))
-        except Exception as error:
-            self._report("measuring the GEMM of", f"{event.layer} {event.gemm}", error)
-        finally:
-            last_of = {"fprop": "activation", "wgrad": "gradient"}.get(event.gemm)
-            if last_of is not None:
-                self._operands.pop((event.layer, last_of), None)
+        if is_capturing():
+            return
+        with Guard(functools.partial(self._report, "measuring the GEMM of", subject)):
+            try:
+                if event.gemm == "fprop":
+                    self._prepare(event)
+                selected = self._due(LogGemmErrorItem, event.layer, event.gemm, event.kept)
+                if selected is not None:
+                    self._measure(event, *selected)
+            except (FactorError, LayoutError) as error:
+                self._skip(event, str(error))
+        last_of = {"fprop": "activation", "wgrad": "gradient"}.get(event.gemm)
+        if last_of is not None:
+            self._operands.pop((event.layer, last_of), None)
 
     def _skip(self, event: GemmEvent, reason: str) -> None:
         """Log once why a GEMM or its format error is not measured."""
@@ -195,27 +182,25 @@ class SelectedGemms:
         if reason:
             self._skip(event, reason)
             return
-        left = factor_of(event.b.data, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
-        right = factor_of(event.a.data, columnwise=event.a.columnwise, piece_bytes=item.max_memory)
+        read = functools.partial(factor_of, piece_bytes=item.max_memory)
+        left = read(event.b.data, columnwise=event.b.columnwise)
+        right = read(event.a.data, columnwise=event.a.columnwise)
         if not is_quantized(event.b.data) and not is_quantized(event.a.data):
             self._skip(event, "it runs in high precision")
             return
         (n, k), m = left.shape, right.shape[0]
         if 0 in (n, k, m):
             return
-        out = result_of(event)
-        tensor = RESULT[event.gemm]
         with without_autograd(left.device):
-            matrix = factor_of(out, columnwise=False, piece_bytes=item.max_memory)
+            matrix = read(result_of(event), columnwise=False)
             if matrix.shape != (n, m):
-                reason = f"its result has the shape {matrix.shape}, but its operands give {(n, m)}"
-                self._skip(event, reason)
+                self._skip(event, f"its result has the shape {matrix.shape}, but its operands give {(n, m)}")
                 return
             x = _probes(event.layer, item, iteration, event.gemm, right)
             call = call_of(event, event.before)
             check = check_kernel(thin(matrix, x), left, right, x, call)
-            columns = kernel_columns(check, own_rank())
-            self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM, *columns)
+            add = functools.partial(self._engine.add, event.layer, RESULT[event.gemm], iteration)
+            add(StatisticSource.GEMM, *kernel_columns(check, own_rank()))
             self._has_measured = True
             self.unmeasured = ""
             product = event.kept.get("probed", {}).pop((event.layer, event.gemm), None)
@@ -226,9 +211,9 @@ class SelectedGemms:
             elif high.numel() != n * k or len(product) != k:
                 self._skip(event, "the format: an operand was gathered after quantization")
             else:
-                exact = factor_of(high, columnwise=event.b.columnwise, piece_bytes=item.max_memory)
+                exact = read(high, columnwise=event.b.columnwise)
                 errors = check_format(check.stored, call.alpha * exact.multiply(product).product)
-                self._engine.add(event.layer, tensor, iteration, StatisticSource.GEMM_FORMAT, errors)
+                add(StatisticSource.GEMM_FORMAT, errors)
 
     def _record(self, event: GemmEvent, before: torch.Tensor | None, iteration: int) -> None:
         import nvdlfw_inspect.api as debug_api

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def why_not_bypassed(module: Any) -> str | None:
     """Return why a module's graph cannot be bypassed; empty if it can, None without a graph."""
     attributes = module.__dict__
     forward = attributes.get("forward")
-    if _graphs_of_megatron(module) or isinstance(forward, _Bypass):
+    if _graphs_of_megatron(module) or isinstance(forward, _Graph):
         return ""
     if not _is_graphed(forward):
         wraps_graph = callable(forward) and _is_graphed(inspect.unwrap(forward))
@@ -70,38 +70,13 @@ def _below(forward: Any) -> Any:
 
 def _original(forward: Any) -> Any:
     """Unwrap all graphs: a module may have another one for evaluation."""
-    while (below := forward.original if isinstance(forward, _Bypass) else _below(forward)) is not None:
+    while (below := forward.original if isinstance(forward, _Graph) else _below(forward)) is not None:
         forward = below
     return forward
 
 
-class _Bypass:
-    """Replacement of a graphed module's ``forward`` in a collection step: calls the original instead."""
-
-    def __init__(self, module: torch.nn.Module, captured: CapturedPrecision, report: Callable[[], None]) -> None:
-        self.graphed = module.__dict__["forward"]
-        self.original = _original(self.graphed)
-        self._module = module
-        self._captured = captured
-        self._report = report
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if not self._module.training:
-            return self.graphed(*arguments, **keywords)
-        if not self._captured.matches_current_recipe:
-            self._report()
-            return self.graphed(*arguments, **keywords)
-        for name in _STREAM_KEYWORDS:
-            keywords.pop(name, None)
-        return self.original(*arguments, **keywords)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied module gets the forward that it would have without a session."""
-        return self.graphed
-
-
 class _Graph:
-    """One or more graphs of a module.
+    """One or more graphs of a module. In a collection step it is the module's ``forward``, and calls the original.
 
     Attributes:
         layers: the watched modules in it, by id.
@@ -110,12 +85,12 @@ class _Graph:
 
     def __init__(self, module: torch.nn.Module, layers: Mapping[int, torch.nn.Module], why_not: str) -> None:
         self._module = module
-        self._attributes: dict[str, Any] = module.__dict__
         self.layers = layers
         self.why_not = why_not
         self._captured = CapturedPrecision.of(layers.values())
         self._name = "cuda_graphs" if _graphs_of_megatron(module) else "forward"
-        self._graphed = self._attributes[self._name]
+        self._graphed = module.__dict__[self._name]
+        self.original = _original(self._graphed)
         self._replacement: Any = None
         self._cached: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -134,23 +109,31 @@ class _Graph:
         """
         caches = map(cached_weights, self.layers.values())
         self._cached = [(cache, dict(cache)) for cache in caches]
-        self._replacement = []
-        if self._name == "forward":
-            self._replacement = _Bypass(self._module, self._captured, self._note_other_recipe)
-        self._attributes[self._name] = self._replacement
+        self._replacement = self if self._name == "forward" else []
+        self._module.__dict__[self._name] = self._replacement
 
     def restore(self) -> None:
         # Otherwise the script has created other graphs, or deleted them.
-        if self._attributes.get(self._name) is self._replacement:
-            self._attributes[self._name] = self._graphed
+        if self._module.__dict__.get(self._name) is self._replacement:
+            self._module.__dict__[self._name] = self._graphed
         self._replacement = None
         for cache, before in self._cached:
             cache.clear()
             cache.update(before)
         self._cached = []
 
-    def _note_other_recipe(self) -> None:
-        self.why_not = "te.autocast around the replay has another recipe than at the capture"
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._module.training and not self._captured.matches_current_recipe:
+            self.why_not = "te.autocast around the replay has another recipe than at the capture"
+        if self.why_not or not self._module.training:
+            return self._graphed(*arguments, **keywords)
+        for name in _STREAM_KEYWORDS:
+            keywords.pop(name, None)
+        return self.original(*arguments, **keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copied module gets the forward that it would have without a session."""
+        return self._graphed
 
 
 class CudaGraphs:

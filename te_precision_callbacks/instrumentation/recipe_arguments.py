@@ -3,9 +3,8 @@
 ignored_arguments([recipe])
 [{"recipe": "MXFP8BlockScaling", "argument": "margin", "value": "2", "why": ..., "instead": ...}]
 
-Read from Transformer Engine 2.20.2; :data:`IGNORED` has the place and a source text that a test searches for. Unknown
-arguments, such as ``interval`` of earlier versions or a typo, cannot be found: the recipes are pydantic dataclasses,
-which drop them.
+Read from Transformer Engine 2.20.2, at the places above the rows of :data:`IGNORED`. Unknown arguments, such as
+``interval`` of earlier versions or a typo, cannot be found: the recipes are pydantic dataclasses, which drop them.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ class Ignored:
         recipe: the name of the recipe's class.
         argument: the name of the argument, also of the recipe's attribute.
         applies_to: whether a recipe sets the argument without effect.
-        place: ``module:name`` in ``transformer_engine``.
-        source: a text in the source of ``place``.
     """
 
     recipe: str
@@ -45,8 +42,6 @@ class Ignored:
     applies_to: Callable[[Any], bool]
     why: str
     instead: str
-    place: str
-    source: str
 
 
 def _is_set(recipe: Any, argument: str) -> bool:
@@ -64,15 +59,15 @@ _AT_IMPORT = (
 )
 
 IGNORED: Sequence[Ignored] = (
+    # pytorch.quantization:MXFP8BlockScalingRecipeState.make_quantizers
     Ignored(
         "MXFP8BlockScaling",
         "margin",
         lambda recipe: recipe.margin != 0,
         "only DelayedScaling has a margin: the scale of an MXFP8 block depends only on its largest element",
         "Remove the argument",
-        "pytorch.quantization:MXFP8BlockScalingRecipeState.make_quantizers",
-        "MXFP8Quantizer(self.dtype)",
     ),
+    # pytorch.module.linear:Linear._customize_quantizers_float8_current_scaling
     Ignored(
         "Float8CurrentScaling",
         "use_power_2_scales",
@@ -80,9 +75,8 @@ IGNORED: Sequence[Ignored] = (
         _AT_IMPORT,
         "Set NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 before the import, or assign these three attributes of the"
         " recipe, such as recipe.fp8_quant_fwd_inp = QParams(power_2_scale=True)",
-        "pytorch.module.linear:Linear._customize_quantizers_float8_current_scaling",
-        "force_pow_2_scales = recipe.fp8_quant_fwd_inp.power_2_scale",
     ),
+    # pytorch.quantization:Float8BlockScalingRecipeState.make_quantizers
     Ignored(
         "Float8BlockScaling",
         "use_f32_scales",
@@ -90,8 +84,6 @@ IGNORED: Sequence[Ignored] = (
         _AT_IMPORT,
         "Set NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 before the import, or assign these three attributes of the recipe,"
         " such as recipe.fp8_quant_fwd_inp = QParams(power_2_scale=False)",
-        "pytorch.quantization:Float8BlockScalingRecipeState.make_quantizers",
-        "force_pow_2_scales=qparams.power_2_scale",
     ),
 )
 

@@ -1,7 +1,8 @@
 """Options that Transformer Engine's debug path refuses, and the layers that use them.
 
 With these options the debug path raises or silently skips features. A session keeps such a layer on the ordinary path,
-unobserved and without features. Each row of :data:`REFUSALS` names its place in Transformer Engine 2.20.2.
+unobserved and without features. Above each row of :data:`REFUSALS` is the refusing function in Transformer Engine
+2.20.2.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class DebugForward:
     has_quantized_input: bool
 
 
+def _never(*_: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class DebugRefusal:
     """A row of the table.
@@ -50,7 +55,6 @@ class DebugRefusal:
     Attributes:
         what: the refused option, by its name in TE.
         why: the effect in debug mode.
-        place: the refusing function of TE 2.20.2, below ``transformer_engine``; ``source`` is a text in it.
         applies_to_module: whether the row applies to a module, before the first step.
         applies_to_effects: the same, given its features' effects on GEMMs.
         applies_to_forward: whether it applies to a forward about to take the debug path.
@@ -59,18 +63,10 @@ class DebugRefusal:
 
     what: str
     why: str
-    place: str
-    source: str
-    applies_to_module: Callable[[Any], bool] | None = None
-    applies_to_effects: Callable[[Any, Collection[Effect]], bool] | None = None
-    applies_to_forward: Callable[[DebugForward], bool] | None = None
+    applies_to_module: Callable[[Any], bool] = _never
+    applies_to_effects: Callable[[Any, Collection[Effect]], bool] = _never
+    applies_to_forward: Callable[[DebugForward], bool] = _never
     lasts: bool = False
-
-    @property
-    def known(self) -> str:
-        if self.applies_to_module or self.applies_to_effects:
-            return "before the first step"
-        return "in the first affected forward"
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
@@ -85,16 +81,14 @@ def _changes_quantized_weights(module: torch.nn.Module, effects: Collection[Effe
 
 
 def _changes_quantized_weights_now(forward: DebugForward) -> bool:
-    weights = [quantizer for quantizer in forward.quantizers if quantizer.tensor_name == "weight"]
-    return any(not _is_as_without_features(weight) for weight in weights) and has_quantized_weights(forward.module)
-
-
-def _is_as_without_features(quantizer: Any) -> bool:
-    """Return whether both GEMMs that read a tensor get the recipe's quantized result."""
+    """Return whether a GEMM that reads a quantized weight does not get the recipe's quantized result."""
     from te_precision_callbacks.te.debug import debug_quantization
 
-    plans = {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
-    return quantizer.parent_quantizer is None or plans == {debug_quantization.STANDARD_QUANTIZE}
+    plans: set[str] = set()
+    for quantizer in forward.quantizers:
+        if quantizer.tensor_name == "weight" and quantizer.parent_quantizer is not None:
+            plans |= {quantizer.rowwise_tensor_plan, quantizer.columnwise_tensor_plan}
+    return not plans <= {debug_quantization.STANDARD_QUANTIZE} and has_quantized_weights(forward.module)
 
 
 def _mixes_quantized_input(forward: DebugForward) -> bool:
@@ -110,80 +104,69 @@ def _mixes_quantized_input(forward: DebugForward) -> bool:
     return {plans["fprop"], plans["wgrad"]} != {debug_quantization.STANDARD_QUANTIZE}
 
 
+# debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_
 CUDA_GRAPH = DebugRefusal(
     "CUDA graph",
     "a graph replay runs no Python, so no feature is called, and cached weights cannot be updated in debug mode",
-    "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
-    "CUDA Graphs are not supported with debug=True!",
     applies_to_forward=lambda forward: is_captured(),
     lasts=True,
 )
+# pytorch.module.linear:Linear._compile_eager_fallback_reason
 COMPILED = DebugRefusal(
     "torch.compile",
     "te.Linear is one operator of the compiled graph (torch 2.14 and newer), so features that change precision cannot"
     " act on it; train without torch.compile",
-    "pytorch.module.linear:Linear._compile_eager_fallback_reason",
-    'return "debug instrumentation (nvidia-dlfw-inspect)"',
 )
 REFUSALS = (
+    # pytorch.module.base:TransformerEngineBaseModule.is_debug_iter
     DebugRefusal(
         "delay_wgrad_compute",
         "the wgrad GEMM runs after the backward, which debug mode does not support",
-        "pytorch.module.base:TransformerEngineBaseModule.is_debug_iter",
-        "Delayed wgrad compute is not supported in debug mode.",
         applies_to_module=lambda module: module.wgrad_store is not None and module.wgrad_store.delay_wgrad_compute(),
     ),
+    # pytorch.module.grouped_linear:GroupedLinear.forward
     DebugRefusal(
         "single_grouped_weight or single_grouped_bias",
         "the debug path needs separate parameters for each GEMM",
-        "pytorch.module.grouped_linear:GroupedLinear.forward",
-        "TE debug features do not support single grouped parameters.",
         applies_to_module=lambda module: any(
             getattr(module, name, False) for name in ("single_grouped_weight", "single_grouped_bias")
         ),
     ),
     CUDA_GRAPH,
+    # debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor
     DebugRefusal(
         "quantized_model_init",
         "the weight exists only in quantized form, so no feature can replace it or run fprop or dgrad in high"
         " precision",
-        "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
-        "Weight tensor with fp8 model parameters enabled cannot be",
         applies_to_effects=_changes_quantized_weights,
         applies_to_forward=_changes_quantized_weights_now,
     ),
+    # debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output
     DebugRefusal(
         "fp8_output or fp8_grad",
         "debug mode does not support GEMMs with a quantized result, which fp8_dpa, fp8_mha and FP8 Userbuffers also"
         " need",
-        "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
-        "Quantized output is not supported for debug=True.",
         applies_to_forward=lambda forward: any(
             quantizer.output_tensor and quantizer.parent_quantizer is not None for quantizer in forward.quantizers
         ),
     ),
+    # pytorch.module.linear:_linear_forward_impl
     DebugRefusal(
         "quantized input",
         "features do not get an input from fp8_output or FP8 attention, so they cannot change the other operand of"
         " its GEMM",
-        "pytorch.module.linear:_linear_forward_impl",
-        "            if isinstance(inputmat, QuantizedTensorStorage):\n"
-        "                inputmat.update_usage(rowwise_usage=True)\n"
-        "            else:",
         applies_to_forward=_mixes_quantized_input,
     ),
+    # debug.pytorch.debug_quantization:DebugQuantizer.calibrate
     DebugRefusal(
         "autocast with calibrating=True",
         "debug mode does not support calibration",
-        "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
-        "Calibration with debug is not supported",
         applies_to_forward=lambda forward: forward.module.fp8_calibration and not forward.module.fp8,
     ),
+    # pytorch.cpu_offload:get_cpu_offload_context
     DebugRefusal(
         "get_cpu_offload_context",
         "debug mode does not support offloading of activations",
-        "pytorch.cpu_offload:get_cpu_offload_context",
-        "CPU offload is not supported in debug mode.",
         applies_to_forward=lambda forward: offloads_activations(),
     ),
 )
@@ -301,15 +284,15 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
 
 
 def _refusal_of_module(module: torch.nn.Module) -> DebugRefusal | None:
-    return next((row for row in REFUSALS if row.applies_to_module and row.applies_to_module(module)), None)
+    return next((row for row in REFUSALS if row.applies_to_module(module)), None)
 
 
 def _refusal_of_effects(module: torch.nn.Module, effects: Collection[Effect]) -> DebugRefusal | None:
-    return next((row for row in REFUSALS if row.applies_to_effects and row.applies_to_effects(module, effects)), None)
+    return next((row for row in REFUSALS if row.applies_to_effects(module, effects)), None)
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:
-    return next((row for row in REFUSALS if row.applies_to_forward and row.applies_to_forward(forward)), None)
+    return next((row for row in REFUSALS if row.applies_to_forward(forward)), None)
 
 
 def _format(refused: Iterable[tuple[str, DebugRefusal]]) -> str:

@@ -33,13 +33,15 @@ import torch
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.failures import Guard, Report
+from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, GemmName
 from te_precision_callbacks.coverage.formats import recipe_of_operator, recipe_text
 from te_precision_callbacks.coverage.marks import made_in_thread
 from te_precision_callbacks.coverage.model_watch import ModelProducts, hide_operators, modes_are_active
 from te_precision_callbacks.coverage.step_table import Unseen
+from te_precision_callbacks.engine.kernels.columns import FORMATS
 from te_precision_callbacks.instrumentation.arguments import (
     GEMM,
     GROUPED_GEMM,
@@ -100,8 +102,8 @@ class GemmTap:
         every_step: EveryStep,
         consume: Callable[[GemmEvent], None],
         *,
-        before: BeforeSum | None = None,
-        enter: Callable[[torch.nn.Module, Forward, Any, Any], Collection[tuple[int, str]] | None] | None = None,
+        before: BeforeSum = lambda *_: None,
+        enter: Callable[[torch.nn.Module, Forward, Any, Any], Collection[tuple[int, str]] | None] = lambda *_: (),
         products: ModelProducts | None = None,
         statistics: StatisticsConsumer | None = None,
     ) -> None:
@@ -207,23 +209,20 @@ class GemmTap:
             if id(own) not in wrapped:
                 wrapped[id(own)] = wrappers[name](own)
             self._seams.replace(module, name, wrapped[id(own)])
-        module_class = base.TransformerEngineBaseModule
-        self._seams.replace(module_class, "prepare_forward", self._wrap_prepare(module_class.prepare_forward))
+        self._seams.wrap(base.TransformerEngineBaseModule, "prepare_forward", self._wrap_prepare)
         if linear._linear_op is None:
-            self._seams.replace(linear.Linear, "forward", outside_of_dynamo(linear.Linear.forward))
+            self._seams.wrap(linear.Linear, "forward", outside_of_dynamo)
         attention = backends.FusedAttnFunc, lambda: _find_none, ()
         for function, make_find, weights in (*autograd_functions(), attention):
             find_tensors = self._reader(function.forward, make_find)
             self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, find_tensors)))
             self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward, weights)))
         for owner in (layernorm_linear, layernorm_mlp):
-            self._seams.replace(owner, "apply_normalization", self._unfused.wrap_norm(owner.apply_normalization))
+            self._seams.wrap(owner, "apply_normalization", self._unfused.wrap_norm)
         for owner in (grouped_linear, layernorm_linear, linear):
-            self._seams.replace(
-                owner, "materialize_weight_for_forward", self._wrap_gather(owner.materialize_weight_for_forward)
-            )
-        self._seams.replace(_common.WeightGradStore, "put", self._wrap_put(_common.WeightGradStore.put))
-        self._seams.replace(fuser.OperationFuser, "__call__", self.operations.wrap_call(fuser.OperationFuser.__call__))
+            self._seams.wrap(owner, "materialize_weight_for_forward", self._wrap_gather)
+        self._seams.wrap(_common.WeightGradStore, "put", self._wrap_put)
+        self._seams.wrap(fuser.OperationFuser, "__call__", self.operations.wrap_call)
         operation_wrappers = {
             "fuser_forward": self.operations.wrap_forward,
             "fuser_backward": self.operations.wrap_backward,
@@ -238,11 +237,9 @@ class GemmTap:
         from te_precision_callbacks.te.seams import layernorm_mlp
 
         if self._due:
-            wrapped = self._unfused.wrap_act_func(layernorm_mlp._act_func)
-            self._seams_when_due.replace(layernorm_mlp, "_act_func", wrapped)
+            self._seams_when_due.wrap(layernorm_mlp, "_act_func", self._unfused.wrap_act_func)
         if self._counts and self._attention.names:
-            owner = te_modules.attention_class()
-            self._seams_when_due.replace(owner, "end_forward", self._wrap_end(owner.end_forward))
+            self._seams_when_due.wrap(te_modules.attention_class(), "end_forward", self._wrap_end)
 
     # ------------------------------------------------------------------ forwards and backwards
 
@@ -302,8 +299,11 @@ class GemmTap:
                         entered.watched = set()
                         if self._every_step.cast_hides_nan:
                             row = te_modules.of(module)
-                            if not row.groups and not row.has_norm:
-                                self._every_step.note_before_cast(entered, result)
+                            has_values = type(result) in PLAIN and result.dtype in FORMATS and result.numel()
+                            if has_values and not row.groups and not row.has_norm:
+                                # Gradients are not read before their cast: that would cost more than all else.
+                                entered.watched.add((0, "activation"))
+                                entered.unread = (("activation", result, result.dtype),)
                 state.entered = entered
                 if key in self._due:
                     self._observe_forward(entered, module, arguments[0] if arguments else keywords.get("inp"), None)
@@ -323,7 +323,7 @@ class GemmTap:
         """Ask the features that are due, given the module's input, and the arguments of its operator in a graph."""
         entered.read = set()
         entered.kept = {}
-        wanted = self._enter(module, entered, tensor, compiled) if self._enter else ()
+        wanted = self._enter(module, entered, tensor, compiled)
         entered.is_due = wanted is not None
         if wanted:
             entered.wanted = wanted
@@ -332,7 +332,7 @@ class GemmTap:
 
     def _begin_compiled(self, module: Any, arguments: Any) -> Forward:
         """Make the forward of a compiled ``te.Linear``, given the arguments of its operator."""
-        try:
+        with self._guard("observing the forward of", str(getattr(module, "name", "a module"))):
             with torch.set_grad_enabled(arguments.is_grad_enabled):
                 kind = self._classify(module)
             if kind is ForwardKind.UNTOUCHED:
@@ -348,12 +348,8 @@ class GemmTap:
                 entered.watched = set() if self._every_step.is_on else None
             if id(module) in self._due:
                 self._observe_forward(entered, module, None, arguments)
-        except ObservationError:
-            raise
-        except Exception as error:
-            self._report("observing the forward of", str(getattr(module, "name", "a module")), error)
-            return UNOBSERVED
-        return entered
+            return entered
+        return UNOBSERVED
 
     def _forward_in_graph(self, arguments: Sequence[Any]) -> Forward | None:
         """Make the forward of a compiled ``te.Linear`` with delayed scaling: its graph ends before the autograd
@@ -560,83 +556,86 @@ class GemmTap:
                 state.in_gemm = False
             forward.events += 1
             position = forward.position
-            if not grouped and len(operands) == 2:
-                gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
-                index = 0
-                if forward.order is not None:
-                    index = forward.order[gemm, position]
-                    forward.position = index
-                out = None if accumulates else result[0]
-                every_step.note(forward, gemm, index, operands[0], operands[1], out)
-            else:
-                self._note_several(forward, named(operands, keywords), result, gemms, grouped=grouped)
+            if grouped or len(operands) != 2:
+                with Guard(functools.partial(every_step.fail, forward.layers[0])):
+                    self._observe(forward, position, named(operands, keywords), result, gemms, before, grouped=grouped)
+                return result
+            gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
+            index = 0
+            if forward.order is not None:
+                index = forward.order[gemm, position]
+                forward.position = index
+            every_step.note(forward, gemm, index, operands[0], operands[1], None if accumulates else result[0])
             if forward.is_due:
-                self._observe(forward, position, operands, keywords, result, named, gemms, before, grouped=grouped)
+                try:
+                    key: Key | None = ()
+                    if forward.repeats and self._statistics is not None:
+                        key = self._statistics.repeat(forward, position, operands, keywords, result)
+                    if key is not None:
+                        self._observe(forward, position, named(operands, keywords), result, gemms, before, key)
+                except ObservationError:  # reported already; must be raised
+                    raise
+                except Exception as error:
+                    self._report("observing the GEMMs of", forward.layers[0], error)
                 if is_compiled and forward.high:
                     forward.high = {}
             return result
 
         return tapped
 
-    def _note_several(
-        self, forward: Forward, arguments: Mapping[str, Any], result: Any, gemms: GemmsOfCall, *, grouped: bool
-    ) -> None:
-        """Pass the GEMMs of a call to the watch of every step."""
-        every_step = self._every_step
-        if any(map(is_grouped_tensor, arguments.values())) and torch.cuda.is_available():
-            every_step.ring.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
-            return
-        gemm = GEMM_OF_LAYOUT[arguments["layout"]]
-        try:
-            for number, (a, b, out) in enumerate(gemms(arguments, result)):
-                index = forward.next_layer_index(gemm, number if grouped else None)
-                if grouped and gemm == "fprop" and out is not None and forward.watched is not None:
-                    every_step.ring.add_tokens(forward.layers[index], out.numel() // out.shape[-1])
-                every_step.note(forward, gemm, index, a, b, None if arguments.get("accumulate") else out)
-        except Exception as error:
-            every_step.fail(forward.layers[0], error)
-
     def _observe(
         self,
         forward: Forward,
         position: int,
-        operands: Sequence[Any],
-        keywords: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         result: Any,
-        named: Callable[[Sequence[Any], Mapping[str, Any]], dict[str, Any]],
         gemms: GemmsOfCall,
         before: Sequence[Any],
+        key: Key | None = None,
         *,
-        grouped: bool,
+        grouped: bool = False,
     ) -> None:
-        """Pass a GEMM to the features that are due: to a prepared launch, or as an event.
+        """Pass the GEMMs of a call to the watch of every step, and to the features that are due.
 
         Args:
             position: :attr:`Forward.position` before the GEMM.
-            named: names the arguments of the call.
+            key: of the prepared launch that a GEMM leaves; None if the watch of every step does not have it yet.
         """
-        key: Key | None = ()
-        try:
-            if forward.repeats and self._statistics is not None and not grouped and len(operands) == 2:
-                key = self._statistics.repeat(forward, position, operands, keywords, result)
-                if key is None:
-                    return
-            if grouped and is_capturing() and any(map(is_grouped_tensor, (*operands, *keywords.values()))):
-                self._warn_captured(forward)
+        ring = self._every_step.ring
+        is_noted = key is not None
+        if grouped and torch.cuda.is_available() and any(map(is_grouped_tensor, arguments.values())):
+            ring.unwatched["GEMMs of grouped tensors"] += 1  # their rows are on the device
+            is_noted = True
+            if not forward.is_due:
                 return
-            arguments = named(operands, keywords)
-            layout = arguments["layout"]
-            gemm = GEMM_OF_LAYOUT[layout]
-            tensor_b, tensor_a = OPERANDS[gemm]
-            # LayerNormMLP(checkpoint=True) recomputes fc1 in its own backward.
-            is_recomputed = gemm == "fprop" and position == 2
-            forward.position = position
-            for number, (a, b, out) in enumerate(gemms(arguments, result)):
-                index = forward.next_layer_index(gemm, number if grouped else None)
+            if is_capturing():  # reading the rows from the device would end the capture
+                if not self._warned_captured:
+                    self._warned_captured = True
+                    logger.warning(
+                        "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph,"
+                        " because the rows per expert are unknown during capture. Capture after the first step.",
+                        forward.layers[0],
+                    )
+                return
+        layout = arguments["layout"]
+        gemm = GEMM_OF_LAYOUT[layout]
+        tensor_b, tensor_a = OPERANDS[gemm]
+        # LayerNormMLP(checkpoint=True) recomputes fc1 in its own backward.
+        is_recomputed = gemm == "fprop" and position == 2
+        forward.position = position
+        for number, (a, b, out) in enumerate(gemms(arguments, result)):
+            expert = number if grouped else None
+            index = forward.next_layer_index(gemm, expert)
+            layer = forward.layers[index]
+            if not is_noted:
+                if grouped and gemm == "fprop" and out is not None and forward.watched is not None:
+                    ring.add_tokens(layer, out.numel() // out.shape[-1])
+                self._every_step.note(forward, gemm, index, a, b, None if arguments.get("accumulate") else out)
+            if forward.is_due:
                 event = GemmEvent(
-                    forward.layers[index],
+                    layer,
                     gemm,
-                    number if grouped else None,
+                    expert,
                     forward.operand(index, tensor_a, a, columnwise=layout[0] != "T"),
                     forward.operand(index, tensor_b, b, columnwise=layout[1] == "T"),
                     out,
@@ -650,46 +649,28 @@ class GemmTap:
                     key=key or (),
                 )
                 self._consume(event)
-        except ObservationError:  # reported already; must be raised
-            raise
-        except Exception as error:
-            self._report("observing the GEMMs of", forward.layers[0], error)
+
+    def _guard(self, operation: str, subject: str) -> Guard:
+        return Guard(functools.partial(self._report, operation, subject))
 
     def _find_compiled(self, gemm: GemmName) -> Forward | None:
-        try:
+        with self._guard("finding the layer of", "a GEMM in a compiled graph"):
             return self._compiled.find(gemm)
-        except ObservationError:  # reported already; must be raised
-            raise
-        except Exception as error:
-            self._report("finding the layer of", "a GEMM in a compiled graph", error)
-            return UNOBSERVED
+        return UNOBSERVED
 
     def _before_sums(self, forward: Forward, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
         """Call ``before`` with each tensor that a GEMM of this call accumulates into, and return the results."""
-        before = self._before
-        if before is None or not arguments.get("accumulate"):
-            return ()
-        try:
-            gemm = GEMM_OF_LAYOUT[arguments["layout"]]
-            sums = arguments["out"]
-            if not grouped:
-                return [before(forward.layers[forward.peek_layer_index(gemm)], gemm, sums, forward.kept)]
-            return [before(forward.layers[index], gemm, total, forward.kept) for index, total in enumerate(sums)]
-        except ObservationError:  # reported already; must be raised
-            raise
-        except Exception as error:
-            self._report("reading the sums of", forward.layers[0], error)
-            return ()
-
-    def _warn_captured(self, forward: Forward) -> None:
-        """Warn that GEMMs are not observed: reading experts' row counts from the device would end the capture."""
-        if not self._warned_captured:
-            self._warned_captured = True
-            logger.warning(
-                "The GEMMs of %s and of other layers with grouped tensors are not observed in a CUDA graph, because"
-                " the rows per expert are unknown during capture. Capture after the first step.",
-                forward.layers[0],
-            )
+        results: list[Any] = []
+        if arguments.get("accumulate"):
+            with self._guard("reading the sums of", forward.layers[0]):
+                gemm = GEMM_OF_LAYOUT[arguments["layout"]]
+                first = 0 if forward.order is None else forward.order[gemm, forward.position]
+                sums = arguments["out"] if grouped else [arguments["out"]]
+                results = [
+                    self._before(forward.layers[index], gemm, total, forward.kept)
+                    for index, total in enumerate(sums, first)
+                ]
+        return results
 
 
 _task = torch._C._current_graph_task_id

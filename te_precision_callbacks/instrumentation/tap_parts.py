@@ -10,20 +10,18 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.failures import Guard, Report
 from te_precision_callbacks.base.numerics.layouts import unquantized
 from te_precision_callbacks.base.replaced import AnyFunction
 from te_precision_callbacks.coverage.formats import format_made_by, format_of, recipe_text
 from te_precision_callbacks.coverage.model_watch import ModelProducts
 from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable, attention_sizes
 from te_precision_callbacks.engine.kernels.columns import RECIPROCAL
-from te_precision_callbacks.instrumentation.arguments import forward_arguments
 from te_precision_callbacks.instrumentation.current_call import UNOBSERVED, Forward, Running
-from te_precision_callbacks.layers.forwards import Classify, ForwardKind
+from te_precision_callbacks.layers.forwards import Classify, ForwardKind, running_forward
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te.state import current_recipe
 
@@ -43,10 +41,6 @@ class OperationsTap:
         self._report_silent = report_silent
         self._operations: dict[int, NamedOperation] = {}
 
-    @property
-    def layers(self) -> list[str]:
-        return list(itertools.chain.from_iterable(operation.names for operation in self._operations.values()))
-
     def watch(self, operations: Iterable[NamedOperation]) -> None:
         self._operations = {id(operation.module): operation for operation in operations}
 
@@ -61,14 +55,14 @@ class OperationsTap:
     def wrap_forward(self, upstream: AnyFunction) -> AnyFunction:
         @functools.wraps(upstream)
         def fuser_forward(operation: Any, contexts: Any, *arguments: Any, **keywords: Any) -> Any:
-            forward = self._make_forward(operation)
+            layers = self._layers_in(operation)
+            kind = self._running.thread_state.kind
+            forward = UNOBSERVED
+            if layers and kind is not ForwardKind.UNTOUCHED:
+                forward = self._forward_of(layers, kind, recipe_text(current_recipe()))
             for context in contexts:
                 context.te_precision_forward = forward
-            before = forward.events
-            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
-            if forward.events == before:
-                self._report_silent(forward, type(operation).__name__, False)
-            return result
+            return self._run(forward, False, upstream, operation, contexts, *arguments, **keywords)
 
         return fuser_forward
 
@@ -79,24 +73,28 @@ class OperationsTap:
             layers = self._layers_in(operation)
             if len(layers) > 1 and not forward.is_fused:  # only the backward is fused
                 forward = self._forward_of(layers, forward.kind, forward.recipe)
-            before = forward.events
-            result = self._running.call(forward, upstream, operation, contexts, *arguments, **keywords)
-            if forward.events == before:
-                self._report_silent(forward, type(operation).__name__, True)
-            return result
+            return self._run(forward, True, upstream, operation, contexts, *arguments, **keywords)
 
         return fuser_backward
+
+    def _run(
+        self,
+        forward: Forward,
+        in_backward: bool,
+        upstream: AnyFunction,
+        operation: Any,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        before = forward.events
+        result = self._running.call(forward, upstream, operation, *arguments, **keywords)
+        if forward.events == before:
+            self._report_silent(forward, type(operation).__name__, in_backward)
+        return result
 
     def _layers_in(self, operation: Any) -> list[Sequence[str]]:
         basic = [operation, *getattr(operation, "basic_ops", ())]
         return [self._operations[id(part)].names for part in basic if id(part) in self._operations]
-
-    def _make_forward(self, operation: Any) -> Forward:
-        layers = self._layers_in(operation)
-        kind = self._running.thread_state.kind
-        if not layers or kind is ForwardKind.UNTOUCHED:
-            return UNOBSERVED
-        return self._forward_of(layers, kind, recipe_text(current_recipe()))
 
     def _forward_of(self, layers: Sequence[Sequence[str]], kind: ForwardKind, recipe: str) -> Forward:
         forward = Forward()
@@ -135,10 +133,10 @@ class AttentionTap:
     def leave(self, module: Any, entered: Forward) -> None:
         if self._products is None:
             return
-        try:
-            self._products.leave_attention(entered.attention, entered.kind, forward_arguments(module))
-        except Exception as error:
-            self._report("observing the forward of", entered.attention, error)
+        with Guard(functools.partial(self._report, "observing the forward of", entered.attention)):
+            frame = running_forward(module)
+            arguments = {} if frame is None else dict(frame.f_locals)
+            self._products.leave_attention(entered.attention, entered.kind, arguments)
 
     def wrap(self, upstream: AnyFunction) -> AnyFunction:
         signature = inspect.signature(upstream)
@@ -196,21 +194,15 @@ class UnfusedTensors:
         self._report = report
 
     def wrap_norm(self, upstream: AnyFunction) -> AnyFunction:
-        """Wrap ``apply_normalization``, which returns the activation of a module's first layer."""
+        """Wrap ``apply_normalization``, which returns the activation of a module's first layer, and more."""
+        observed = self._wrap(upstream, upstream, (0, "activation"), _QUANTIZER_OF_NORM)
 
         @functools.wraps(upstream)
         def apply_normalization(*arguments: Any) -> Any:
             forward = self._running.thread_state.running
             if forward is None:
                 return upstream(*arguments)
-            if forward.high is None:
-                result = upstream(*arguments)
-            else:
-                quantizer = arguments[_QUANTIZER_OF_NORM]
-                without_quantizer = *arguments[:_QUANTIZER_OF_NORM], None, *arguments[_QUANTIZER_OF_NORM + 1 :]
-                fused = functools.partial(upstream, *arguments)
-                unfused = functools.partial(upstream, *without_quantizer)
-                result = self._run(forward, (0, "activation"), quantizer, fused, unfused, operator.itemgetter(0))
+            result = upstream(*arguments) if forward.high is None else observed(*arguments)
             if forward.watched is not None:
                 forward.unread = (("input", result[2], RECIPROCAL),)
             return result
@@ -232,55 +224,33 @@ class UnfusedTensors:
 
         return act_func
 
-    def _wrap(self, function: Any, unfused: Any, place: tuple[int, str]) -> AnyFunction:
-        """Wrap a function with the quantizer as last argument.
+    def _wrap(self, function: Any, unfused: Any, place: tuple[int, str], position: int = -1) -> AnyFunction:
+        """Wrap a function that returns a tensor, or a tuple with the tensor in front.
 
         Args:
             unfused: returns the result in high precision if the quantizer is None.
+            place: layer index and name of the tensor.
+            position: of the quantizer among the arguments.
         """
 
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
             forward = self._running.thread_state.running
-            if forward is None or forward.high is None:
+            if forward is None or forward.high is None or place not in forward.wanted or place in forward.read:
                 return function(*arguments, **keywords)
-            *leading, quantizer = arguments
-            without_quantizer = functools.partial(unfused, *leading, None, **keywords)
-            return self._run(
-                forward, place, quantizer, functools.partial(function, *arguments, **keywords), without_quantizer
-            )
+            without_quantizer = list(arguments)
+            without_quantizer[position] = None
+            is_quantized = arguments[position] is not None
+            unquantized.wanted = is_quantized
+            try:
+                result = function(*arguments, **keywords)
+                high = unquantized.result
+            finally:
+                unquantized.wanted = False
+                unquantized.result = None
+            with Guard(functools.partial(self._report, "recomputing", f"{forward.layers[place[0]]} {place[1]}")):
+                if high is None:
+                    high = unfused(*without_quantizer, **keywords) if is_quantized else result
+                forward.high[place] = high[0] if isinstance(high, (list, tuple)) else high
+            return result
 
         return wrapped
-
-    def _run(
-        self,
-        forward: Forward,
-        place: tuple[int, str],
-        quantizer: Any,
-        fused: Callable[[], Any],
-        unfused: Callable[[], Any],
-        tensor_of: Callable[[Any], Any] | None = None,
-    ) -> Any:
-        """Return the result of ``fused``; keep its tensor in high precision in a forward that has such tensors.
-
-        Args:
-            place: layer index and name of the tensor.
-            tensor_of: takes the tensor from the result; None if this is the tensor.
-        """
-        if forward.high is None or place not in forward.wanted or place in forward.read:
-            return fused()
-        unquantized.wanted = quantizer is not None
-        try:
-            result = fused()
-            high = unquantized.result
-        finally:
-            unquantized.wanted = False
-            unquantized.result = None
-        if high is None:
-            try:
-                computed = result if quantizer is None else unfused()
-                high = computed if tensor_of is None else tensor_of(computed)
-            except Exception as error:
-                self._report("recomputing", f"{forward.layers[place[0]]} {place[1]}", error)
-                return result
-        forward.high[place] = high
-        return result

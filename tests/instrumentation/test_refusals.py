@@ -34,7 +34,7 @@ from te_precision_callbacks.instrumentation.recipe_arguments import (
     ignored_arguments,
     recipes_of,
 )
-from te_precision_callbacks.instrumentation.refusals import CUDA_GRAPH, REFUSALS
+from te_precision_callbacks.instrumentation.refusals import COMPILED, CUDA_GRAPH, REFUSALS, DebugRefusal
 from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 from te_precision_callbacks.session import InspectSession, ObservationError
@@ -166,17 +166,82 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("row", [*REFUSALS, *IGNORED], ids=lambda row: f"{getattr(row, 'what', row)}")
-def test_the_table_is_that_of_the_transformer_engine_that_is_installed(row: Any) -> None:
-    module, _, path = row.place.partition(":")
+SOURCES = {
+    "delay_wgrad_compute": (
+        "pytorch.module.base:TransformerEngineBaseModule.is_debug_iter",
+        "Delayed wgrad compute is not supported in debug mode.",
+    ),
+    "single_grouped_weight or single_grouped_bias": (
+        "pytorch.module.grouped_linear:GroupedLinear.forward",
+        "TE debug features do not support single grouped parameters.",
+    ),
+    "CUDA graph": (
+        "debug.pytorch.debug_quantization:DebugQuantizedTensor.quantize_",
+        "CUDA Graphs are not supported with debug=True!",
+    ),
+    "quantized_model_init": (
+        "debug.pytorch.debug_quantization:DebugQuantizer.wrap_quantized_tensor",
+        "Weight tensor with fp8 model parameters enabled cannot be",
+    ),
+    "fp8_output or fp8_grad": (
+        "debug.pytorch.debug_quantization:DebugQuantizer.process_gemm_output",
+        "Quantized output is not supported for debug=True.",
+    ),
+    "quantized input": (
+        "pytorch.module.linear:_linear_forward_impl",
+        "            if isinstance(inputmat, QuantizedTensorStorage):\n"
+        "                inputmat.update_usage(rowwise_usage=True)\n"
+        "            else:",
+    ),
+    "autocast with calibrating=True": (
+        "debug.pytorch.debug_quantization:DebugQuantizer.calibrate",
+        "Calibration with debug is not supported",
+    ),
+    "get_cpu_offload_context": (
+        "pytorch.cpu_offload:get_cpu_offload_context",
+        "CPU offload is not supported in debug mode.",
+    ),
+    "torch.compile": (
+        "pytorch.module.linear:Linear._compile_eager_fallback_reason",
+        'return "debug instrumentation (nvidia-dlfw-inspect)"',
+    ),
+    "margin": ("pytorch.quantization:MXFP8BlockScalingRecipeState.make_quantizers", "MXFP8Quantizer(self.dtype)"),
+    "use_power_2_scales": (
+        "pytorch.module.linear:Linear._customize_quantizers_float8_current_scaling",
+        "force_pow_2_scales = recipe.fp8_quant_fwd_inp.power_2_scale",
+    ),
+    "use_f32_scales": (
+        "pytorch.quantization:Float8BlockScalingRecipeState.make_quantizers",
+        "force_pow_2_scales=qparams.power_2_scale",
+    ),
+}
+"""Refused option or ignored argument -> place in ``transformer_engine``, and a text in its source."""
+
+
+def test_each_row_has_a_source() -> None:
+    assert SOURCES.keys() == {*(row.what for row in (*REFUSALS, COMPILED)), *(row.argument for row in IGNORED)}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_table_is_that_of_the_transformer_engine_that_is_installed(name: str) -> None:
+    where, source = SOURCES[name]
+    module, _, path = where.partition(":")
     place: Any = importlib.import_module(f"transformer_engine.{module}")
-    for name in path.split("."):
-        place = getattr(place, name)
-    assert row.source in inspect.getsource(place)
+    for part in path.split("."):
+        place = getattr(place, part)
+    assert source in inspect.getsource(place)
 
 
 def test_the_page_has_the_table() -> None:
-    rows = "".join(f"| {row.what} | {row.why} | {row.known} |\n" for row in REFUSALS)
+    rows = ""
+    for row in REFUSALS:
+        default = DebugRefusal(row.what, row.why)
+        is_known = (row.applies_to_module, row.applies_to_effects) != (
+            default.applies_to_module,
+            default.applies_to_effects,
+        )
+        known = "before the first step" if is_known else "in the first affected forward"
+        rows += f"| {row.what} | {row.why} | {known} |\n"
     assert f"|---|---|---|\n{rows}\n" in PAGE.read_text()
 
 
@@ -193,7 +258,10 @@ def test_transformer_engine_refuses_it(name: str, tmp_path: Path, monkeypatch: p
     case = CASES[name]
     monkeypatch.chdir(tmp_path)
     net = case.make()
-    with plain_debugging(net, case.features), pytest.raises(Exception, match=case.text or row_of(name).source):
+    with (
+        plain_debugging(net, case.features),
+        pytest.raises(Exception, match=case.text or SOURCES[row_of(name).what][1]),
+    ):
         case.step(net)
 
 
