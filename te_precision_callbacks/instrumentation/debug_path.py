@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,7 +31,6 @@ from te_precision_callbacks.instrumentation.refusals import (
     COMPILED,
     CUDA_GRAPH,
     DebugForward,
-    DebugRefusal,
     RefusedLayers,
     graph_refusal,
     refusal_of,
@@ -63,22 +62,11 @@ from te_precision_callbacks.te.state import (
 )
 
 
-class _ScalingSnapshot(NamedTuple):
-    """A module's state of delayed scaling when first read.
-
-    Attributes:
-        sums: [2, states]: of the scales' distances from 1, and of the amaxes of earlier steps.
-    """
-
-    iteration: int
-    sums: torch.Tensor
-
-
 class DelayedScalingLayers:
     """Reads each state of delayed scaling once, in the first forward with features that uses it."""
 
     def __init__(self) -> None:
-        self._snapshots: dict[int, _ScalingSnapshot] = {}
+        self._empty: dict[int, tuple[int, torch.Tensor]] = {}  # iteration, and whether a state was empty
         self._states: dict[int, Any] = {}  # of the recipe, in the last forward in FP8 of a module
 
     def snapshot(self, module: Any, iteration: int) -> None:
@@ -89,8 +77,7 @@ class DelayedScalingLayers:
         self._states[id(module)] = state
         if states := list(delayed_states(module)):
             with hide_operators():  # in the step whose operators are counted
-                sums = _sums_of_states(states)
-            self._snapshots[id(module)] = _ScalingSnapshot(iteration, sums)
+                self._empty[id(module)] = iteration, _any_is_empty(states)
 
     def unscaled(self, iteration: int, modules: Iterable[NamedModule], layers: Iterable[str]) -> frozenset[str]:
         """Return the layers that ran without a scale in a step: their state was new and empty.
@@ -98,13 +85,12 @@ class DelayedScalingLayers:
         Args:
             layers: the layers with statistics; layers of other ranks count if one of this rank does.
         """
-        new = {key: snapshot.sums for key, snapshot in self._snapshots.items() if snapshot.iteration == iteration}
+        new = {key: is_empty for key, (first, is_empty) in self._empty.items() if first == iteration}
         if not new:
             return frozenset()
         device = next(iter(new.values())).device
-        empty = (torch.cat([sums.to(device) for sums in new.values()], 1) == 0).all(0).tolist()
-        keys = itertools.chain.from_iterable([key] * sums.shape[1] for key, sums in new.items())
-        without = set(itertools.compress(keys, empty))
+        empty = torch.stack([is_empty.to(device) for is_empty in new.values()]).tolist()
+        without = set(itertools.compress(new, empty))
         ours: set[str] = set()
         unscaled: set[str] = set()
         for named in modules:
@@ -116,15 +102,15 @@ class DelayedScalingLayers:
         return frozenset(unscaled)
 
 
-def _sums_of_states(states: Sequence[Any]) -> torch.Tensor:
-    """Return :attr:`_ScalingSnapshot.sums`: 0 for a state with scales of 1 and without an earlier amax.
+def _any_is_empty(states: Sequence[Any]) -> torch.Tensor:
+    """Return whether a state has scales of 1 and no earlier amax.
 
     The history's first row holds the current amaxes until the scales are updated. Read from Transformer Engine 2.20.2,
     ``common/recipe/delayed_scaling.cu`` and ``quantization.py: _update_amax_history``.
     """
     distances = torch._foreach_sub([state.scale for state in states], 1.0)
     sums = torch._foreach_norm([*distances, *[state.amax_history[1:] for state in states]], 1)
-    return torch.stack(sums).view(2, -1)
+    return (torch.stack(sums).view(2, -1) == 0).all(0).any()
 
 
 _STATES = ((FORWARD, "activation", 0), (FORWARD, "weight", 1), (BACKWARD, "gradient", 0))
@@ -241,7 +227,7 @@ class DebugPathDecisions:
             self.ran.add(id(module))
         if not self.watched.is_on_fused_path(module, debug_iteration()):
             module.__dict__["next_iter_when_debug_should_be_run"] = None
-            self._note_refusal(module, COMPILED)
+            self.refused.note(module, COMPILED)
 
     def _check_cached(self, module: Any) -> None:
         """Check once per iteration whether the weights that a forward reads from the cache are stale."""
@@ -336,7 +322,7 @@ class DebugPathDecisions:
         if refusal is CUDA_GRAPH:
             self._exclude_captured(module)
         else:
-            self._note_refusal(module, refusal)
+            self.refused.note(module, refusal)
         return True
 
     def _exclude_captured(self, module: torch.nn.Module) -> None:
@@ -344,7 +330,7 @@ class DebugPathDecisions:
         self._captured[id(module)] = module, self.watched.fused.get(id(module))
         self.watched.exclude(module)
         if self.refused.strict:
-            self._note_refusal(module, CUDA_GRAPH)
+            self.refused.note(module, CUDA_GRAPH)
 
     def resolve_captured(self, bypassable: Collection[int], refused: Iterable[tuple[torch.nn.Module, str]]) -> None:
         """Refuse modules captured in a step, except in graphs that can be bypassed.
@@ -356,7 +342,7 @@ class DebugPathDecisions:
         for module, why_not in refused:
             if id(module) in self.watched.modules and id(module) not in self.watched.refused:
                 self.watched.exclude(module)
-                self._note_refusal(module, graph_refusal(why_not))
+                self.refused.note(module, graph_refusal(why_not))
             self._captured.pop(id(module), None)
         captured = self._captured
         self._captured = {}
@@ -364,11 +350,7 @@ class DebugPathDecisions:
             if key in bypassable:
                 self.watched.watch_again(module, changed_steps)
             else:
-                self._note_refusal(module, CUDA_GRAPH)
-
-    def _note_refusal(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
-        if id(module) in self.watched.modules:
-            self.refused.note(module, refusal)
+                self.refused.note(module, CUDA_GRAPH)
 
 
 def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:

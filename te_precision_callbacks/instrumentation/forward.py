@@ -10,6 +10,7 @@ distinguishing evaluation or recomputation. A live session replaces, as read fro
 
 Layers that Transformer Engine refuses in debug mode (``refusals.py``) stay unchanged. The process-wide refusal of CPU
 offloading is removed: ``TEDebugState`` of ``pytorch/cpu_offload.py`` and ``cpu_offload_v1.py``.
+``FP8GlobalStateManager.autocast_enter`` (``pytorch/quantization.py``) is wrapped to see regions of ``te.autocast``,
 ``torch.cuda.CUDAGraph.capture_begin`` (torch 2.13) is wrapped to detect CUDA graphs, and ``set_capture_start`` and
 ``set_capture_end`` (``pytorch/graph.py``), between which ``make_graphed_callables`` runs layers without training.
 """
@@ -25,7 +26,7 @@ import torch
 
 from te_precision_callbacks.base.errors import ObservationError, SessionError
 from te_precision_callbacks.base.failures import ObservationFailures
-from te_precision_callbacks.base.replaced import Replacements
+from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.coverage.model_watch import ModelProducts
 from te_precision_callbacks.coverage.step_table import StepTable
@@ -36,7 +37,6 @@ from te_precision_callbacks.instrumentation.debug_path import DebugPathDecisions
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
-from te_precision_callbacks.instrumentation.regions import AutocastRegions
 from te_precision_callbacks.instrumentation.statistics import StatisticsConsumer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
@@ -54,7 +54,8 @@ class ForwardHooks:
 
     Attributes:
         answers: decides which forwards take the debug path.
-        regions: notes the regions of ``te.autocast``.
+        has_entered_autocast: whether a region of ``te.autocast`` was entered in this step.
+        has_enabled_autocast: whether one with ``enabled=True`` was entered.
         selected_gemms: measures errors of GEMMs, and records GEMMs.
         statistics: passes GEMMs on the fused path to features.
         products: counts the matrix products of the model.
@@ -78,7 +79,8 @@ class ForwardHooks:
         self._scalars = scalars
         self.answers = DebugPathDecisions(classify, failures, scalars, strict=strict)
         self._watched = self.answers.watched
-        self.regions = AutocastRegions()
+        self.has_entered_autocast = False
+        self.has_enabled_autocast = False
         self.statistics = StatisticsConsumer(engine, failures.report)
         self.selected_gemms = SelectedGemms(engine, failures.report)
         self.every_step = EveryStep(Ring(), table, failures.report)
@@ -152,7 +154,7 @@ class ForwardHooks:
         self._graphs.restore(self._watched.due, self.answers.ran)
         self.answers.forget_forwards()
         self.selected_gemms.forget_operands()
-        self.regions.has_entered = False
+        self.has_entered_autocast = False
         self.products.unobserved.end_step()
         self._watched.begin(iteration)
         self._tap.begin_iteration()
@@ -268,9 +270,8 @@ class ForwardHooks:
         require(debug_quantization.DebugQuantizer, *OVERRIDDEN)
         self._seams.wrap(module_class, "is_debug_iter", self.answers.make_is_debug_iter)
         self._seams.wrap(module_class, "no_debug_features_active", self.answers.make_no_debug_features_active)
-        self._seams.replace(
-            state_manager, "autocast_enter", staticmethod(self.regions.wrap(state_manager.autocast_enter))
-        )
+        autocast_enter = self._wrap_autocast_enter(state_manager.autocast_enter)
+        self._seams.replace(state_manager, "autocast_enter", staticmethod(autocast_enter))
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if pipelining is not None and hasattr(pipelining.PipelineStage, _STAGE_INFERENCE):
@@ -282,6 +283,16 @@ class ForwardHooks:
             if hasattr(module, "DebugQuantizer"):
                 self._seams.replace(module, "DebugQuantizer", quantizer)
 
+    def _wrap_autocast_enter(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(upstream)
+        def autocast_enter(enabled: bool = False, *arguments: Any, **keywords: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self.has_entered_autocast = True
+                self.has_enabled_autocast |= enabled
+            return upstream(enabled, *arguments, **keywords)
+
+        return autocast_enter
+
     def _install_for_refusals(self) -> None:
         from te_precision_callbacks.te.debug import STATE_NAME
         from te_precision_callbacks.te.seams import cpu_offload, cpu_offload_v1, graph
@@ -290,23 +301,20 @@ class ForwardHooks:
             require(module, STATE_NAME)
             self._seams.replace(module, STATE_NAME, _NotDebugging)
         require(graph, "set_capture_start", "set_capture_end", "is_graph_capturing")
-        self._seams.wrap(graph, "set_capture_start", self._make_capture_start)
+        self._seams.wrap(graph, "set_capture_start", _after(self._begin_capture))
         self._seams.wrap(graph, "set_capture_end", self._make_capture_end)
         if hasattr(torch.cuda.CUDAGraph, "capture_begin"):  # the reference backend has no graphs
-            self._seams.wrap(torch.cuda.CUDAGraph, "capture_begin", self._make_capture_begin)
+            # Query all modules, so that each captured one is noticed: a replay does not call its forward.
+            query = _after(lambda: None if graph.is_graph_capturing() else self.query_all())
+            self._seams.wrap(torch.cuda.CUDAGraph, "capture_begin", query)
 
-    def _make_capture_start(self, upstream: Callable[[], None]) -> Callable[[], None]:
-        @functools.wraps(upstream)
-        def set_capture_start() -> None:
-            self._paused_before = self._classify.paused
-            self._classify.paused = True
-            self._is_capturing = True
-            self._graphs.restore()
-            self._watched.query_none()
-            self._tap.remove()
-            upstream()
-
-        return set_capture_start
+    def _begin_capture(self) -> None:
+        self._paused_before = self._classify.paused
+        self._classify.paused = True
+        self._is_capturing = True
+        self._graphs.restore()
+        self._watched.query_none()
+        self._tap.remove()
 
     def _end_capture(self) -> None:
         self._classify.paused = self._paused_before
@@ -321,18 +329,6 @@ class ForwardHooks:
 
         return set_capture_end
 
-    def _make_capture_begin(self, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        from te_precision_callbacks.te.seams import graph
-
-        @functools.wraps(upstream)
-        def capture_begin(cuda_graph: Any, *arguments: Any, **keywords: Any) -> Any:
-            # Query all modules, so that each captured one is noticed: a replay does not call its forward.
-            if not graph.is_graph_capturing():
-                self.query_all()
-            return upstream(cuda_graph, *arguments, **keywords)
-
-        return capture_begin
-
     def remove(self) -> None:
         self._release()
         self._seams.restore()
@@ -345,6 +341,20 @@ class ForwardHooks:
         self._watched.release()
         self.products.close()
         self._tap.remove()
+
+
+def _after(action: Callable[[], None]) -> Callable[[AnyFunction], AnyFunction]:
+    """Return what makes a function run after an action."""
+
+    def wrap(upstream: AnyFunction) -> AnyFunction:
+        @functools.wraps(upstream)
+        def after(*arguments: Any, **keywords: Any) -> Any:
+            action()
+            return upstream(*arguments, **keywords)
+
+        return after
+
+    return wrap
 
 
 def require(owner: Any, *names: str) -> None:

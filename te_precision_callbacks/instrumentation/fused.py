@@ -11,7 +11,7 @@ Values that a fused norm or activation function writes only in the GEMM's format
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from te_precision_callbacks.base.counts import group_by_key, some_of
@@ -44,59 +44,52 @@ class NotFused(NamedTuple):
         return self.reason
 
 
-def why_not_fused(
+def _why_not_fused(
     named: NamedModule, planned: Mapping[str, LayerPlan], only_observes: Callable[[str], bool]
-) -> NotFused | None:
-    """Return why a module cannot be observed on its fused path; None if it can.
-
-    ``planned`` has only layers with features.
-    """
+) -> Iterator[NotFused]:
+    """Yield why a module cannot be observed on its fused path; ``planned`` has only layers with features."""
     module: Any = named.module
     if module.sequence_parallel:
-        return NotFused("with sequence parallelism its GEMMs read tensors gathered from all ranks")
+        yield NotFused("with sequence parallelism its GEMMs read tensors gathered from all ranks")
     if any(value for name, value in vars(module).items() if name.startswith(_OVERLAPPING)):
-        return NotFused("communication overlaps with its GEMMs")
+        yield NotFused("communication overlaps with its GEMMs")
     grouped = ("use_grouped_tensor", "single_grouped_weight", "single_grouped_bias")
     if any(getattr(module, name, False) for name in grouped):
-        return NotFused("the tensors of its experts are one grouped tensor")
+        yield NotFused("the tensors of its experts are one grouped tensor")
     for layer, available in zip(named.names, te_modules.of(module).before_quantization(module), strict=True):
-        entry = planned.get(layer)
-        if entry is None:
-            continue
-        for name, options in entry.features.get(NAMESPACE, {}).items():
-            if options.get("enabled", False):
-                reason = _why_feature_not_fused(name, options, available, module, only_observes)
-                if reason:
-                    return NotFused(reason, layer)
-    return None
+        if layer in planned:
+            for name, options in planned[layer].features.get(NAMESPACE, {}).items():
+                if options.get("enabled", False):
+                    for reason in _why_feature_not_fused(name, options, available, module, only_observes):
+                        yield NotFused(reason, layer)
 
 
 def _why_feature_not_fused(
     name: str, options: Any, available: frozenset[str], module: Any, only_observes: Callable[[str], bool]
-) -> str:
+) -> Iterator[str]:
     schema = options.schema if isinstance(options, ReadOptions) else None
     if schema is None or (isinstance(schema, ObservingFeatureSchema) and not only_observes(name)):
-        return f"Transformer Engine calls your own feature {name} only on its debug path"
-    if isinstance(schema, LogGemmError):
-        return ""  # statistics of unavailable tensors are skipped
-    if not isinstance(schema, ObservingFeatureSchema):
+        yield f"Transformer Engine calls your own feature {name} only on its debug path"
+    elif isinstance(schema, LogGemmError):
+        return  # statistics of unavailable tensors are skipped
+    elif not isinstance(schema, ObservingFeatureSchema):
         if EVERY_STEP in (schema.effect().schedules.values() or (EVERY_STEP,)):
-            return f"{name} changes precision, which needs the debug path"
-        return ""
-    for target in schema.targets:
-        tensor = str(target.tensor)
-        item = target.options
-        if tensor == "wgrad" and getattr(module, "fuse_wgrad_accumulation", False):
-            return f"{name}: with fuse_wgrad_accumulation=True its wgrad exists only as part of a sum"
-        if tensor in available:
-            continue
-        if isinstance(item, Dumped) and item.high_precision_tensor:
-            return f"{name}: {_format_unavailable(tensor, module)}"
-        if isinstance(item, LoggedTensor):
-            for request in item.requests:
-                if request.recipe != OWN_RECIPE or request.statistic.source not in SCALE_SOURCES:
-                    return f"{name}: {_format_unavailable(tensor, module)}, which {request.label!r} needs"
-    return ""
+            yield f"{name} changes precision, which needs the debug path"
+    else:
+        for target in schema.targets:
+            tensor = str(target.tensor)
+            item = target.options
+            if tensor == "wgrad" and getattr(module, "fuse_wgrad_accumulation", False):
+                yield f"{name}: with fuse_wgrad_accumulation=True its wgrad exists only as part of a sum"
+            if tensor in available:
+                continue
+            why = f"{name}: {tensor} of {type(module).__name__} never exists in high precision on the fused path"
+            if isinstance(item, Dumped) and item.high_precision_tensor:
+                yield why
+            if isinstance(item, LoggedTensor):
+                for request in item.requests:
+                    if request.recipe != OWN_RECIPE or request.statistic.source not in SCALE_SOURCES:
+                        yield f"{why}, which {request.label!r} needs"
 
 
 def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tuple[Schedule, ...]:
@@ -107,10 +100,6 @@ def _changed_steps(named: NamedModule, planned: Mapping[str, LayerPlan]) -> tupl
                 if isinstance(options, ReadOptions):
                     changed.update(dict.fromkeys(options.schema.effect().schedules.values()))
     return tuple(changed)
-
-
-def _format_unavailable(tensor: str, module: Any) -> str:
-    return f"{tensor} of {type(module).__name__} never exists in high precision on the fused path"
 
 
 def choose(
@@ -131,16 +120,23 @@ def choose(
     if observe == "debug":
         return {}, {}
     planned = {entry.layer.name: entry for entry in plan.layers}
-    watched = [named for named in modules if not planned.keys().isdisjoint(named.names)]
-    why = [(named, why_not_fused(named, planned, only_observes)) for named in watched]
-    refused = {named.name: reason for named, reason in why if reason is not None}
+    chosen: dict[int, tuple[Schedule, ...]] = {}
+    refused: dict[str, NotFused] = {}
+    for named in modules:
+        if planned.keys().isdisjoint(named.names):
+            continue
+        reason = next(_why_not_fused(named, planned, only_observes), None)
+        if reason is None:
+            chosen[id(named.module)] = _changed_steps(named, planned)
+        else:
+            refused[named.name] = reason
     if observe == "fused" and refused:
-        reason = next(iter(refused.values()))
+        first = next(iter(refused.values()))
         raise ConfigError(
-            f'observe="fused": {some_of(refused, 1)} cannot be observed on the fused path: {reason}. observe="auto"'
+            f'observe="fused": {some_of(refused, 1)} cannot be observed on the fused path: {first}. observe="auto"'
             " uses Transformer Engine's debug path for such layers."
         )
-    return {id(named.module): _changed_steps(named, planned) for named, reason in why if reason is None}, refused
+    return chosen, refused
 
 
 def format_paths(fused: int, not_fused: Mapping[str, NotFused]) -> str:

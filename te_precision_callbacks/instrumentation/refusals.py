@@ -7,7 +7,6 @@ unobserved and without features. Above each row of :data:`REFUSALS` is the refus
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -215,15 +214,16 @@ class RefusedLayers:
             module = named.module
             refusal = graphed.get(id(module))
             if id(module) not in fused:
-                refusal = _refusal_of_module(module) or refusal
+                refusal = next((row for row in REFUSALS if row.applies_to_module(module)), refusal)
             if refusal is not None:
                 refusals_by_module[id(module)] = refusal
                 self._note_graph(module, refusal)
             for layer in named.names:
                 if layer not in planned:
                     continue
-                of_layer = itertools.chain.from_iterable(effects[section] for section in planned[layer].sections)
-                layer_refusal = refusal or _refusal_of_effects(module, list(of_layer))
+                of_layer = [effect for section in planned[layer].sections for effect in effects[section]]
+                first = next((row for row in REFUSALS if row.applies_to_effects(module, of_layer)), None)
+                layer_refusal = refusal or first
                 if layer_refusal is not None:
                     before[layer] = layer_refusal
                 elif planned[layer].features:
@@ -281,14 +281,6 @@ def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:
         f" {_format(refused.items())}. Remove the layers from the config, or train them without the unsupported"
         " option. Without strict=True they train unobserved."
     )
-
-
-def _refusal_of_module(module: torch.nn.Module) -> DebugRefusal | None:
-    return next((row for row in REFUSALS if row.applies_to_module(module)), None)
-
-
-def _refusal_of_effects(module: torch.nn.Module, effects: Collection[Effect]) -> DebugRefusal | None:
-    return next((row for row in REFUSALS if row.applies_to_effects(module, effects)), None)
 
 
 def refusal_of(forward: DebugForward) -> DebugRefusal | None:

@@ -298,12 +298,7 @@ class GemmTap:
                     if self._every_step.is_on:
                         entered.watched = set()
                         if self._every_step.cast_hides_nan:
-                            row = te_modules.of(module)
-                            has_values = type(result) in PLAIN and result.dtype in FORMATS and result.numel()
-                            if has_values and not row.groups and not row.has_norm:
-                                # Gradients are not read before their cast: that would cost more than all else.
-                                entered.watched.add((0, "activation"))
-                                entered.unread = (("activation", result, result.dtype),)
+                            self._read_before_cast(entered, module, result)
                 state.entered = entered
                 if key in self._due:
                     self._observe_forward(entered, module, arguments[0] if arguments else keywords.get("inp"), None)
@@ -318,6 +313,17 @@ class GemmTap:
         for defaults in ("__defaults__", "__kwdefaults__"):  # which a graph that was compiled before reads
             setattr(prepare_forward, defaults, getattr(upstream, defaults))
         return compiled_in_callers_only(prepare_forward)
+
+    def _read_before_cast(self, entered: Forward, module: Any, tensor: Any) -> None:
+        """Read the activation that a module without a norm gets, which NVFP4 quantizes afterwards: its cast hides nan.
+
+        Gradients are not read before their cast: that would cost more than all else together.
+        """
+        row = te_modules.of(module)
+        has_values = type(tensor) in PLAIN and tensor.dtype in FORMATS and tensor.numel()
+        if has_values and not row.groups and not row.has_norm:
+            entered.watched = {(0, "activation")}
+            entered.unread = (("activation", tensor, tensor.dtype),)
 
     def _observe_forward(self, entered: Forward, module: Any, tensor: Any, compiled: Any) -> None:
         """Ask the features that are due, given the module's input, and the arguments of its operator in a graph."""
@@ -398,11 +404,9 @@ class GemmTap:
             entered.position = -1
             before = entered.events
             if entered.high is not None and find_tensors is not None:
-                try:
+                entered.high = {}
+                with self._guard("finding the tensors of", entered.layers[0]):
                     entered.high = find_tensors((ctx, *arguments))
-                except Exception as error:
-                    entered.high = {}
-                    self._report("finding the tensors of", entered.layers[0], error)
             outer = state.running
             state.running = entered
             try:
@@ -448,11 +452,9 @@ class GemmTap:
                     if entered.kind is ForwardKind.EVALUATION and self._products is not None:
                         self._products.note_backward_in_evaluation(entered.module)
                 if entered.high is not None:
-                    try:
+                    entered.high = {}
+                    with self._guard("finding the tensors of", entered.layers[0]):
                         entered.high = gradients(ctx, arguments[0], len(entered.layers))
-                    except Exception as error:
-                        entered.high = {}
-                        self._report("finding the tensors of", entered.layers[0], error)
                 if not modes_are_active():
                     return upstream(ctx, *arguments)
                 with hide_operators():
@@ -595,12 +597,7 @@ class GemmTap:
         *,
         grouped: bool = False,
     ) -> None:
-        """Pass the GEMMs of a call to the watch of every step, and to the features that are due.
-
-        Args:
-            position: :attr:`Forward.position` before the GEMM.
-            key: of the prepared launch that a GEMM leaves; None if the watch of every step does not have it yet.
-        """
+        """Pass GEMMs after ``position`` to features, and to the watch of every step if their launch has no key yet."""
         ring = self._every_step.ring
         is_noted = key is not None
         if grouped and torch.cuda.is_available() and any(map(is_grouped_tensor, arguments.values())):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.sinks.log_file import LogFile
+from te_precision_callbacks.sinks.log_file import LogFile, LogJob
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, log_file_name
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 from te_precision_callbacks.te.package import feature_folders
@@ -406,8 +407,9 @@ class EventLog(logging.Handler):
         super().__init__()
         self.setFormatter(logging.Formatter(EVENTS_FORMAT))
         self._folder = log_dir / EVENTS_FOLDER
-        self._lines = _Lines()
-        self.thread: WriterThread[tuple[int, str]] = WriterThread("log of events", self._lines, MAX_QUEUED_EVENTS)
+        self._file = _EventFile(self._folder, EVENTS_LIMIT, "")
+        self._lowest_level = logging.NOTSET
+        self.thread: WriterThread[LogJob] = WriterThread("log of events", self._file, MAX_QUEUED_EVENTS)
 
     def begin(self, *, in_full: bool) -> None:
         """Start writing.
@@ -415,9 +417,9 @@ class EventLog(logging.Handler):
         Args:
             in_full: write all lines; otherwise only warnings and errors, so most ranks create no file.
         """
-        if self._lines.file is None:
-            self._lines.min_level = logging.NOTSET if in_full else logging.WARNING
-            self._lines.file = LogFile(self._folder / log_file_name(own_rank()), EVENTS_LIMIT, "")
+        if not self._file.is_open:
+            self._lowest_level = logging.NOTSET if in_full else logging.WARNING
+            self._file.begin(self._folder / log_file_name(own_rank()))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -428,7 +430,11 @@ class EventLog(logging.Handler):
         except Exception:
             self.handleError(record)
         else:
-            self.thread.put((record.levelno, f"{line}\n"), 1)
+            self.thread.put(functools.partial(self._lines_of, record.levelno, f"{line}\n"), 1)
+
+    def _lines_of(self, level: int, line: str) -> Iterable[str]:
+        if level >= self._lowest_level:
+            yield line
 
     def close(self) -> None:
         """Wait until all lines are written, or until the disk no longer responds, which is logged."""
@@ -437,28 +443,14 @@ class EventLog(logging.Handler):
         super().close()
 
 
-class _Lines:
-    """The part of the event log that runs in the thread.
+class _EventFile(LogFile):
+    """A log file that takes no lines until :meth:`begin`."""
 
-    Attributes:
-        file: None until :meth:`EventLog.begin`.
-        min_level: the lowest level to write.
-    """
+    is_open = False
 
-    def __init__(self) -> None:
-        self.file: LogFile | None = None
-        self.min_level = logging.NOTSET
+    def begin(self, path: Path) -> None:
+        self._path = path
+        self.is_open = True
 
-    def take(self, job: tuple[int, str]) -> bool:
-        level, line = job
-        if self.file is not None and level >= self.min_level:
-            self.file.append(line)
-        return self.file is not None
-
-    def flush(self) -> None:
-        if self.file is not None:
-            self.file.flush()
-
-    def leave(self) -> None:
-        if self.file is not None:
-            self.file.leave()
+    def take(self, job: LogJob) -> bool:
+        return self.is_open and super().take(job)

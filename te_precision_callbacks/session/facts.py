@@ -151,7 +151,7 @@ class RunFacts:
     @property
     def _expects_by_region(self) -> str:
         hooks = self._model.hooks
-        if not hooks.regions.has_enabled or (hooks.answers.ran_elsewhere and not self._results.table.order[0]):
+        if not hooks.has_enabled_autocast or (hooks.answers.ran_elsewhere and not self._results.table.order[0]):
             return ""
         return "the script enters te.autocast(enabled=True)"
 

@@ -302,7 +302,7 @@ class Run:
         self._scale_restore.end_step()
         self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
         self.backward_loss.end_step(iteration, ending.logging_step)
-        self._loop_checks.end_step(in_regions=self.hooks.regions.has_entered)
+        self._loop_checks.end_step(in_regions=self.hooks.has_entered_autocast)
         self.context.inspector.report_events()
         stepped = self._parameters.watch.stepped(iteration)
         self._every_step.end_step(iteration, waits=self.observation.engine.has_news, stepped=stepped)
