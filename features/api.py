@@ -38,6 +38,7 @@ from te_precision_callbacks.config.checking import ReadOptions
 from te_precision_callbacks.config.keys import GemmSampling, LoggedTensor
 from te_precision_callbacks.config.levels import FeatureSchema
 from te_precision_callbacks.features.base import (
+    Decision,
     Feature,
     ScheduledFeature,
     Watcher,
@@ -55,34 +56,22 @@ from te_precision_callbacks.te.tensors import is_quantized
 
 logger = logging.getLogger("te_precision_callbacks.features")
 
-_REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "fp8_gemm_enabled": ("gemm",),
-    "modify_tensor_enabled": ("tensor_name", "gemm"),
-    "modify_tensor": ("tensor_name", "gemm"),
-    "inspect_tensor_enabled": ("tensor_name",),
-    "inspect_tensor": ("tensor_name",),
-    "inspect_tensor_postquantize_enabled": ("tensor_name",),
-    "inspect_tensor_postquantize": ("tensor_name",),
-}
-"""The calls, and the arguments that each must have."""
-
-_OPTIONAL: Mapping[str, Mapping[str, Any]] = {
-    "modify_tensor": {"tensor": None, "default_quantizer": None, "out": None, "dtype": None},
-    "inspect_tensor": {
-        "tensor": None,
-        "rowwise_quantized_tensor": None,
-        "columnwise_quantized_tensor": None,
-        "quantizer": None,
-        "tp_group": None,
-        "tp_size": 1,
-    },
-    "inspect_tensor_postquantize_enabled": {"gemm": None},
-    "inspect_tensor_postquantize": {"tensor": None, "rowwise": True, "tp_group": None, "tp_size": 1},
-}
-"""Further arguments of the calls, and the value that a feature gets if Transformer Engine does not pass one."""
-
-_OF_GEMMS = frozenset({"fp8_gemm_enabled", "modify_tensor"})
+_BY_GEMM = ("fp8_gemm_enabled", "modify_tensor_enabled", "modify_tensor")
 """The calls that are about one GEMM."""
+
+_CALLS = (
+    *_BY_GEMM,
+    "inspect_tensor_enabled",
+    "inspect_tensor",
+    "inspect_tensor_postquantize_enabled",
+    "inspect_tensor_postquantize",
+)
+
+_OF_MODIFY: Mapping[str, Any] = {"default_quantizer": None, "out": None, "dtype": None}
+"""Arguments of ``modify_tensor``, and the value that a feature gets if Transformer Engine does not pass one."""
+
+_Key = tuple[str, str, str | None, str | None]
+"""Layer, name of a call, tensor and GEMM."""
 
 _ENABLED = "_enabled"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -136,16 +125,15 @@ class TransformerEngineAPI(UpstreamAPI):
         super().__init__()
         self.observation: Observation
         self._plain: PlainObservation | None = None
-        self._is_planned = False
         self._reduces = True
-        self._answers: dict[tuple[str, str, str | None, str | None], dict[tuple[str, int], bool]] = {}
+        self._answers: dict[_Key, dict[tuple[str, int], bool]] = {}
         self._noted: set[tuple[str, str, str, str | None, str | None]] = set()
         self._unlogged: list[str] = []
         self._read: dict[int, tuple[Any, FeatureSchema]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _REQUIRED:
-            raise AttributeError(f"The namespace {NAMESPACE} has no call {name!r}. It has: {', '.join(_REQUIRED)}.")
+        if name not in _CALLS:
+            raise AttributeError(f"The namespace {NAMESPACE} has no call {name!r}. It has: {', '.join(_CALLS)}.")
         return functools.partial(self.route_api, api_name=name)
 
     def route_api(self, layer_name: str, api_name: str, **arguments: Any) -> Any:
@@ -154,9 +142,8 @@ class TransformerEngineAPI(UpstreamAPI):
         Raises:
             FeatureError: a feature failed, or returned an invalid value.
         """
-        arguments = {**_OPTIONAL.get(api_name, {}), **arguments}
-        if "iteration" not in arguments:
-            arguments["iteration"] = debug_iteration()
+        if api_name == "modify_tensor":
+            arguments = {**_OF_MODIFY, **arguments}
         tensor = arguments.get("tensor_name")
         gemm = arguments.get("gemm")
         if api_name == "inspect_tensor_postquantize" and gemm is None:
@@ -190,10 +177,10 @@ class TransformerEngineAPI(UpstreamAPI):
             self._api_cache[layer, tensor] = watchers
         return watchers
 
-    def _find(self, key: tuple[str, str, str | None, str | None], passed: Collection[str]) -> list[_Call]:
+    def _find(self, key: _Key, passed: Collection[str]) -> list[_Call]:
         layer, api_name, tensor, gemm = key
-        tensor = tensor if "tensor_name" in _REQUIRED[api_name] else None
-        gemm = gemm if "gemm" in _REQUIRED[api_name] else None
+        if api_name not in _BY_GEMM:
+            gemm = None
         calls: list[_Call] = []
         for name, options in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
             feature = self.namespace_features.get(name)
@@ -214,9 +201,7 @@ class TransformerEngineAPI(UpstreamAPI):
             calls.extend(_Call(name, number, api_name, method, entry, taken) for number, entry in enumerate(matching))
         return calls
 
-    def _query(
-        self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]
-    ) -> tuple[bool, int | None]:
+    def _query(self, calls: Sequence[_Call], key: _Key, arguments: dict[str, Any]) -> Decision:
         layer, api_name, tensor, gemm = key
         vetoes = api_name == "fp8_gemm_enabled"
         if not calls:
@@ -235,7 +220,7 @@ class TransformerEngineAPI(UpstreamAPI):
         decided = all(answers.values()) if vetoes else any(answers.values())
         return decided, min(upcoming, default=None)
 
-    def _due(self, calls: Sequence[_Call], key: tuple[Any, ...]) -> Iterable[_Call]:
+    def _due(self, calls: Sequence[_Call], key: _Key) -> Iterable[_Call]:
         """The features that requested this call in the last query; all features without a query, since a backward may
         come after the step of its forward.
         """
@@ -244,7 +229,7 @@ class TransformerEngineAPI(UpstreamAPI):
             return calls
         return [call for call in calls if answers.get((call.feature, call.position), False)]
 
-    def _show(self, calls: Iterable[_Call], key: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+    def _show(self, calls: Iterable[_Call], key: _Key, arguments: Mapping[str, Any]) -> None:
         layer = key[0]
         failures: list[FeatureError] = []
         for call in calls:
@@ -258,7 +243,7 @@ class TransformerEngineAPI(UpstreamAPI):
         if failures:
             raise failures[0]
 
-    def _modify(self, calls: Sequence[_Call], key: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+    def _modify(self, calls: Sequence[_Call], key: _Key, arguments: dict[str, Any]) -> Any:
         layer, _, tensor, gemm = key
         due = list(self._due(calls, key))
         if len(due) != 1:
@@ -274,11 +259,6 @@ class TransformerEngineAPI(UpstreamAPI):
             return None
         if not isinstance(returned, torch.Tensor) and not hasattr(returned, "dequantize"):
             raise call.error_for(layer, returned, "a tensor or a quantized tensor")
-        given = arguments["tensor"]
-        if given is not None and returned.size() != given.size():
-            raise call.error_for(layer, returned, f"the shape of the tensor that it was given, {tuple(given.shape)}")
-        if given is not None and tensor in RESULT.values() and returned.dtype != given.dtype:
-            raise call.error_for(layer, returned, f"a tensor of {given.dtype}, as the {tensor} that it was given")
         dtype = arguments["dtype"]
         if dtype is None or getattr(returned, "dtype", dtype) == dtype:
             return returned
@@ -287,7 +267,7 @@ class TransformerEngineAPI(UpstreamAPI):
         # Quantized from a float32 weight, under torch's autocast: only the nominal dtype changes.
         return returned.to_dtype(dtype)
 
-    def _refuse_forbidden(self, call: _Call, key: tuple[Any, ...], made: Any) -> None:
+    def _refuse_forbidden(self, call: _Call, key: _Key, made: Any) -> None:
         """Refuse to quantize an operand of a GEMM that another feature keeps in high precision.
 
         Transformer Engine does not query the other feature if a feature replaces the tensor. With both operands
@@ -296,7 +276,7 @@ class TransformerEngineAPI(UpstreamAPI):
         layer, _, tensor, gemm = key
         if tensor in RESULT.values() or not is_quantized(made):
             return
-        allowed, _ = self.route_api(layer, "fp8_gemm_enabled", gemm=gemm)
+        allowed, _ = self.route_api(layer, "fp8_gemm_enabled", gemm=gemm, iteration=debug_iteration())
         if not allowed:
             answers = self._answers[layer, "fp8_gemm", None, gemm]
             forbidding = " and ".join(feature for (feature, _), allows in answers.items() if not allows)
@@ -305,13 +285,13 @@ class TransformerEngineAPI(UpstreamAPI):
                 f" high precision. A GEMM runs in one way only: take {gemm} out of one of the features."
             )
 
-    def note_once(self, feature: str, key: tuple[str, str, str | None, str | None]) -> None:
+    def note_once(self, feature: str, key: _Key) -> None:
         """Log the first time that a feature acts on a tensor or a GEMM, at the end of the step."""
         acting = (feature, *key)
         if acting not in self._noted:
             self._noted.add(acting)
             layer, api_name, tensor, gemm = key
-            what = ", ".join(name for name in (gemm, tensor) if name) if api_name in _OF_GEMMS else tensor
+            what = ", ".join(name for name in (gemm, tensor) if name) if api_name in _BY_GEMM else tensor
             self._unlogged.append(f"LAYER={layer}: Feature={feature}, API={api_name}: {what}")
 
     def _log_noted(self) -> None:
@@ -330,7 +310,6 @@ class TransformerEngineAPI(UpstreamAPI):
                 _warn_if_never_called(name, feature)
         plain = PlainObservation()
         self._plain = plain
-        self._is_planned = False
         self._observe(plain)
         # Code that reads a step's statistics from Transformer Engine's buffers also gets the engine's.
         STATS_BUFFERS.log_stats = self._log_statistics
@@ -361,9 +340,8 @@ class TransformerEngineAPI(UpstreamAPI):
         logged: list[tuple[Measured, int]] = []
         if self._plain is not None:
             group = debug_api.get_tensor_reduction_group()
-            if is_distributed(group) and not self._is_planned:
+            if is_distributed(group):
                 self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
-                self._is_planned = True
             iteration = debug_iteration() - 1  # already incremented at this call
             logged = self._plain.log(iteration, group)
         values: dict[tuple[str, str, str, int], torch.Tensor] = {**type(STATS_BUFFERS).log_stats(STATS_BUFFERS)}
@@ -428,28 +406,28 @@ class TransformerEngineAPI(UpstreamAPI):
 
 
 def _warn_if_never_called(name: str, feature: Any) -> None:
-    has = [call for call in _REQUIRED if _own_method(feature, call) is not None]
+    has = [call for call in _CALLS if _own_method(feature, call) is not None]
     if not has:
         others = [method for method in dir(feature) if not method.startswith("_")]
         logger.warning(
             "The feature %s is never called: it has none of the methods %s, but %s.",
             name,
-            ", ".join(_REQUIRED),
+            ", ".join(_CALLS),
             ", ".join(others) or "no method",
         )
     for call in has:
-        if f"{call}{_ENABLED}" in _REQUIRED and f"{call}{_ENABLED}" not in has:
+        if f"{call}{_ENABLED}" in _CALLS and f"{call}{_ENABLED}" not in has:
             logger.warning("%s of the feature %s is never called: %s%s is missing.", call, name, call, _ENABLED)
 
 
-def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
+def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> Decision:
     answer = call(layer, arguments)
     if type(answer) is bool:
         return answer, arguments["iteration"] + 1
     is_valid = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool)
     if not is_valid or not (answer[1] is None or type(answer[1]) is int):
         raise call.error_for(layer, answer, "a bool, or a tuple of a bool and the next iteration (None: never)")
-    decided: tuple[bool, int | None] = answer
+    decided: Decision = answer
     return decided
 
 

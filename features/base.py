@@ -6,8 +6,8 @@ No feature is registered here; nvidia-dlfw-inspect also executes this file, with
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from nvdlfw_inspect.registry import api_method
@@ -28,31 +28,31 @@ logger = logging.getLogger("te_precision_callbacks.features")
 
 Options = dict[str, Any]
 
+Decision = tuple[bool, int | None]
+"""Whether to call a feature, and the next iteration in which to query it again; None: never."""
+
 
 def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str | None) -> list[Options]:
     """The options of a custom feature for a tensor and a GEMM, one for each entry that names them.
 
     Without ``tensors`` and ``tensors_struct`` the options apply to every tensor; the same holds for GEMMs.
     """
-    entries: list[tuple[Options, Nested]] = [({}, Nested.of(config))]
-    calls: tuple[tuple[Literal["gemm", "tensor"], str | None], ...] = (("gemm", gemm), ("tensor", tensor))
+    whole = Nested.of(config)
     left_out = {"enabled"}
-    for what, name in calls:
-        if name is not None:
-            left_out |= {f"{what}s", f"{what}s_struct"}
-            matching = []
-            for named, nested in entries:
-                for chosen, inner in nested.choose(what):
-                    if chosen is None:
-                        matching.append((named, inner))
-                    elif chosen == name:
-                        matching.append(({**named, what: chosen}, inner))
-            entries = matching
-    options = []
-    for named, nested in entries:
-        merged = {**nested.merge(), **named}
-        options.append({key: value for key, value in merged.items() if key not in left_out})
-    return options
+    gemms: Iterable[tuple[str | None, Nested]] = [(None, whole)]
+    if gemm is not None:
+        left_out |= {"gemms", "gemms_struct"}
+        gemms = whole.choose("gemm")
+    if tensor is not None:
+        left_out |= {"tensors", "tensors_struct"}
+    matching = []
+    for of_gemm, outer in gemms:
+        for of_tensor, nested in outer.choose("tensor") if tensor is not None else [(None, outer)]:
+            if of_gemm in (None, gemm) and of_tensor in (None, tensor):
+                named = (("gemm", of_gemm), ("tensor", of_tensor))
+                options = nested.merge() | {what: name for what, name in named if name is not None}
+                matching.append({key: value for key, value in options.items() if key not in left_out})
+    return matching
 
 
 class Feature:
@@ -77,7 +77,7 @@ class Feature:
 
 class HighPrecisionFeature(Feature):
     @api_method
-    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> tuple[bool, int | None]:
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> Decision:
         acts, upcoming = _steps(config).at(iteration)
         return not acts, upcoming
 
@@ -86,7 +86,7 @@ class ModifyingFeature(Feature):
     @api_method
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, tensor_name: str, gemm: str, iteration: int
-    ) -> tuple[bool, int | None]:
+    ) -> Decision:
         return _steps(config).at(iteration)
 
 
@@ -107,9 +107,7 @@ class ScheduledFeature(Feature):
         raise NotImplementedError
 
     @api_method
-    def inspect_tensor_enabled(
-        self, config: Any, layer_name: str, tensor_name: str, iteration: int
-    ) -> tuple[bool, int | None]:
+    def inspect_tensor_enabled(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> Decision:
         return _steps(config).at(iteration)
 
     @api_method

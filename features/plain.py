@@ -31,8 +31,13 @@ class PlainObservation(Observation):
         """
         logged: list[tuple[Measured, int]] = []
         reduce = is_distributed(group)
-        if reduce and self.is_due(iteration):  # from the config, so that all ranks agree
-            self._connect(group)
+        if reduce and self._messages is None and self.is_due(iteration):  # from the config, so that all ranks agree
+            self._messages = Messages(group, "statistics")
+            self.engine.reduce_over(self._messages)
+            try:
+                self._messages.open("to reduce statistics")
+            except RanksLostError as error:
+                self.engine.on_failure("reducing", "statistics", error)
         for measured, measured_in in self.take(iteration, reduce=reduce):
             logged.append((measured, measured_in))
             for layer, tensor, statistic, value in measured:
@@ -40,24 +45,11 @@ class PlainObservation(Observation):
                     MetricLogger.log_scalar(log_name(layer, tensor, statistic), value, measured_in)
         return logged
 
-    def _connect(self, group: dist.ProcessGroup | None) -> None:
-        if self._messages is None or self._messages.group is not group:
-            self._disconnect()
-            self._messages = Messages(group, "statistics")
-            self.engine.reduce_over(self._messages)
-            try:
-                self._messages.open("to reduce statistics")
-            except RanksLostError as error:
-                self.engine.on_failure("reducing", "statistics", error)
-
-    def _disconnect(self) -> None:
-        if self._messages is not None:
-            self._messages.close()
-
     def end_step(self) -> None:
         self.recorder.drain()
         self.recorder.end_step()
 
     def end(self) -> None:
-        self._disconnect()
+        if self._messages is not None:
+            self._messages.close()
         self.recorder.close()

@@ -66,13 +66,9 @@ def own_feature(*names: str) -> Any:
 
 def _put(name: str, instance: Any) -> None:
     data = namespace()
-    for registered in data.feat_api_to_features.values():
-        if name in registered:
-            registered.remove(name)
     data.features[name] = instance
     # Also remove a class that was deferred because no namespace API existed.
     data.deferred_features[:] = [waiting for waiting in data.deferred_features if waiting.__name__ != name]
-    Registry._register_feature_api(NAMESPACE, name)
 
 
 def is_upstream(kind: type) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from te_precision_callbacks.dumps.recording import Recorder
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.engine.reduction import NO_STAMP, Stamp
-from te_precision_callbacks.statistics.schedule import Schedule, fingerprint
+from te_precision_callbacks.statistics.schedule import Schedule, any_due, fingerprint
 from te_precision_callbacks.statistics.series import Measured
 
 
@@ -26,7 +26,7 @@ class Observation:
 
     def is_due(self, iteration: int) -> bool:
         """Return whether an iteration is a collection step on any rank; equal on all ranks."""
-        return any(schedule.at(iteration)[0] for schedule in self._schedules)
+        return any_due(self._schedules, iteration)
 
     def take(
         self,

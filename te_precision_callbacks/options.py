@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -55,18 +56,13 @@ def record_limit(records: object) -> int:
         return DEFAULT_LIMIT
     if word is False or word == "off":
         return 0
-    try:
+    with contextlib.suppress(ValueError):
         limit = size_in_bytes(records)
-    except ValueError:
-        limit = 0
-    if limit >= LEAST_LIMIT:
-        return limit
-    if limit:
-        raise OptionError(
-            f"records={records!r} is too small ({limit:,} bytes). Give a size of at least 1MiB, such as '64GiB', or"
-            " 'off'."
-        )
-    raise OptionError(f"records= must be 'on' or True, 'off' or False, or a size such as '64GiB', not {records!r}.")
+        if limit >= LEAST_LIMIT:
+            return limit
+    raise OptionError(
+        f"records= must be 'on' or True, 'off' or False, or a size of at least 1MiB, such as '64GiB', not {records!r}."
+    )
 
 
 class LogChoice(NamedTuple):

@@ -22,7 +22,7 @@ def records_from_rows(
     """Rows in their order, and histograms by layer, tensor and statistic; by default all belong to this rank alone."""
     table = SeriesTable() if table is None else table
     rows = list(rows)
-    series = [table.intern(row.layer, row.tensor, row.statistic, row.gemm) for row in rows]
+    series = [table.intern(row.layer, row.tensor, row.statistic) for row in rows]
     return StepRecords(
         iteration=iteration,
         logging_step=logging_step,

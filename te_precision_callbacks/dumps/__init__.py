@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.dumps.contents import Dump, dequantize
+    from te_precision_callbacks.dumps.contents import Dump, DumpError, Header, NotADumpError, dequantize
     from te_precision_callbacks.dumps.dump_files import Entry, load, save
     from te_precision_callbacks.dumps.dump_files import list_dumps as list
-    from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
     from te_precision_callbacks.dumps.gemms import GemmErrors, gemm_errors
-    from te_precision_callbacks.dumps.header import Header
 
 __all__ = [
     "Dump",

@@ -44,7 +44,9 @@ def list_command(
     table = terminal.table("iteration", "layer", "tensor", "micro-batch", "rank", "holds", "bytes", "file")
     for entry in listing:
         header = entry.header
-        path = entry.path.relative_to(folder) if folder.is_dir() else entry.path
+        path = entry.path
+        if folder.is_dir():
+            path = path.relative_to(folder)
         contents = []
         if header.high_precision is not None:
             contents.append(header.high_precision.dtype)

@@ -23,9 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from te_precision_callbacks.base.files import regular_file
-from te_precision_callbacks.dumps.contents import Dump, create_dump, operand_of
-from te_precision_callbacks.dumps.errors import DumpError, NotADumpError
-from te_precision_callbacks.dumps.header import Header
+from te_precision_callbacks.dumps.contents import Dump, DumpError, Header, NotADumpError, create_dump, operand_of
 
 METADATA_KEY = "te_precision_dump"
 """The key of the header in the metadata of a file."""
@@ -231,27 +229,24 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     if not folder.exists():
         raise NotADumpError(f"{folder}: there is no such folder.")
     entries: list[Entry] = []
-    unreadable: list[OSError] = []
     foreign: list[Foreign] = []
     paths = [folder]
     if folder.is_dir():
-        walk = os.walk(folder, onerror=unreadable.append)
-        paths = [Path(parent, name) for parent, _, names in walk for name in names if name.endswith(SUFFIX)]
+        paths = sorted(folder.rglob(f"*{SUFFIX}"))
     for path in paths:
         try:
             with _open(path) as file:
                 entries.append(Entry(path, path.stat().st_size, _header_of(file)))
         except NotADumpError as error:
             foreign.append(Foreign(path, str(error).removeprefix(f"{path}: ")))
-    foreign += (Foreign(Path(error.filename), f"cannot be read: {error.strerror}") for error in unreadable)
     listing = Listing(sorted(entries, key=_order))
-    listing.foreign = tuple(sorted(foreign, key=lambda file: file.path))
+    listing.foreign = tuple(foreign)
     return listing
 
 
-def _order(entry: Entry) -> tuple[int, str, str, int, int, str]:
+def _order(entry: Entry) -> tuple[int, str, str, int, int]:
     header = entry.header
     iteration = header.iteration
     if iteration is None:
         iteration = -1
-    return (iteration, header.layer, header.tensor, header.micro_batch, header.rank, str(entry.path))
+    return iteration, header.layer, header.tensor, header.micro_batch, header.rank

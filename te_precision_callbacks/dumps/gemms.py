@@ -8,10 +8,8 @@ from typing import NamedTuple
 import torch
 
 from te_precision_callbacks.base.numerics.layouts import Stored
-from te_precision_callbacks.dumps.contents import operand_of
+from te_precision_callbacks.dumps.contents import HIGH_PRECISION, DumpError, operand_of
 from te_precision_callbacks.dumps.dump_files import load
-from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.header import HIGH_PRECISION
 from te_precision_callbacks.gemm_error import (
     GemmCall,
     check_format,

@@ -27,10 +27,8 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.config.schemas import DumpTensorsItem
-from te_precision_callbacks.dumps.contents import Dump, create_dump, kind_is_known
+from te_precision_callbacks.dumps.contents import Dump, DumpError, Header, create_dump, kind_is_known
 from te_precision_callbacks.dumps.dump_files import iteration_folder, write_new
-from te_precision_callbacks.dumps.errors import DumpError
-from te_precision_callbacks.dumps.header import Header
 from te_precision_callbacks.layers.gemm_events import Watched
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.sinks.writer_thread import WriterThread
@@ -209,24 +207,22 @@ class Recorder:
             refusal = why_full(self._folder, dump.nbytes)
             if refusal is None:
                 self._nbytes += write_new(dump, folder)
+                self._files += 1
+                self._written.append(header)
+            else:
+                self._is_full = True
+                logger.warning(
+                    "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training continues.",
+                    header.rank,
+                    header.iteration,
+                    refusal,
+                    folder.parent,
+                )
         except Exception as error:
             # A full disk ends the thread; a tensor that the format cannot store does not affect others.
             if isinstance(error.__cause__ or error, OSError) or "I/O error" in str(error):  # raised by safetensors
                 raise DumpError(f"{error} No more tensors are dumped.") from error
             self._failure = self._failure or error
-            return True
-        if refusal is None:
-            self._files += 1
-            self._written.append(header)
-            return True
-        self._is_full = True
-        logger.warning(
-            "DumpTensors stops on rank %d in iteration %s: %s. The folder is %s. Training continues.",
-            header.rank,
-            header.iteration,
-            refusal,
-            folder.parent,
-        )
         return True
 
 

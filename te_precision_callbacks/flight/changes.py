@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
 from te_precision_callbacks.flight.rows import TOKENS, UPDATE, StepRow, TensorSlot
+from te_precision_callbacks.statistics.arrays import Mask
 
 HISTORY = 32
 LEAST_HISTORY = 16
@@ -200,7 +200,7 @@ class Changes:
         self._bits = np.full((HISTORY, 0), np.nan, np.float32)
         self._limits = np.empty(0)
         # name of tensors -> whether a slot is one of them
-        self._are: dict[str, npt.NDArray[np.bool_]] = dict.fromkeys(("weight", "wgrad", UPDATE), np.empty(0, bool))
+        self._are: dict[str, Mask] = dict.fromkeys(("weight", "wgrad", UPDATE), np.empty(0, bool))
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
         self._spikes: list[_Spike] = []
         self._low: dict[str, _LowPrecision] = {}
@@ -245,7 +245,7 @@ class Changes:
             jumps &= np.isfinite(self._bits).sum(0) >= LEAST_HISTORY
             are_steady = largest - smallest <= STEADY
             jumps[[number for number in np.flatnonzero(jumps & are_updates).tolist() if self._was_idle(number)]] = False
-            groups: tuple[tuple[Kind, npt.NDArray[np.bool_]], ...] = (
+            groups: tuple[tuple[Kind, Mask], ...] = (
                 ("weights", jumps & are_weights & are_steady),
                 ("spike", jumps & ~are_weights & ~are_updates),
                 ("weights", jumps & are_updates),

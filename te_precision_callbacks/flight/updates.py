@@ -18,6 +18,8 @@ from te_precision_callbacks.te import modules as te_modules
 ELEMENTS = 64
 """The elements of a weight that are compared."""
 
+_Kind = tuple[torch.device, torch.dtype]
+
 
 class _Samples(NamedTuple):
     """Samples of the weights of one dtype, after a step of their optimizers.
@@ -44,12 +46,12 @@ class UpdateSizes:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._last: dict[tuple[torch.device, torch.dtype], _Samples] = {}
+        self._last: dict[_Kind, _Samples] = {}
 
     @torch.no_grad()
     def add(self, parameters: Iterable[Parameter]) -> None:
         """Add the stepped weights of an iteration; of a sharded weight, this rank's part counts."""
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Parameter, int, torch.Tensor]]] = defaultdict(list)
+        alike: dict[_Kind, list[tuple[Parameter, int, torch.Tensor]]] = defaultdict(list)
         for parameter in parameters:
             weight = parameter.weight
             if weight.ndim < 2 or parameter.is_unwatched:
@@ -71,9 +73,7 @@ class UpdateSizes:
             self._ring.put(slots, before.places, vector_norm(values - before.values, dim=1) / before.norms)
             self._last[kind] = before._replace(values=values, norms=vector_norm(values, dim=1))
 
-    def _before(
-        self, kind: tuple[torch.device, torch.dtype], parameters: list[Parameter], slots: list[int]
-    ) -> _Samples:
+    def _before(self, kind: _Kind, parameters: list[Parameter], slots: list[int]) -> _Samples:
         """Return the last samples of parameters: nan for a new one."""
         before = self._last.get(kind)
         if before is not None:

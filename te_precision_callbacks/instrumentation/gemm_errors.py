@@ -30,8 +30,16 @@ from te_precision_callbacks.base.numerics.layouts import LayoutError
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.vocabulary import OPERANDS, RESULT, ROWWISE, GemmName
 from te_precision_callbacks.config.schemas import DumpTensorsGemmItem, LogGemmErrorItem
-from te_precision_callbacks.dumps.contents import Dump, add_operand, add_plain
-from te_precision_callbacks.dumps.header import DumpedGemm, DumpedOperand, Header
+from te_precision_callbacks.dumps.contents import (
+    Dump,
+    DumpedGemm,
+    DumpedOperand,
+    Header,
+    Plain,
+    Tensors,
+    add_operand,
+    add_plain,
+)
 from te_precision_callbacks.engine.engine import StatisticsEngine
 from te_precision_callbacks.gemm_error import (
     Factor,
@@ -234,9 +242,13 @@ class SelectedGemms:
     def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
         n, m, k = event.sizes
         call = call_of(event, None)
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: Tensors = {}
         a = DumpedOperand(event.a.tensor, event.a.columnwise)
         b = DumpedOperand(event.b.tensor, event.b.columnwise)
+        optional: dict[str, Plain] = {}
+        for name, tensor in (("before", before), ("bias", call.bias)):
+            if tensor is not None:
+                optional[name] = add_plain(tensors, name, tensor)
         gemm = DumpedGemm(
             gemm=event.gemm,
             result=RESULT[event.gemm],
@@ -249,8 +261,8 @@ class SelectedGemms:
             alpha=call.alpha,
             beta=call.beta,
             split_accumulator=call.split_accumulator,
-            before=None if before is None else add_plain(tensors, "before", before),
-            bias=None if call.bias is None else add_plain(tensors, "bias", call.bias),
+            before=optional.get("before"),
+            bias=optional.get("bias"),
             capability=call.capability,
         )
         header = Header(

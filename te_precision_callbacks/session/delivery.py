@@ -11,7 +11,7 @@ import torch
 
 from te_precision_callbacks.base.ranks import has_other_ranks, own_rank
 from te_precision_callbacks.base.ranks.meeting import next_keys, shared_store
-from te_precision_callbacks.dumps.header import Header
+from te_precision_callbacks.dumps.contents import Header
 from te_precision_callbacks.options import read_statistics_log, record_limit
 from te_precision_callbacks.runs.run_files import FOLDER, Place
 from te_precision_callbacks.runs.sink import RecordSink

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -70,7 +70,7 @@ def install_when_needed() -> None:
 
 
 class _Trigger(MetaPathFinder):
-    """Gives torch and Transformer Engine loaders that install the backend.
+    """Lets the loaders of torch and Transformer Engine install the backend.
 
     A lookup alone does not install it, since libraries look up whether packages exist.
     """
@@ -83,7 +83,7 @@ class _Trigger(MetaPathFinder):
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
                 if spec.loader is not None:
-                    spec.loader = _InstallingLoader(spec.loader)
+                    _install_with(spec.loader, before=fullname == "transformer_engine")
                 return spec
         return None
 
@@ -106,21 +106,21 @@ class _Trigger(MetaPathFinder):
             logger.error("%s=%s watches nothing: use te-precision run --watch.", WATCH_VARIABLE, options)
 
 
-class _InstallingLoader(Loader):
-    """Installs the backend, after loading torch, or before loading Transformer Engine."""
+def _install_with(loader: Any, *, before: bool) -> None:
+    """Let a loader install the backend after it has executed its module, or ``before`` the module is created."""
+    create_module = loader.create_module
+    exec_module = loader.exec_module
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        if spec.name == "transformer_engine":
-            install_if_pending()  # before the module is in sys.modules
-        module: ModuleType | None = self._loader.create_module(spec)
+    def create(spec: ModuleSpec) -> ModuleType | None:
+        install_if_pending()
+        module: ModuleType | None = create_module(spec)
         return module
 
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+    def execute(module: ModuleType) -> None:
+        exec_module(module)
         install_if_pending()
+
+    if before:
+        loader.create_module = create
+    else:
+        loader.exec_module = execute

@@ -32,11 +32,6 @@ from te_precision_callbacks.statistics.table import (
 
 _ALIASES = {other: row.name for row in RECIPES.values() for other in row.other_names}
 
-PREFIXES: dict[str, tuple[str, ...]] = {recipe: (recipe,) for recipe in RECIPES}
-for _recipe in WITH_ELEMENT_FORMAT:
-    PREFIXES[_recipe] += tuple(f"{_recipe}_{name}" for name in ELEMENT_FORMATS)
-"""Recipe -> prefixes of statistics' names for it, without other spellings."""
-
 _COLUMNWISE = "_columnwise"
 
 _SPELLINGS = sorted([*RECIPES, *_ALIASES], key=len, reverse=True)
@@ -167,10 +162,9 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
         raise UnknownStatisticError(f"a statistic must be a name, not {entry!r}")
     recipe, element_format, name, columnwise = _parts(entry)
     label = entry
-    if recipe is None:
+    if default_recipe and not recipe:
         recipe = default_recipe
-        if recipe:
-            label = f"{recipe}_{entry}"
+        label = f"{recipe}_{entry}"
     if name not in QUANTIZED_STATISTICS:
         raise UnknownStatisticError(f"there is no statistic {name!r} for quantized tensors")
     if element_format is not None and recipe not in WITH_ELEMENT_FORMAT:
@@ -185,23 +179,20 @@ def quantized_request(entry: object, default_recipe: str = OWN_RECIPE) -> Reques
             f"{entry!r}: {recipe} has one scale for the whole tensor, so columnwise and rowwise values are equal;"
             f" remove {_COLUMNWISE!r}"
         )
-    return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_is_e5m2(element_format))
+    return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_E5M2[element_format])
 
 
-def _is_e5m2(element_format: str | None) -> bool | None:
-    if element_format is None:
-        return None
-    return element_format == "e5m2"
+_E5M2: Mapping[str | None, bool | None] = {None: None, **{name: name == "e5m2" for name in ELEMENT_FORMATS}}
 
 
-def _parts(name: str) -> tuple[str | None, str | None, str, bool]:
+def _parts(name: str) -> tuple[str, str | None, str, bool]:
     """Split ``[<recipe>_[<element format>_]]<statistic>[_columnwise]``, without checking the combination.
 
     Returns:
         Recipe, element format, statistic, and whether the name is columnwise.
     """
     recipe, element_format, statistic, columnwise = next(_NAME.finditer(name)).groups()
-    return _ALIASES.get(recipe, recipe), element_format, statistic, columnwise is not None
+    return _ALIASES.get(recipe, recipe) or OWN_RECIPE, element_format, statistic, columnwise is not None
 
 
 BLOCKWISE_LABEL = re.compile(rf"{BLOCKWISE}_block_size_(\d+)_dims_([12])(_max_over_orientations)?")
@@ -221,7 +212,7 @@ def logged_request(label: str) -> Request | None:
     recipe, element_format, name, columnwise = _parts(label)
     if name not in QUANTIZED_STATISTICS or (element_format is not None and recipe not in WITH_ELEMENT_FORMAT):
         return None
-    return Request(label, STATISTICS[name], recipe or OWN_RECIPE, columnwise, e5m2=_is_e5m2(element_format))
+    return Request(label, STATISTICS[name], recipe, columnwise, e5m2=_E5M2[element_format])
 
 
 def named_request(name: str) -> Request:
@@ -230,12 +221,11 @@ def named_request(name: str) -> Request:
     Raises:
         UnknownStatisticError: there is no such statistic, or the parts of the name cannot be combined.
     """
-    if name in (*TENSOR_STATISTICS, BLOCKWISE):
+    if name == BLOCKWISE:
         return tensor_request(name)
-    _, _, statistic, _ = _parts(name)
-    if statistic in QUANTIZED_STATISTICS:
+    if _parts(name)[2] in QUANTIZED_STATISTICS:
         return quantized_request(name)
-    # Names of GEMM statistics are the same in logs.
+    # Other names are the same in logs.
     logged = logged_request(name)
     if logged is None:
         raise UnknownStatisticError(f"there is no statistic {name!r}")
@@ -247,8 +237,9 @@ def quantized_names(recipes: Iterable[str] = RECIPES) -> list[str]:
 
     Other spellings of recipes are not included.
     """
-    prefixes = ["", *(f"{prefix}_" for prefix in itertools.chain(*map(PREFIXES.__getitem__, recipes)))]
-    spelled = itertools.product(prefixes, QUANTIZED_STATISTICS, ("", _COLUMNWISE))
+    formats = ["", *(f"{name}_" for name in ELEMENT_FORMATS)]
+    prefixes = ["", *(f"{recipe}_" for recipe in recipes)]
+    spelled = itertools.product(prefixes, formats, QUANTIZED_STATISTICS, ("", _COLUMNWISE))
     return list(filter(is_quantized_name, map("".join, spelled)))
 
 

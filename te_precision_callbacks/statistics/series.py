@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,13 +79,11 @@ class Family:
         return sign * value
 
 
-_SIGN = {Worse.HIGH: 1.0, Worse.LOW: -1.0}
+_SIGN: Mapping[Worse | None, float] = {Worse.HIGH: 1.0, Worse.LOW: -1.0}
 
 
 def sign_of(worse: Worse | None) -> float:
     """Return the factor that makes a value grow as it gets worse; nan if its magnitude counts."""
-    if worse is None:
-        return math.nan
     return _SIGN.get(worse, math.nan)
 
 
@@ -99,6 +98,7 @@ def badness(values: Floats, signs: float | Floats) -> Floats:
     return np.where(np.isnan(values), np.inf, key)
 
 
+@lru_cache(maxsize=4096)
 def family_of(tensor: str, statistic: str, gemm: str | None = None) -> Family:
     return Family(tensor, statistic, gemm, logged_request(statistic) if tensor else None)
 
@@ -116,8 +116,7 @@ class SeriesTable:
 
     def __init__(self) -> None:
         self._series: list[Series] = []
-        self._numbers: dict[tuple[str, str, str, str | None], int] = {}
-        self._families: dict[tuple[str, str, str | None], Family] = {}
+        self._numbers: dict[tuple[str, str, str], int] = {}
 
     def __len__(self) -> int:
         return len(self._series)
@@ -128,22 +127,13 @@ class SeriesTable:
     def since(self, number: int) -> list[Series]:
         return self._series[number:]
 
-    def intern(self, layer: str, tensor: str, statistic: str, gemm: str | None = None) -> int:
-        """Return the number of a series, which may be new.
-
-        Args:
-            layer, tensor: empty for a user's own statistic.
-            gemm: the GEMM, if the statistic belongs to one.
-        """
-        key = (layer, tensor, statistic, gemm)
+    def intern(self, layer: str, tensor: str, statistic: str) -> int:
+        """Return the number of a series, which may be new; without layer and tensor for a user's own statistic."""
+        key = (layer, tensor, statistic)
         number = self._numbers.get(key)
         if number is None:
-            family = self._families.get(key[1:])
-            if family is None:
-                family = family_of(tensor, statistic, gemm)
-                self._families[key[1:]] = family
             number = len(self._series)
-            self._series.append(Series(layer, family))
+            self._series.append(Series(layer, family_of(tensor, statistic)))
             self._numbers[key] = number  # last, so that no series gets a used number after a MemoryError
         return number
 

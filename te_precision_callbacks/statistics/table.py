@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-Values = npt.NDArray[np.float64]
+from te_precision_callbacks.statistics.arrays import Floats, Mask
+
+Values = Floats
 Columns = Mapping[str, Values]
 """Column name (see :mod:`te_precision_callbacks.engine.kernels.columns`) -> values, float64, [rows]."""
 
@@ -116,7 +117,7 @@ def _row(name: str) -> Statistic:
     return STATISTICS[name]
 
 
-def _or_zero(condition: npt.NDArray[np.bool_], values: Values) -> Values:
+def _or_zero(condition: Mask, values: Values) -> Values:
     return np.where(condition, values, 0.0)
 
 

@@ -251,19 +251,7 @@ def has_quantized_input(module: Any, tensor: Any) -> bool:
     return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
 
 
-def quantizers_of_layers(module: Any, forward: list[Any], backward: list[Any]) -> list[dict[str, Any]]:
-    """Return tensor -> quantizer for each layer of a module or operation; empty without quantizers.
-
-    The order for each layer: input, weight, output; then gradients of output and input, as in ``FP8FwdTensorIdx`` and
-    ``FP8BwdTensorIdx`` (``pytorch/constants.py``) and in GroupedLinear's offsets. Operations have no output's.
-    """
-    in_forward, in_backward = of(module).quantizers
-    of_layers = []
-    for activation, weight, gradient in zip(
-        forward[::in_forward], forward[1::in_forward], backward[::in_backward], strict=False
-    ):
-        of_layers.append({"activation": activation, "weight": weight, "gradient": gradient})
-    return of_layers
+_QUANTIZED = ("activation", "weight", "gradient")
 
 
 class MadeQuantizers:
@@ -277,6 +265,9 @@ class MadeQuantizers:
 
         The modules of a class share the quantizers of a recipe, unless it is custom. As
         ``TransformerEngineBaseModule.set_meta_tensor`` and ``BasicOperation.reset_recipe_state``.
+
+        The order for each layer: input, weight, output; then gradients of output and input, as in ``FP8FwdTensorIdx``
+        and ``FP8BwdTensorIdx`` (``pytorch/constants.py``) and in GroupedLinear's offsets. Operations have no output's.
         """
         from transformer_engine.pytorch.quantization import RecipeState
 
@@ -295,5 +286,8 @@ class MadeQuantizers:
                     roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
                 state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
                 made.append(list(state.make_quantizers()))
-            self._made[key] = quantizers_of_layers(module, *made)
+            forward, backward = made
+            in_forward, in_backward = row.quantizers
+            operands = zip(forward[::in_forward], forward[1::in_forward], backward[::in_backward], strict=False)
+            self._made[key] = [dict(zip(_QUANTIZED, operand, strict=True)) for operand in operands]
         return self._made[key]

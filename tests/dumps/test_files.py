@@ -20,8 +20,7 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from te_precision_callbacks import dumps
 from te_precision_callbacks.dumps import dump_files
 from te_precision_callbacks.dumps import recording as module
-from te_precision_callbacks.dumps.contents import Dump, create_dump
-from te_precision_callbacks.dumps.header import SCHEMA, Header
+from te_precision_callbacks.dumps.contents import SCHEMA, Dump, Header, create_dump
 from te_precision_callbacks.dumps.recording import Recorder
 from tests.dumps.storages import random_bytes, some_mxfp8, some_nvfp4
 from tests.full_disk import files_up_to

@@ -8,9 +8,8 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_precision_callbacks.dumps import DumpError, gemm_errors, load, save
-from te_precision_callbacks.dumps.contents import operand_of
+from te_precision_callbacks.dumps.contents import NotADumpError, operand_of
 from te_precision_callbacks.dumps.dump_files import write
-from te_precision_callbacks.dumps.errors import NotADumpError
 from te_precision_callbacks.gemm_error import factor_of
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession

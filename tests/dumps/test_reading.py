@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli, dumps
-from te_precision_callbacks.dumps.contents import create_dump
-from te_precision_callbacks.dumps.header import Direction, Header, Quantized
+from te_precision_callbacks.dumps.contents import Direction, Header, Quantized, create_dump
 from tests.docs.pages import blocks
 from tests.drawn import normal
 from tests.dumps.storages import some_mxfp8, some_nvfp4

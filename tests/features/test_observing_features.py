@@ -155,7 +155,7 @@ def test_a_statistic_without_a_recipe_of_a_tensor_that_is_not_quantized(
 def weights_minimum() -> Iterator[type]:
     """Importing a feature of this project registers it in nvidia-dlfw-inspect."""
     isolated = isolate_upstream()
-    from te_precision_callbacks.features.log_tensor_stats import LogTensorStats
+    from te_precision_callbacks.features.log_statistics import LogTensorStats
 
     class WeightsMinimum(LogTensorStats):  # type: ignore[misc]
         """A user's own feature on top of one of this project, under a name that no schema has."""
