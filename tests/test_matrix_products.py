@@ -87,32 +87,6 @@ def test_convolutions() -> None:
     assert [product.role for product in products] == ["fprop", "dgrad"]
 
 
-@pytest.mark.parametrize("padding", [0, 1])
-def test_a_convolution_over_time(padding: int) -> None:
-    """The forward has as many multiply-adds as conv1d, the gradients only those inside of the padding."""
-    times, batch, inputs, outputs, kernel = 9, 2, 4, 6, 3
-    weight = ones(kernel, inputs, outputs)
-    products, _ = run(lambda: torch.conv_tbc(ones(times, batch, inputs), weight, ones(outputs), padding))
-    with FlopCounterMode(display=False) as counter:
-        functional.conv1d(torch.ones(batch, inputs, times), torch.ones(outputs, inputs, kernel), padding=padding)
-    assert macs_of(products[0]) == counter.get_total_flops() // 2
-    results = times + 2 * padding - kernel + 1
-    inside = sum(0 <= result + place - padding < times for result in range(results) for place in range(kernel))
-    assert sum(map(macs_of, products[1:])) == 2 * inside * batch * inputs * outputs
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_an_outer_product(in_place: bool) -> None:
-    """One multiplication for each element, and for each of the gradients a matrix times a vector."""
-
-    def compute() -> torch.Tensor:
-        to = ones(5, 3).clone()
-        return to.addr_(ones(5), ones(3)) if in_place else torch.addr(to, ones(5), ones(3))
-
-    products, _ = run(compute)
-    assert [product.sizes for product in products] == [(5, 3, 1, 1), (5, 1, 3, 1), (3, 1, 5, 1)]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_attention(causal: bool) -> None:
     """By its definition: two products forward, two for each of them backward."""

@@ -64,11 +64,10 @@ class ContractKeeper:
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._first: int | None = None
+        self._first = math.inf
         self._changes = 0
-        self._known = 0  # changes at the end of the last step
         self._changed_at = 0
-        self._checked = -1
+        self._checked = -1  # the number of changes at the last check, and at the last one that was possible
         self._checked_until = -1
         self._message = ""
         self.unchecked = ""
@@ -77,66 +76,51 @@ class ContractKeeper:
 
     def begin_step(self, changes: int, iteration: int, ranks: Ranks) -> None:
         """Announce to the other ranks whether there is something to check; ``changes`` counts this rank's changes."""
-        if self._first is None:
-            self._first = iteration + self._contract.by_step - 1
-        if changes != self._known:
+        self._first = min(self._first, iteration + self._contract.by_step - 1)
+        if changes != self._changes:
+            self._changes = changes
             self._changed_at = iteration
-        self._changes = changes
-        ranks.request(check=iteration >= self._first and self._checked != changes)
+        ranks.request(check=self._is_due(iteration))
 
-    def end_step(
-        self, coverage_at: Callable[[int], Coverage], changes: int, iteration: int, ranks: Ranks
-    ) -> str | None:
+    def _is_due(self, iteration: int) -> bool:
+        return iteration >= self._first and self._checked != self._changes
+
+    def end_step(self, coverage_at: Callable[[int], Coverage], iteration: int, ranks: Ranks) -> str | None:
         """Check the contract in its first step, and after a change of precision on any rank.
 
         Returns the message of a broken contract, or an empty string; None if the check was not due or not possible.
         Raises PrecisionContractError on all ranks.
         """
-        first = self._first
-        if first is None:
-            first = iteration
-        send = iteration == first or (iteration > first and iteration % CHECK_INTERVAL == 0)
-        noted = iteration >= first and self._checked != changes
+        is_due = self._is_due(iteration)
+        step = iteration
         if ranks.several:
-            noted = ranks.check_requested(send=send)
-        # A change detected after the step's statistics were sent is announced in the next step, for this step's check.
-        changed_at = self._changed_at
-        if changes != self._changes:
-            self._changed_at = iteration
-        self._known = changes
-        if not noted:
+            is_due = ranks.check_requested(send=iteration == self._first or iteration % CHECK_INTERVAL == 0)
+            if iteration != self._first:
+                step = self._changed_at
+        if not is_due:
             return None
-        if not ranks.several:
-            changed_at = iteration
-        if iteration == first or not ranks.several:
-            self._checked = changes
-            local = coverage_at(iteration)
-        else:
-            self._checked = self._changes
-            local = coverage_at(changed_at)
+        self._checked = self._changes
+        local = coverage_at(step)
         products = shared_products(local, ranks, "products to check")
         coverage = Coverage(products, state=shared_state(local.state, ranks, "types to check"))
         if ranks.several and not ranks.are_connected:
             return None
-        if coverage and not coverage.has_backward and iteration < first + MOST_WITHOUT_BACKWARD:
+        if coverage and not coverage.has_backward and iteration < self._first + MOST_WITHOUT_BACKWARD:
             self._checked = -1  # only forwards have run so far: check a later step
             return None
         if coverage.is_incomplete and not _is_broken_for_certain(self._contract, coverage):
             self._checked = -1  # the next steps may count what this step could not
             if len(self._incomplete) < _MOST_INCOMPLETE:
-                self._incomplete[changed_at] = None
+                self._incomplete[step] = None
             return None
         self._checked_until = self._checked
-        broken = [*self._broken_clauses(coverage), *_broken_state(self._contract, coverage.state)]
-        when = f" at step {iteration}"
+        broken = self._broken_clauses(coverage)
         raises = self._contract.on_broken == "raise" and bool(broken) and ranks.check_connected()
         self.unchecked = ""
         if broken:
-            return self._report_broken(broken, coverage, when, raises=raises)
+            return self._report_broken(broken, coverage, f" at step {iteration}", raises=raises)
         self.unchecked = left_out(self._contract, coverage)
-        if self.unchecked:
-            return self._report(self.unchecked, coverage, raises=False)
-        return ""
+        return self.unchecked and self._report(self.unchecked, coverage, raises=False)
 
     def end_run(
         self,
@@ -158,29 +142,24 @@ class ContractKeeper:
             raises: False if another exception ends the run.
         """
         raises = raises and self._contract.on_broken == "raise"
+        all_seen = not ranks.several
         for step in self._incomplete:  # later steps may have counted the calls that were missing
-            step_coverage = coverage_at(step)
-            if step_coverage.is_incomplete:
+            of_step = coverage_at(step)
+            if of_step.is_incomplete:
                 self.unchecked_steps.append(step)
                 continue
-            broken = self._broken_clauses(step_coverage)
-            self.unchecked = left_out(self._contract, step_coverage) or self.unchecked
-            if broken:
-                return self._report_broken(
-                    broken, step_coverage, f" in step {step}, checked at the end of the run", raises=raises
-                )
-        if self._checked_until < changes or not coverage:
-            if not coverage and not coverage.state:
-                if self._checked_until >= 0:
-                    return None
+            self.unchecked = left_out(self._contract, of_step) or self.unchecked
+            if broken := self._broken_clauses(of_step, all_seen=all_seen):
+                when = f" in step {step}, checked at the end of the run"
+                return self._report_broken(broken, of_step, when, raises=raises)
+        if not coverage and not coverage.state:
+            if self._checked_until < 0:
                 self.unchecked = f"The precision contract (require=) was never checked: {why_not}."
-                return self._report(self.unchecked, coverage, raises=raises)
-            self._checked_until = changes
+        elif self._checked_until < changes or not coverage:
             self.unchecked = left_out(self._contract, coverage) or self.unchecked
-            state = _broken_state(self._contract, coverage.state, all_seen=not ranks.several)
-            broken = [*self._broken_clauses(coverage), *state]
+            broken = self._broken_clauses(coverage, all_seen=all_seen)
             when = ", checked at the end of the run, without any step()"
-            if self._first is not None:
+            if self._first < math.inf:
                 when = f", checked at the end of the run, after step {iteration}"
             if broken and not coverage.is_incomplete:
                 return self._report_broken(broken, coverage, when, raises=raises)
@@ -190,11 +169,12 @@ class ContractKeeper:
             return self._report(self.unchecked, coverage, raises=raises)
         return None
 
-    def _broken_clauses(self, coverage: Coverage) -> list[str]:
+    def _broken_clauses(self, coverage: Coverage, *, all_seen: bool = True) -> list[str]:
+        """Return the texts of broken clauses; ``all_seen``: whether ``coverage`` has the state of all ranks."""
         broken = broken_clauses(self._contract, coverage)
         if self._contract.same_as is not None and coverage:
             broken += [f"same_as: {text}" for text in self._contract.same_as.broken(coverage, "this run")]
-        return broken
+        return [*broken, *_broken_state(self._contract, coverage.state, all_seen=all_seen)]
 
     def _report_broken(self, broken: Sequence[str], coverage: Coverage, when: str, *, raises: bool) -> str:
         message = "\n- ".join((f"The run breaks its precision contract (require=){when}:", *broken))
@@ -277,7 +257,7 @@ def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
             yield f"{text}."
 
 
-def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bool = True) -> Iterator[str]:
+def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bool) -> Iterator[str]:
     dtypes = group_by_key((row.subject, row.dtype) for row in state)
     for subject, dtype in contract.state.items():
         others = dict.fromkeys(dtypes.get(subject, ()))

@@ -7,9 +7,8 @@ appears by its name.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,11 +36,6 @@ _DTYPES = {
     torch.float8_e4m3fn: "FP8 E4M3",
     torch.float8_e5m2: "FP8 E5M2",
 }
-
-
-class LayerGemm(NamedTuple):
-    layer: str
-    gemm: GemmName
 
 
 def format_of_operand(given: Any, *, columnwise: bool) -> str:
@@ -86,14 +80,18 @@ def format_made_by(quantizer: Any, otherwise: str) -> str:
 
 def gemms_left_out(
     module: torch.nn.Module, layers: Sequence[str], *, input_needs_gradient: bool
-) -> dict[LayerGemm, str]:
-    """Map each GEMM that the backward skips, after a forward with gradients, to the reason."""
+) -> dict[str, dict[GemmName, str]]:
+    """Map each layer to its GEMMs that the backward skips, after a forward with gradients, with the reasons."""
     row = te_modules.of(module)
-    if not input_needs_gradient and not any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-        return dict.fromkeys(itertools.starmap(LayerGemm, itertools.product(layers, GEMMS[1:])), NO_GRADIENT)
-    left_out = {LayerGemm(layer, "wgrad"): FROZEN for layer in itertools.compress(layers, row.frozen(module))}
-    if not input_needs_gradient and not row.has_norm:
-        left_out |= {LayerGemm(layer, "dgrad"): NO_INPUT_GRADIENT for layer in layers}
+    left_out: dict[str, dict[GemmName, str]] = {layer: {} for layer in layers}
+    trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    for layer, is_frozen in zip(layers, row.frozen(module), strict=True):
+        if not input_needs_gradient and not row.has_norm:
+            left_out[layer]["dgrad"] = NO_INPUT_GRADIENT
+        if is_frozen:
+            left_out[layer]["wgrad"] = FROZEN
+        if not input_needs_gradient and not trains:
+            left_out[layer] = dict.fromkeys(GEMMS[1:], NO_GRADIENT)
     return left_out
 
 
@@ -137,13 +135,10 @@ def _format_name(kind: type, dtype: Any) -> str | None:
 
 
 def _unknown_format(tensor: Any) -> str:
-    if type(tensor).__module__.partition(".")[0] == "torch":
+    is_quantized = "QuantizedTensorStorage" in class_names(tensor)
+    if isinstance(tensor, torch.Tensor) and not is_quantized:
         return dtype_name(tensor.dtype)
-    if "QuantizedTensorStorage" not in class_names(tensor):
-        if isinstance(tensor, torch.Tensor):
-            return dtype_name(tensor.dtype)
-        return type(tensor).__name__
-    if getattr(tensor, "custom", False):
+    if not is_quantized or getattr(tensor, "custom", False):
         return type(tensor).__name__
     # Transformer Engine passes the decoded tensor to the GEMM.
     return f"{dtype_name(tensor.dequantize().dtype)} (of {type(tensor).__name__})"

@@ -104,18 +104,21 @@ class Format(NamedTuple):
 
 
 class GemmFact(NamedTuple):
-    """The operands of a GEMM in an iteration, each with its formats; or the reason why the GEMM did not run."""
+    """The operands of a GEMM in an iteration, each with its formats; or the reason why the GEMM did not run.
+
+    ``excluded``: a forward ran inside ``te.autocast(enabled=False)``.
+    """
 
     operands: tuple[tuple[str, tuple[Format, ...]], ...] = ()
     not_run: str = ""
+    excluded: bool = False
 
 
 class _Change(NamedTuple):
-    """A fact about a GEMM from an iteration on; ``excluded``: a forward was inside ``te.autocast(enabled=False)``."""
+    """A fact about a GEMM from an iteration on."""
 
     since: int
     fact: GemmFact
-    excluded: bool
 
 
 class PrecisionHistory:
@@ -129,41 +132,39 @@ class PrecisionHistory:
     def __init__(self, iterations: Iterations) -> None:
         self.iterations = iterations
         self.changes = 0
-        self._layers: dict[str, dict[GemmName, list[_Change]]] = {}
+        self._gemms: dict[tuple[str, GemmName], list[_Change]] = {}
         self._facts: dict[GemmFact, GemmFact] = {}  # each once, for all layers and iterations
 
     @property
     def has_changed(self) -> bool:
-        return any(len(changes) > 1 for _, _, changes in self._gemms())
+        return any(len(changes) > 1 for changes in self._gemms.values())
 
     def ran(self, iteration: int) -> None:
         if self.iterations.ran(iteration):
-            for _, _, changes in self._gemms():
+            for changes in self._gemms.values():
                 changes[:] = [change for change in changes if change.since < iteration]
 
-    def put(self, layer: str, gemm: GemmName, iteration: int, fact: GemmFact, *, excluded: bool) -> None:
-        """Record a fact about a GEMM from the last iteration on.
-
-        ``excluded``: a forward ran inside ``te.autocast(enabled=False)``.
-        """
-        changes = self._layers.setdefault(layer, {name: [] for name in GEMMS})[gemm]
+    def put(self, layer: str, gemm: GemmName, iteration: int, fact: GemmFact) -> None:
+        """Record a fact about a GEMM from the last iteration on."""
+        for name in GEMMS:
+            self._gemms.setdefault((layer, name), [])
+        changes = self._gemms[layer, gemm]
         self.changes += not changes or changes[-1].fact != fact
         if changes and changes[-1].since == iteration:
             changes.pop()
-        if changes and changes[-1].fact == fact:
-            iteration, _, excluded_before = changes.pop()
-            excluded |= excluded_before
-        changes.append(_Change(iteration, self._facts.setdefault(fact, fact), excluded))
+        if not changes or changes[-1].fact != fact:
+            changes.append(_Change(iteration, self._facts.setdefault(fact, fact)))
 
     def last_fact(self, layer: str, gemm: GemmName) -> GemmFact:
-        for change in reversed(self._layers.get(layer, {}).get(gemm, ())):
-            return change.fact
-        return GemmFact()
+        changes = self._gemms.get((layer, gemm))
+        if not changes:
+            return GemmFact()
+        return changes[-1].fact
 
     def at(self, iteration: int) -> Iterator[GemmPrecision]:
         """The precision of all GEMMs in an iteration; raises IterationError if it has not run."""
         self.iterations.require("precision", iteration)
-        for layer, gemm, changes in self._gemms():
+        for (layer, gemm), changes in self._gemms.items():
             number = bisect_right(changes, iteration, key=lambda change: change.since)
             if number:
                 until = None
@@ -172,14 +173,9 @@ class PrecisionHistory:
                 yield replace(_merge((changes[number - 1],)), layer=layer, gemm=gemm, until=until)
 
     def whole_run(self) -> Iterator[GemmPrecision]:
-        for layer, gemm, changes in self._gemms():
+        for (layer, gemm), changes in self._gemms.items():
             if changes:
                 yield replace(_merge(tuple(changes)), layer=layer, gemm=gemm)
-
-    def _gemms(self) -> Iterator[tuple[str, GemmName, list[_Change]]]:
-        for layer, gemms in self._layers.items():
-            for gemm, changes in gemms.items():
-                yield layer, gemm, changes
 
 
 @functools.lru_cache(256)
@@ -203,7 +199,7 @@ def _merge(changes: tuple[_Change, ...]) -> GemmPrecision:
         "" if ran else [NO_BACKWARD, *reasons][-1],
         changes[0].since,
         recipe=recipe,
-        excluded=any(change.excluded for change in changes) and (recipe == HIGH_PRECISION or in_one_span),
+        excluded=any(change.fact.excluded for change in changes) and (recipe == HIGH_PRECISION or in_one_span),
     )
 
 

@@ -24,7 +24,7 @@ MOST_TABLES = 64
 """The most steps that differ in their products. Later ones are kept as means, of the steps with the same formats."""
 
 MOST_SPANS = 64
-"""The most changes of products that are listed, counted from the last one."""
+"""The most changes of products that are listed, counted from the last one; nothing is listed of earlier steps."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class CountedStep(NamedTuple):
     """The products of a step.
 
     Attributes:
-        gemms: those of Transformer Engine; None if some may be missing.
+        gemms: those of Transformer Engine; :data:`NO_GEMMS` if some may be missing.
         parts: the calls of the model, by kind.
         kinds: torch's products in each kind of call.
         state: the rows of state, in the first step.
         why_not: the reason if torch's products are not counted; else empty.
     """
 
-    gemms: StepGemms | None
+    gemms: StepGemms
     parts: Parts
     kinds: CountedKinds
     state: tuple[StateRow, ...] | None
@@ -70,7 +70,7 @@ class CountedStep(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        if self.gemms is None:
+        if self.gemms is NO_GEMMS:
             return any(backward for _, backward in self.parts)
         return self.gemms.has_backward or any(
             backward and self.kinds.has_backward(kind) is not False for kind, backward in self.parts
@@ -82,7 +82,7 @@ class StepProducts:
     """The products of steps alike, or the sum over steps with other sizes.
 
     Attributes:
-        step: the first of these steps; the counts of a sum are in ``gemms`` and ``parts``.
+        step: the first of these steps, with the sum of their counts.
         facts: layer -> facts about it.
         since: the iteration of the first step.
         steps: the number of steps that the counts sum up.
@@ -90,8 +90,6 @@ class StepProducts:
 
     table: StepTable
     step: CountedStep
-    gemms: StepGemms
-    parts: Parts
     facts: Mapping[str, HighPrecisionFacts]
     since: int
     steps: int = 1
@@ -105,19 +103,20 @@ class StepProducts:
         return self._products[1]
 
     def _make_products(self) -> Iterator[Product]:
-        of_torch, uncounted = self.step.kinds.products(self.parts, self.steps)
-        placed = [*of_torch, *self.table.products(self.gemms, self.steps)]
+        gemms = self.step.gemms
+        of_torch, uncounted = self.step.kinds.products(self.step.parts, self.steps)
+        placed = [*of_torch, *self.table.products(gemms, self.steps)]
         for _, product in sorted(placed, key=lambda entry: entry.place):
             if product.recipe:
                 product = explain(
                     product,
                     self.facts.get(product.layer, NO_FACTS),
                     self.since,
-                    excluded=product.layer in self.gemms.excluded,
+                    excluded=product.layer in gemms.excluded,
                 )
             yield product
         yield from uncounted
-        yield from self.table.uncounted(self.gemms)
+        yield from self.table.uncounted(gemms)
         if self.step.why_not:
             yield self.step.kinds.uncounted(self.step.why_not)
 
@@ -129,12 +128,9 @@ class StepProducts:
             counts[product.layer, product.gemm, product.backward] += product.macs
         return counts
 
-    def is_like(self, step: CountedStep, gemms: StepGemms) -> bool:
-        return self.steps == 1 and self.gemms == gemms and (self.parts, self.step.why_not) == (step.parts, step.why_not)
-
-    def add(self, step: CountedStep, gemms: StepGemms) -> None:
-        self.gemms = self.gemms.plus(gemms)
-        self.parts = dict(Counter(self.parts) + Counter(step.parts))
+    def add(self, step: CountedStep) -> None:
+        gemms = self.step.gemms.plus(step.gemms)
+        self.step = self.step._replace(gemms=gemms, parts=self.step.parts + step.parts)
         self.steps += 1
 
 
@@ -157,17 +153,18 @@ class CoverageHistory:
     Attributes:
         state: the dtypes of the state of the model and its optimizers, after the first step.
         other_ranks_products: products of pipeline stages on other ranks.
+        unconverted: layer -> why the trainer's conversion to Transformer Engine skipped it.
         changes: number of changes so far.
     """
 
     def __init__(self, table: StepTable) -> None:
         self.state: tuple[StateRow, ...] = ()
         self.other_ranks_products: tuple[Product, ...] = ()
+        self.unconverted: Mapping[str, str] = {}
         self.changes = 0
         self._table = table
         self._spans: list[_Span] = []
         self._tables: dict[object, StepProducts] = {}
-        self._means: dict[object, StepProducts] = {}
         self._kinds_changes = 0
         self._unobserved: tuple[Product, ...] = ()
 
@@ -185,21 +182,22 @@ class CoverageHistory:
             self._spans.pop()
         self.state = step.state or self.state
         last = self._spans[-1].of_step if self._spans else None
-        gemms = step.gemms or NO_GEMMS
+        has_backward = step.has_backward
         counts_more = step.kinds.changes != self._kinds_changes
         self._kinds_changes = step.kinds.changes
         if last is not None and last.step.kinds is step.kinds:
-            gemms = step.gemms or last.gemms
+            if step.gemms is NO_GEMMS:
+                step = step._replace(gemms=last.step.gemms)
             if counts_more:
                 self.changes += 1  # earlier steps may have had calls of the newly counted kind
                 last.facts = facts()
-            if not step.has_backward and last.step.has_backward:
+            if not has_backward and last.step.has_backward:
                 return
-            if step.has_backward and not last.step.has_backward:
+            if has_backward and not last.step.has_backward:
                 iteration = self._spans.pop().since
-            elif last.is_like(step, gemms):
+            elif last.steps == 1 and last.step._replace(state=None) == step._replace(state=None):
                 return
-        of_step = self._find(iteration, step, gemms, facts)
+        of_step = self._find(iteration, step, facts)
         before = self._spans[-1] if self._spans else None
         if before is None or before.of_step is not of_step:
             since = iteration
@@ -208,34 +206,29 @@ class CoverageHistory:
             self._spans.append(_Span(iteration, of_step, since))
 
     def _find(
-        self,
-        iteration: int,
-        step: CountedStep,
-        gemms: StepGemms,
-        facts: Callable[[], Mapping[str, HighPrecisionFacts]],
+        self, iteration: int, step: CountedStep, facts: Callable[[], Mapping[str, HighPrecisionFacts]]
     ) -> StepProducts:
         """Return the products of an earlier step like this one, or new ones."""
         kinds = id(step.kinds)
-        key = kinds, gemms.key, frozenset(step.parts.items()), step.why_not
-        if key in self._tables:
-            return self._tables[key]
-        of_step = StepProducts(self._table, step, gemms, step.parts, facts(), iteration)
-        if len(self._tables) < MOST_TABLES:
+        like = kinds, step.gemms.key, frozenset(step.parts.items()), step.why_not
+        key: object = like
+        if key not in self._tables and len(self._tables) >= MOST_TABLES:
+            key = kinds, step.gemms.forms
+            if key not in self._tables and len(self._tables) >= 2 * MOST_TABLES:
+                key = kinds
+        of_step = self._tables.get(key)
+        if of_step is None:
+            of_step = StepProducts(self._table, step, facts(), iteration)
             last = self._spans[-1].of_step if self._spans else None
-            if last is not None and last.products == of_step.products:
+            if key is like and last is not None and last.products == of_step.products:
                 of_step = last
             else:
                 self.changes += 1
             self._tables[key] = of_step
-            return of_step
-        form: object = (kinds, gemms.forms)
-        if form not in self._means and len(self._means) >= MOST_TABLES:
-            form = kinds
-        mean = self._means.setdefault(form, of_step)
-        if mean is not of_step:
-            mean.add(step, gemms)
-        self.changes += not mean.steps & (mean.steps - 1)  # at powers of two: a change rewrites the record
-        return mean
+        elif key is not like:
+            of_step.add(step)
+            self.changes += not of_step.steps & (of_step.steps - 1)  # at powers of two: a change rewrites the record
+        return of_step
 
     def put_other_ranks(self, products: Iterable[Product]) -> None:
         own = {product.layer for span in self._spans for product in span.of_step.products}
@@ -247,42 +240,33 @@ class CoverageHistory:
         self._unobserved = tuple(products)
         self.changes += 1
 
-    def by_span(self, unconverted: Mapping[str, str]) -> Iterator[ProductSpan]:
-        """Yield each product once for each span of steps without a change of it.
-
-        ``unconverted``: layer -> why the trainer's conversion to Transformer Engine skipped it.
-        """
-        earlier, listed = self._spans[:-MOST_SPANS], self._spans[-MOST_SPANS:]
+    def by_span(self) -> Iterator[ProductSpan]:
+        """Yield each product once for each span of steps without a change of it."""
         begun: dict[Product, ProductSpan] = {}
-        if earlier:
-            first = earlier[0].since
-            alike = {id(span.of_step): set(span.of_step.products) for span in earlier}
-            in_all = set.intersection(*alike.values())
-            for order, product in enumerate(listed[0].of_step.products):
-                if product in in_all:
-                    begun[product] = ProductSpan(product, order, first, None)
-                else:  # which steps had it is not known any more
-                    yield ProductSpan(replace(product, operands={}), order, first, listed[0].since - 1)
-        for span in listed:
-            orders = {product: order for order, product in enumerate(span.of_step.products)}
+        for span in self._spans[-MOST_SPANS:]:
+            orders = {self._convert(product): order for order, product in enumerate(span.of_step.products)}
             for product in [product for product in begun if product not in orders]:
-                product_span = begun.pop(product)
-                yield product_span._replace(product=convert(product, unconverted), until=span.since - 1)
+                yield begun.pop(product)._replace(until=span.since - 1)
             for product, order in orders.items():
                 if product not in begun:
                     begun[product] = ProductSpan(product, order, span.since, None)
-        for product_span in begun.values():
-            yield product_span._replace(product=convert(product_span.product, unconverted))
+        yield from begun.values()
         for order, product in enumerate((*self.other_ranks_products, *self._unobserved)):
             yield ProductSpan(product, order, 0, None)
 
-    def at(self, iteration: int, last: int, unconverted: Mapping[str, str]) -> Coverage:
+    def at(self, iteration: int, last: int) -> Coverage:
         """Return the products of an iteration; ``last`` is the run's last iteration."""
         if not self._spans:
             return Coverage(self._unobserved)
         number = max(0, bisect_right(self._spans, iteration, key=lambda span: span.since) - 1)
-        products = (convert(product, unconverted) for product in self._spans[number].of_step.products)
+        products = map(self._convert, self._spans[number].of_step.products)
         return Coverage((*products, *self._unobserved), state=self.state, steps=self._steps(number, last))
+
+    def _convert(self, product: Product) -> Product:
+        """Return a product of torch with the reason why its layer was not converted, if known."""
+        if product.layer in self.unconverted and product.reason is Reason.NOT_TE and not product.is_low:
+            return replace(product, reason=Reason.NOT_CONVERTED, reason_ref=self.unconverted[product.layer])
+        return product
 
     def _steps(self, number: int, last: int) -> str:
         """Return the steps with the multiply-adds of a span; empty if all steps have them."""
@@ -298,13 +282,6 @@ class CoverageHistory:
         if span.of_step.steps > 1:
             return f"the mean of {steps}"
         return steps
-
-
-def convert(product: Product, unconverted: Mapping[str, str]) -> Product:
-    """Return a product of torch with the reason why its layer was not converted to Transformer Engine, if known."""
-    if product.layer in unconverted and product.reason is Reason.NOT_TE and not product.is_low:
-        return replace(product, reason=Reason.NOT_CONVERTED, reason_ref=unconverted[product.layer])
-    return product
 
 
 def explain(product: Product, facts: HighPrecisionFacts, since: int, *, excluded: bool = False) -> Product:

@@ -11,13 +11,14 @@ Read from torch 2.13: ``Node._sequence_nr``, ``torch._C._autograd._get_sequence_
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.layers.forwards import running_functions
 from te_precision_callbacks.layers.naming import NamedTorchModule
 
@@ -95,16 +96,16 @@ def products_of_current_node() -> list[Any]:
     return products
 
 
-def mark_call(results: Iterable[Any], mark: object) -> bool:
-    """Mark the autograd nodes of a forward's results; returns False if there are none."""
+def mark_call(results: Iterable[Any], call: object) -> bool:
+    """Mark the autograd nodes of a call's results; returns False if there are none."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn is not None]
     for node in nodes:
-        node.metadata.setdefault(_CALL, mark)
+        node.metadata.setdefault(_CALL, call)
     return bool(nodes)
 
 
-def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[Any]]]:
-    """Yield the nearest marks and products on each path of a backward from these tensors or edges."""
+def calls_in_graph(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nearest call on each path of a backward from these tensors or edges, by its mark or a product."""
     nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
     known = set(nodes)
     while nodes:
@@ -113,7 +114,9 @@ def marks_in_graph(roots: Iterable[Any]) -> Iterator[tuple[object | None, list[A
             continue
         metadata = node.metadata
         if _CALL in metadata or _PRODUCTS in metadata:
-            yield metadata.get(_CALL), metadata.get(_PRODUCTS, [])
+            call = metadata.get(_CALL) or metadata[_PRODUCTS][0].call
+            if call is not None:
+                yield call
             continue
         for following, _ in node.next_functions:
             if following is not None and following not in known:
@@ -184,13 +187,11 @@ class WeightMarks:
     """Finds the parameters of a model by their memory, also if several modules share a storage."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[int, int], list[Weight]] = {}
-        self._by_storage: dict[int, list[Weight]] = {}
+        self._weights: Mapping[Any, list[Weight]] = {}  # by place, and the first at each place by storage
         self._copies = Marks[Weight]()
 
     def read(self, modules: Iterable[NamedTorchModule]) -> None:
         by_place: dict[tuple[int, int], list[Weight]] = {}
-        by_storage: dict[int, list[Weight]] = {}
         embeddings_last = sorted(modules, key=lambda named: isinstance(named[1], torch.nn.Embedding))
         for path, module in embeddings_last:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -198,9 +199,8 @@ class WeightMarks:
                 if place is not None:
                     weight = Weight(path, name, parameter.requires_grad, kind_of(module))
                     by_place.setdefault(place, []).append(weight)
-        for place, weights in by_place.items():
-            by_storage.setdefault(place[0], []).append(weights[0])
-        self._by_place, self._by_storage = by_place, by_storage  # in one assignment: another thread may be searching
+        by_storage = group_by_key((storage, weights[0]) for (storage, _), weights in by_place.items())
+        self._weights = {**by_place, **by_storage}  # in one assignment: another thread may be searching
 
     def find(
         self, tensor: torch.Tensor, inside: NamedTorchModule | None = None, *, embedding: bool = False
@@ -217,8 +217,8 @@ class WeightMarks:
             for name, parameter in module._parameters.items():
                 if parameter is not None and _place(parameter) == place:
                     return Weight(path, name, parameter.requires_grad, kind_of(module))
-        owners = self._by_place.get(place) or self._by_storage.get(place[0], [])
-        if place in self._by_place or len(owners) == 1:
+        owners = self._weights.get(place) or self._weights.get(place[0], [])
+        if place in self._weights or len(owners) == 1:
             return owners[-embedding]
         return self._copies.get(tensor)
 

@@ -9,7 +9,6 @@ attention recomputes are not counted again. Operators of torch 2.13 (``aten/src/
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import re
@@ -77,8 +76,9 @@ def why_not_counted(operator: str, arguments: Sequence[Any]) -> str:
         return ""
     if namespace in _NO_PRODUCTS:
         return ""
-    matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1 and _has_numbers(tensor)]
-    if len(matrices) > 1:
+    matrices = [tensor for tensor in tensors_in(arguments) if tensor.dim() > 1]
+    # The elements are numbers or quantized numbers, rather than indices or a mask.
+    if sum(matrix.is_floating_point() or matrix.dtype in (torch.int8, torch.uint8) for matrix in matrices) > 1:
         return "takes several matrices and may multiply them"
     return ""
 
@@ -89,11 +89,6 @@ _NAME_OF_PRODUCT = re.compile(
 )
 
 _NAME_WITHOUT_PRODUCT = re.compile(r"fused_\w+_cell|linear\dd|reorder|flatten|search|cross|vector_norm|powsum|check")
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are numbers or quantized numbers, rather than indices or a mask."""
-    return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
 
 
 _Find = Callable[[Sequence[Any], Any], Iterator[MatrixProduct]]
@@ -124,18 +119,6 @@ def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
 def _sum_of_two(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     yield from _matrices(0, 1)(arguments, result)
     yield from _matrices(2, 3)(arguments, result)
-
-
-def _outer(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    _, column, row = arguments[:3]
-    yield MatrixProduct(column, row, (column.numel(), row.numel(), 1, 1))
-
-
-def _conv_tbc(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-    """Weight: [positions, inputs, outputs]; result: [time, batch, outputs]. Its backward runs other operators."""
-    activation, weight = arguments[:2]
-    positions, inputs, outputs = weight.shape
-    yield MatrixProduct(activation, weight, (result.numel() // outputs, outputs, positions * inputs, 1), "fprop")
 
 
 def _convolution(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -209,27 +192,35 @@ def _attention(*, heads_first: bool, gradient: int | None = None, bounds: int | 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         first = int(gradient == 0)
         query, key, value = arguments[first : first + 3]
-        size, size_v = query.shape[-1], value.shape[-1]
-        batch = query.numel() // (query.shape[length] * size)
+        batch = query.numel() // (query.shape[length] * query.shape[-1])
         lengths = None
         if bounds is not None and len(arguments) > bounds + 1 and arguments[bounds] is not None:
             batch = query.shape[heads]
             lengths = _lengths(*arguments[bounds : bounds + 2])
 
-        def product(a: torch.Tensor, b: torch.Tensor, role: Role, sizes: Callable[[int, int], Sizes]) -> MatrixProduct:
-            sequences = None if lengths is None else tuple(itertools.starmap(sizes, lengths))
-            return MatrixProduct(a, b, sizes(query.shape[length], key.shape[length]), role, sequences)
+        def sizes(letters: str, rows: int, columns: int) -> Sizes:
+            by_letter = {"q": rows, "k": columns, "d": query.shape[-1], "v": value.shape[-1]}
+            n, m, k = map(by_letter.__getitem__, letters)
+            return n, m, k, batch
 
-        if gradient is None:
-            yield product(query, key, "qk", lambda rows, columns: (rows, columns, size, batch))
-            yield product(query, value, "pv", lambda rows, columns: (rows, size_v, columns, batch))
-            return
-        yield product(arguments[gradient], value, "pv", lambda rows, columns: (rows, columns, size_v, batch))
-        yield product(arguments[gradient], value, "pv", lambda rows, columns: (columns, size_v, rows, batch))
-        yield product(arguments[gradient], key, "qk", lambda rows, columns: (rows, size, columns, batch))
-        yield product(arguments[gradient], query, "qk", lambda rows, columns: (columns, size, rows, batch))
+        for role, letters in _FORWARD if gradient is None else _BACKWARD:
+            sequences = None
+            if lengths is not None:
+                sequences = tuple(sizes(letters, *pair) for pair in lengths)
+            yield MatrixProduct(
+                query if gradient is None else arguments[gradient],
+                key if role == "qk" else value,
+                sizes(letters, query.shape[length], key.shape[length]),
+                role,
+                sequences,
+            )
 
     return find
+
+
+_FORWARD: tuple[tuple[Role, str], ...] = ("qk", "qkd"), ("pv", "qvk")
+_BACKWARD: tuple[tuple[Role, str], ...] = ("pv", "qkv"), ("pv", "kvq"), ("qk", "qdk"), ("qk", "kdq")
+"""The products of attention: role and dimensions n, m, k, of queries, keys, and the sizes of a key and of a value."""
 
 
 def _lengths(queries: torch.Tensor, keys: torch.Tensor | None) -> list[tuple[int, int]] | None:
@@ -267,8 +258,6 @@ _OF_ATEN: Mapping[str, _Find] = {
     **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), _matrices(1, 2)),
     **dict.fromkeys(("_scaled_addmm", "_scaled_addmm_"), _matrices(1, 2)),  # torch 2.15
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-    **dict.fromkeys(("addr", "addr_"), _outer),
-    "conv_tbc": _conv_tbc,
     **dict.fromkeys(("convolution", "_convolution"), _convolution),  # the second in a model of torch.jit.trace
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), _recurrent(backward=False)),

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from te_precision_callbacks.coverage.coverage import MOST_WITHOUT_BACKWARD
-from te_precision_callbacks.coverage.marks import made_in_thread, mark_call, marks_in_graph
+from te_precision_callbacks.coverage.marks import calls_in_graph, made_in_thread, mark_call, tensors_in
 
 _DEEPEST = 8
 
@@ -40,18 +39,15 @@ class Kind(NamedTuple):
 
     Attributes:
         form: a hash of the model, its mode, its frozen parameters, and everything in the input that affects sizes.
+        base: the form without the values of integers in the input.
         path: a hash of the called modules, with the shapes of their inputs.
         nodes: the number of autograd nodes, except Transformer Engine's, which depend on the precision.
     """
 
     form: int
+    base: int
     path: int = 0
     nodes: int = 0
-
-
-@dataclasses.dataclass(eq=False)
-class _Mark:
-    call: ModelCall
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -63,11 +59,12 @@ class ModelCall:
         has_backward: whether its backward has begun.
         has_data_dependent_sizes: whether sizes in it depend on the values of tensors.
         is_marked: whether its backward can be recognized.
-        graph: a reference that dies with the call's autograd graph; None during the forward.
         producers: the calls that produced its inputs.
+        seen: the products of a counted call, in execution order (:class:`.products.SeenProduct`).
     """
 
     form: int
+    base: int
     is_counted: bool
     path: int = 0
     nodes: int = 0
@@ -76,21 +73,17 @@ class ModelCall:
     has_ended: bool = False
     has_data_dependent_sizes: bool = False
     is_marked: bool = False
-    graph: weakref.ref[_Mark] | None = None
     producers: Sequence[ModelCall] = ()
+    seen: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.form, self.path, self.nodes)
+        return Kind(self.form, self.base, self.path, self.nodes)
 
     @property
     def may_have_backward(self) -> bool:
         """Return whether its backward has run, or cannot be recognized."""
         return self.has_backward or not self.is_marked
-
-    @property
-    def is_discarded(self) -> bool:
-        return not self.may_have_backward and self.graph is not None and self.graph() is None
 
 
 class _RunningCall(threading.local):
@@ -110,7 +103,6 @@ class _CallSearch:
     is_new: bool = True
     sought: set[Kind] = dataclasses.field(default_factory=set)
     misses: int = 0
-    last: ModelCall | None = None
     is_data_dependent: bool = False
 
     @property
@@ -127,7 +119,7 @@ class _CallSearch:
         self.sought.discard(kind)
 
 
-Parts: TypeAlias = "dict[tuple[Kind, bool], int]"
+Parts: TypeAlias = "Counter[tuple[Kind, bool]]"
 """A kind of calls, and whether of backwards -> their number in a step."""
 
 
@@ -145,7 +137,6 @@ class ModelCalls:
         self.has_graphs = False
         self.thread_call = _RunningCall()
         self._forms: dict[int, _CallSearch] = {}
-        self._base: dict[int, int] = {}  # form -> the form without the integers in the input
         self._equal_counts: Counter[int] = Counter()  # base -> how often other integers gave equal products
         self._known: set[Kind] = set()
         self._lack_backward: set[Kind] = set()
@@ -174,24 +165,19 @@ class ModelCalls:
         if id(root) not in self._parameters:
             self._parameters[id(root)] = list(root.parameters())
         flags = hash(tuple([parameter.requires_grad for parameter in self._parameters[id(root)]]))
-        numbers: list[int] = []
-        try:
-            inputs: Hashable = _form(arguments, numbers), _form(keywords, numbers)
-        except _UnknownFormError:
-            inputs = None
-        form = hash((id(root), root.training, flags, inputs))
+        inputs = list(leaves([arguments, keywords]))
+        numbers = tuple([leaf for leaf in inputs if type(leaf) is int])
+        form = hash((id(root), root.training, flags, *map(_form, inputs)))
         base = form
         if integers_count and numbers and self._equal_counts[base] < _ENOUGH_EQUAL:
-            form = hash((base, tuple(numbers)))
-            self._base[form] = base
+            form = hash((base, numbers))
         search = self._forms.setdefault(form, _CallSearch())
-        again = search.is_data_dependent or (search.last is not None and search.last.is_discarded)
-        wanted = (self.is_first and again) or (search.is_wanted and (self.is_first or self._left > 0))
-        call = ModelCall(form, wanted, producers=list(_calls_in(leaves([arguments, keywords]))))
+        wanted = search.is_wanted and (self.is_first or self._left > 0)
+        wanted = wanted or (self.is_first and search.is_data_dependent)
+        call = ModelCall(form, base, wanted, producers=list(calls_in_graph(tensors_in(inputs))))
         if call.is_counted:
             self._left -= not self.is_first
             search.is_new = False
-            search.last = call
         call.nodes = -made_in_thread()
         self.thread_call.call = call
         return call
@@ -209,9 +195,7 @@ class ModelCalls:
             call.path = 0
             call.nodes = 0
         call.has_ended = True
-        mark = _Mark(call)
-        call.is_marked = mark_call(leaves(results), mark)
-        call.graph = weakref.ref(mark)
+        call.is_marked = mark_call(leaves(results), call)
         self._all.append(call)
         form = self._forms[call.form]
         form.is_data_dependent |= call.has_data_dependent_sizes
@@ -223,7 +207,7 @@ class ModelCalls:
 
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
         current = self.current  # a backward inside a call, as with manual optimization in a training step
-        waiting = [current] if current else list(_calls_in(roots))
+        waiting = [current] if current else list(calls_in_graph(roots))
         known = set(map(id, waiting))
         counted: ModelCall | None = None
         while waiting:
@@ -231,8 +215,6 @@ class ModelCalls:
             if counted is None or call.is_counted:
                 counted = call
             call.has_backward = True
-            if not call.is_counted and call.has_ended and call.kind in self._lack_backward:
-                self._forms[call.form].seek(call.kind)
             for producer in call.producers:
                 if id(producer) not in known:
                     known.add(id(producer))
@@ -256,10 +238,11 @@ class ModelCalls:
         for kind, call in counted.items():
             if call.may_have_backward:
                 self._lack_backward.discard(kind)
-                continue
-            self._lack_backward.add(kind)
-            if any(other.has_backward for other in calls if other.kind == kind):
-                self._forms[call.form].seek(kind)
+            else:
+                self._lack_backward.add(kind)
+        for call in calls:
+            if call.has_backward and not call.is_counted and call.kind in self._lack_backward:
+                self._forms[call.form].seek(call.kind)
         self._without_backward += 1
         has_backward = not calls or any(call.may_have_backward for call in calls)
         self.is_first = self.is_first and not has_backward and self._without_backward < MOST_WITHOUT_BACKWARD
@@ -268,65 +251,34 @@ class ModelCalls:
                 self._forms[call.form].is_new = True
         return calls
 
-    def differ_in_integers(self, kind: Kind, other: Kind) -> bool:
-        base = self._base.get(kind.form)
-        return base is not None and base == self._base.get(other.form) and kind != other and kind[1:] == other[1:]
-
-    def note_integers(self, kind: Kind, *, decide: bool) -> None:
+    def note_integers(self, base: int, *, decide: bool) -> None:
         """Note whether a call with other integers in its input than an equal one had other products."""
-        base = self._base[kind.form]
         if decide:
             self._equal_counts[base] -= MOST_COUNTED
         else:
             self._equal_counts[base] += 1
 
 
-def _calls_in(roots: Iterable[Any]) -> Iterator[ModelCall]:
-    for mark, products in marks_in_graph(roots):
-        call = (isinstance(mark, _Mark) and mark.call) or products[0].call
-        if call is not None:
-            yield call
+def _form(leaf: Any) -> Any:
+    """Return what of a part of the input affects products, except for the value of an integer."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    if leaf is None or isinstance(leaf, (bool, str)):
+        return leaf
+    return type(leaf)
 
 
-class _UnknownFormError(Exception):
-    """An argument with unknown contents."""
-
-
-def _form(value: Any, numbers: list[int], depth: int = 0) -> Hashable:
-    """Return everything in an argument that affects products, except integers, which are appended to ``numbers``."""
-    if depth > _DEEPEST:
-        raise _UnknownFormError
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        numbers.append(value)
-    if isinstance(value, (int, float, complex, torch.dtype, torch.device)):
-        return type(value).__name__
+def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the parts of a value that are no containers, also those of the attributes of objects."""
+    parts: Iterable[Any] | None = None
     if isinstance(value, Mapping):
-        return tuple((str(name), _form(part, numbers, depth + 1)) for name, part in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_form(part, numbers, depth + 1) for part in value)
-    if isinstance(value, torch.nn.Module) or callable(value):
-        return id(value)
-    if hasattr(value, "__next__") or not hasattr(value, "__dict__"):
-        raise _UnknownFormError
-    return type(value), _form(vars(value), numbers, depth + 1)
-
-
-def leaves(value: Any, depth: int = 0) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
+        parts = value.values()
     elif isinstance(value, (list, tuple)):
         parts = value
-    else:
-        parts = getattr(value, "__dict__", {}).values()
-    if depth > _DEEPEST:
-        return []
-    found: list[Any] = []
+    elif not isinstance(value, (torch.Tensor, torch.nn.Module)) and not callable(value):
+        parts = getattr(value, "__dict__", {}).values() or None
+    if parts is None or depth > _DEEPEST:
+        yield value
+        return
     for part in parts:
-        found += leaves(part, depth + 1)
-    return found
+        yield from leaves(part, depth + 1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -29,7 +30,6 @@ from torch.utils._python_dispatch import (
     _pop_mode_temporarily,
 )
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.replaced import AnyFunction, Replacements
 from te_precision_callbacks.base.vocabulary import class_names
@@ -41,6 +41,7 @@ from te_precision_callbacks.coverage.operator_products import REDUCING, KeptStat
 from te_precision_callbacks.coverage.products import OTHER_KERNEL, CountedKinds, SeenProduct
 from te_precision_callbacks.coverage.step_table import AttentionCall, StepTable, Unseen, attention_sizes
 from te_precision_callbacks.layers.forwards import (
+    CallOfOneModule,
     ForwardKind,
     compiled_in_callers_only,
     is_in_backward,
@@ -125,12 +126,6 @@ class ModelProducts:
         attentions: id of a module of Transformer Engine's attention -> its path.
     """
 
-    calls: ModelCalls
-    operators: OperatorProducts
-    attentions: Mapping[int, str]
-    _kinds: CountedKinds
-    _modules: Mapping[int, NamedTorchModule]
-
     def __init__(
         self,
         report: Report,
@@ -167,7 +162,7 @@ class ModelProducts:
             for part in modules[key][1].modules():
                 modules[id(part)] = path, part
         self._modules = modules
-        self.operators = OperatorProducts(modules, self.state, self.calls, self.table)
+        self.operators = self._new_operators()
         self.state.watch(model)
         self.active = True
         self.counting = True
@@ -190,8 +185,8 @@ class ModelProducts:
             gemms = self.table.step_gemms()
             is_first = self.calls.is_first
             step_calls = self.calls.end_step()
-            parts: Parts = {} if self.failure else self._keep_products(step_calls)
-            has_gemms = gemms is not None and bool(gemms.calls or gemms.attention or gemms.unseen)
+            parts: Parts = Counter() if self.failure else self._keep_products(step_calls)
+            has_gemms = gemms.calls or gemms.attention or gemms.unseen
             if not parts and not has_gemms and not self.failure:
                 return None
             why_not = self.failure or ("" if parts else NOT_CALLED)
@@ -201,23 +196,22 @@ class ModelProducts:
 
     def _end_step(self) -> None:
         if self.counting:
-            self.operators = OperatorProducts(self._modules, self.state, self.calls, self.table)
+            self.operators = self._new_operators()
         if self.counting and not self.calls.is_first:
             self.state.close()
         self.counting = self.active and not self.failure and self.calls.should_count
 
     def _keep_products(self, step_calls: Sequence[ModelCall]) -> Parts:
-        by_call = group_by_key((seen.call, seen) for seen in self.operators.seen)
-        parts: Parts = {}
-        counted: dict[Kind, list[tuple[ModelCall, list[SeenProduct]]]] = {}
+        parts: Parts = Counter()
+        counted: dict[Kind, list[ModelCall]] = {}
         for call in step_calls:
-            parts[call.kind, False] = parts.get((call.kind, False), 0) + 1
+            parts[call.kind, False] += 1
             if call.may_have_backward:
-                parts[call.kind, True] = parts.get((call.kind, True), 0) + 1
+                parts[call.kind, True] += 1
             if call.is_counted:
-                counted.setdefault(call.kind, []).append((call, by_call.get(call, [])))
-        for kind, products in counted.items():
-            self._kinds.put(kind, products, self.calls)
+                counted.setdefault(call.kind, []).append(call)
+        for kind, calls in counted.items():
+            self._kinds.put(kind, calls, self.calls)
         return parts
 
     def note_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -236,7 +230,10 @@ class ModelProducts:
         self._modules = {}
         self.attentions = {}
         self._kinds = CountedKinds("")
-        self.operators = OperatorProducts(self._modules, self.state, self.calls, self.table)
+        self.operators = self._new_operators()
+
+    def _new_operators(self) -> OperatorProducts:
+        return OperatorProducts(self._modules, self.state, self.calls, self.table)
 
     def _wrap_module(self, number: int, module: Any) -> None:
         own = module._compiled_call_impl
@@ -386,7 +383,7 @@ class ModelProducts:
             return self._counting_operators(call)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.calls.is_first and distributed and not self.state.reduced:
-            return SeeingMode(self, only=REDUCING)
+            return SeeingMode(self, only_reducing=True)
         if self.counting:
             return self.operators.in_backward_of(call)
         return nullcontext()
@@ -399,7 +396,7 @@ class ModelProducts:
 
     def sees_operators(self) -> bool:
         modes = _get_current_dispatch_mode_stack()
-        return any(isinstance(mode, SeeingMode) and mode.watcher is self and mode._only is None for mode in modes)
+        return any(isinstance(mode, SeeingMode) and mode.watcher is self and not mode.only_reducing for mode in modes)
 
     def is_watching(self) -> bool:
         return self.active and not self.failure and not self._is_paused()
@@ -443,9 +440,9 @@ class ModelProducts:
         call = self.operators.forward_call()
         if kind is ForwardKind.SILENT and not is_in_backward():  # a checkpoint recomputes it in the backward
             self.operators.nodes.note_running(SeenProduct(layer, "attention", call=call))
-        if kind is not ForwardKind.OBSERVED or (call is None and is_in_backward()):
+        if kind is not ForwardKind.OBSERVED or call is None:
             return
-        if layer in self.operators.with_product:
+        if any(seen.layer == layer and seen.kind != OTHER_KERNEL for seen in call.seen):
             return
         tensors = arguments["query_layer"], arguments["key_layer"], arguments["value_layer"]
         sizes = attention_sizes(*tensors, arguments["qkv_format"])
@@ -458,36 +455,20 @@ class ModelProducts:
                 self.operators.see(seen)
 
 
-class CallOfOneModule:
-    """A call of one module, in an attribute of it; copies of the module get ``function(*arguments)`` instead."""
-
-    __wrapped__: AnyFunction
-
-    def __init__(self, call: AnyFunction, function: AnyFunction, *arguments: Any) -> None:
-        functools.update_wrapper(self, call)
-        self._call = call
-        self._in_copies = function, arguments
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._call(*arguments, **keywords)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._in_copies
-
-
 class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that reports the operators of matrix products to a watcher.
 
     Attributes:
         watcher: receives the operators.
+        only_reducing: whether it receives only those of :data:`REDUCING`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, watcher: ModelProducts, *, only: Iterable[str] | None = None) -> None:
+    def __init__(self, watcher: ModelProducts, *, only_reducing: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watcher = watcher
-        self._only = None if only is None else frozenset(only)
+        self.only_reducing = only_reducing
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -514,9 +495,9 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sharded = "DTensor" in kinds
             name, has_dynamic_shape = _name_of(operator)
             name = NotImplemented if sharded else name
-            if "FakeTensor" in kinds or (self._only is not None and name not in self._only):
+            if "FakeTensor" in kinds or (self.only_reducing and name not in REDUCING):
                 return NotImplemented if sharded else None  # DTensor infers shapes with a FakeTensor
-            if self._only is None:
+            if not self.only_reducing:
                 by_values = has_dynamic_shape and _depends_on_data(operator, arguments)
                 self.watcher.before_operator(arguments, sharded=sharded, by_values=by_values)
         except Exception as error:

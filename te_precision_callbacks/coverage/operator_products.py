@@ -56,18 +56,11 @@ _WITH_WEIGHT = (torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvN
 
 
 class OperatorProducts:
-    """Assigns each product to a module and a weight.
-
-    Attributes:
-        seen: the products in execution order.
-        with_product: the layers that have run a product in their current forward.
-    """
+    """Assigns each product to a module and a weight."""
 
     def __init__(
         self, modules: Mapping[int, NamedTorchModule], state: KeptState, calls: ModelCalls, table: StepTable
     ) -> None:
-        self.seen: list[SeenProduct] = []
-        self.with_product: set[str] = set()
         self.nodes = NodesOfProducts()
         self.calls = calls
         self._modules = modules
@@ -75,9 +68,7 @@ class OperatorProducts:
         self._state = state
         self._backward_of: ModelCall | None = None
         self.weights = WeightMarks()
-        self._activations = Marks[list[SeenProduct]]()
         self._scores = Marks[SeenProduct]()
-        self._probabilities = Marks[bool]()
 
     @contextmanager
     def in_backward_of(self, call: ModelCall | None) -> Iterator[None]:
@@ -128,8 +119,9 @@ class OperatorProducts:
             self._note_backward(operator, products, uncounted=uncounted)
 
     def see(self, product: SeenProduct) -> None:
-        product.after = len(self._table.calls)
-        self.seen.append(product)
+        if product.call is not None:
+            product.place = len(self._table.calls) - 0.5
+            product.call.seen.append(product)
 
     def _follow(self, operator: str, arguments: Sequence[Any], result: Any) -> None:
         """Follow weights through casts, and attention scores through the softmax."""
@@ -141,14 +133,13 @@ class OperatorProducts:
         results = list(tensors_in([result]))
         for tensor in tensors_in(arguments):
             scores = self._scores.get(tensor)
-            if scores is not None and operator in _SOFTMAX:
+            if scores is None:
+                continue
+            if operator in _SOFTMAX:
                 scores.role = "qk"
                 scores.family = "attention"
             for made in results:
-                if scores is not None and operator not in _SOFTMAX:
-                    self._scores.put(made, scores)
-                elif scores is not None or self._probabilities.get(tensor):
-                    self._probabilities.put(made, True)
+                self._scores.put(made, scores)
 
     def _note_forward(
         self,
@@ -183,12 +174,7 @@ class OperatorProducts:
             if not recomputed:
                 self.see(seen)
             self.nodes.note(seen, arguments, result)
-            if product is None:
-                continue
-            self.with_product.add(seen.layer)
-            if seen.weight is not None:
-                self._activations.put(product.a, [*(self._activations.get(product.a) or ()), seen])
-            elif not seen.role:
+            if product is not None and seen.weight is None and not seen.role:
                 self._scores.put(result, seen)
 
     def _seen_in(self, operator: str, product: MatrixProduct, inside: NamedTorchModule | None) -> SeenProduct | None:
@@ -214,7 +200,8 @@ class OperatorProducts:
         if inside is None:
             return None
         role = product.role
-        if not role and self._probabilities.get(product.a):
+        scores = self._scores.get(product.a)
+        if not role and scores is not None and scores.role == "qk":
             role = "pv"
         if not role and UNFUSED in class_names(inside[1]):  # its softmax may be a kernel of Transformer Engine
             role = "pv"
@@ -270,8 +257,8 @@ class OperatorProducts:
         return "wgrad"
 
     def _find_forward_product(self, product: MatrixProduct, at_node: Sequence[SeenProduct]) -> SeenProduct:
-        """The forward product of a backward product. If the node has several: by role in attention, weight or
-        activation, else the first product with matching sizes that still lacks gradients.
+        """The forward product of a backward product. If the node has several: by role in attention, or by weight, else
+        the first product with matching sizes that still lacks gradients.
         """
         seen: SeenProduct
         alike = list(at_node)
@@ -282,10 +269,9 @@ class OperatorProducts:
         weight = self.weights.find(product.a) or self.weights.find(product.b)
         if weight:
             return next((seen for seen in reversed(alike) if seen.weight == weight), alike[0])
-        by_activation = [*(self._activations.get(product.a) or ()), *(self._activations.get(product.b) or ())]
-        for seen in [*by_activation, *alike]:
+        for seen in alike:
             fits = sorted(seen.sizes[:3]) == sorted(product.sizes[:3]) and seen.sizes[3] == product.sizes[3]
-            if fits and seen in alike and seen.gradients < 1 + (seen.weight is None):
+            if fits and seen.gradients < (2 if seen.weight is None else seen.weight.trains):
                 return seen
         return alike[0]
 

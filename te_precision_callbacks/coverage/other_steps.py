@@ -1,6 +1,6 @@
 """Steps with a precision unlike the last step's, for example because a section acts only in some steps.
 
-for steps in other_steps(history.by_span({})):
+for steps in other_steps(history.by_span()):
     print(steps)                          # In steps 1 to 2 and 4: FP8 in 66.7 % of the multiply-adds (...)
 """
 
@@ -21,9 +21,6 @@ from te_precision_callbacks.statistics.schedule import Schedule
 
 _MOST_LINES = 3
 _MOST_INTERVALS = 4
-
-_MOST_CHANGES = 256
-"""The most iterations with changes of products that are compared, counted from the last one."""
 
 _Span = tuple[int, int | None]
 
@@ -65,7 +62,7 @@ class OtherSteps:
 def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     """Group the steps that have other products in low precision than the last step.
 
-    Steps with unknown precision are left out, as are steps with the same summary as the last step.
+    Steps with the same summary as the last step are left out.
     """
     spans: dict[tuple[object, ...], tuple[Product, list[_Span]]] = {}
     for span in products:
@@ -75,18 +72,14 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
             spans.setdefault(key, (product, []))[1].append((span.since, span.until))
     alike: dict[tuple[_Span, ...], int] = {}  # few, even with thousands of layers
     numbered = []
-    unknown = set()
     for product, its_spans in spans.values():
-        number = alike.setdefault(tuple(its_spans), len(alike))
-        numbered.append((product, number))
-        if product.macs and not product.precision:
-            unknown.add(number)
+        numbered.append((product, alike.setdefault(tuple(its_spans), len(alike))))
     changed = set()
     for since, until in itertools.chain.from_iterable(alike):
         changed.add(since)
         if until is not None:
             changed.add(until + 1)
-    firsts = sorted(changed)[-_MOST_CHANGES:]
+    firsts = sorted(changed)
 
     def state_in(step: int) -> frozenset[int]:
         return frozenset(number for its_spans, number in alike.items() if _has_step(its_spans, step))
@@ -109,7 +102,7 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
     in_last = str(coverage_of(last))
     others = []
     for state, intervals in states.items():
-        if state and state.isdisjoint(unknown):
+        if state:
             coverage = coverage_of(state)
             if str(coverage) != in_last:
                 others.append(OtherSteps(intervals, coverage))

@@ -136,9 +136,8 @@ class _ProductPlanner:
                     of_gemm[tensor] = quantizer_format(quantizer, dtype, columnwise=ROWWISE[tensor] != gemm)
                     if (gemm, tensor) in modified:
                         of_gemm[tensor] += MODIFIED
-            reasons = {gemm: reason for (name, gemm), reason in left_out.items() if name == layer}
             facts = HighPrecisionFacts(kept, override or "")
-            for product in self._products(layer, family, sizes, operands, reasons, groups):
+            for product in self._products(layer, family, sizes, operands, left_out[layer], groups):
                 if product.operands:
                     product = explain(replace(product, recipe=recipe), facts, 0)
                 self.products.append(product)

@@ -58,7 +58,8 @@ class SeenProduct:
         kind: see :func:`te_precision_callbacks.coverage.marks.kind_of`.
         gradients: the number of its products that have run in the backward, except dgrad.
         not_counted: the operator and the reason if it is not counted.
-        after: the number of Transformer Engine's GEMMs of the step that had run for the first time before it.
+        place: its place among the step's GEMMs of Transformer Engine, counted from 0.
+        recipe: the recipe of a GEMM of Transformer Engine; else empty.
     """
 
     layer: str
@@ -73,7 +74,8 @@ class SeenProduct:
     call: ModelCall | None = None
     not_counted: str = ""
     sequences: tuple[Sizes, ...] | None = None
-    after: int = 0
+    place: float = 0
+    recipe: str = ""
 
     def detached(self) -> list[SeenProduct]:
         """The product without references to its step; packed sequences become a product each."""
@@ -84,7 +86,7 @@ class SeenProduct:
 
     @property
     def reason(self) -> Reason | None:
-        if self.family == "lookup":
+        if self.family == "lookup" or self.recipe:
             return None
         if self.kind in (UNFUSED_KERNEL, FUSED, OTHER_KERNEL):
             return Reason.ATTENTION
@@ -96,17 +98,23 @@ class SeenProduct:
 
 
 class PlacedProduct(NamedTuple):
-    """A product of a step, and its place among the step's products of Transformer Engine, counted from 0."""
+    """A product of a step, and its place, as of a :class:`SeenProduct`."""
 
     place: float
     product: Product
 
 
 def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[PlacedProduct]:
-    """Sum the calls of a step by product, given each call's product and how often it ran."""
-    by_name = group_by_key(((call.layer, call.gemm, call.backward), (call, times)) for call, times in seen)
-    has_backward = any(backward for _, _, backward in by_name)
-    for (layer, gemm, backward), runs in by_name.items():
+    """Sum the calls of a step by product, given each call's product and how often it ran.
+
+    Products of Transformer Engine with other recipes or formats are products of their own.
+    """
+    by_name = group_by_key(
+        ((call.layer, call.gemm, call.backward, call.recipe, call.recipe and call.formats), (call, times))
+        for call, times in seen
+    )
+    in_backward = {(layer, gemm) for layer, gemm, backward, *_ in by_name if backward}
+    for (layer, gemm, backward, recipe, _), runs in by_name.items():
         calls, times = zip(*runs, strict=True)
         # Sizes come from the largest call: others may have no rows, as for an expert without tokens.
         first: SeenProduct = max(calls, key=lambda call: math.prod(call.sizes))
@@ -126,15 +134,16 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[PlacedPr
             dict(zip(operand_names(gemm, backward=backward), formats, strict=True)),
             reason=first.reason,
             reason_ref=first.kind,
+            recipe=recipe,
         )
-        if product.is_low:
+        if product.reason is not None and product.is_low:
             product = replace(product, reason=None, reason_ref="")
-        place = calls[0].after - 0.5
+        place = calls[0].place
         yield PlacedProduct(place, product)
         weight = first.weight
-        if weight is None or gemm != "fprop" or not has_backward:
+        if weight is None or gemm != "fprop" or not in_backward:
             continue
-        if (layer, "dgrad", True) not in by_name:
+        if (layer, "dgrad") not in in_backward:
             yield PlacedProduct(place, Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT))
         if not weight.trains:
             yield PlacedProduct(place, Product.left_out(layer, first.family, "wgrad", FROZEN))
@@ -151,13 +160,6 @@ class _CountedCalls(NamedTuple):
     def sizes(self) -> Counter[object]:
         return Counter((seen.layer, seen.gemm, seen.backward, seen.sizes) for seen in self.seen)
 
-    def step_runs(self, forwards: int, backwards: int) -> Iterator[tuple[SeenProduct, float]]:
-        for seen in self.seen:
-            if seen.backward:
-                yield seen, backwards / max(self.backwards, 1)
-            else:
-                yield seen, forwards / max(self.calls, 1)
-
 
 class CountedKinds:
     """The products of each kind of call of a model, as they were counted.
@@ -171,21 +173,21 @@ class CountedKinds:
         self._root = root
         self._counted: dict[Kind, _CountedCalls] = {}
 
-    def put(self, kind: Kind, counted: Sequence[tuple[ModelCall, Sequence[SeenProduct]]], model: ModelCalls) -> None:
+    def put(self, kind: Kind, counted: Sequence[ModelCall], model: ModelCalls) -> None:
         """Keep the products of counted calls of a kind of calls of ``model``."""
         before = self._counted.get(kind)
-        calls = [(call, seen) for call, seen in counted if call.may_have_backward] or counted[:1]
-        if any(call.has_data_dependent_sizes for call, _ in counted):
+        calls = [call for call in counted if call.may_have_backward] or counted[:1]
+        if any(call.has_data_dependent_sizes for call in counted):
             calls = counted
-        backwards = sum(call.may_have_backward for call, _ in calls)
+        backwards = sum(call.may_have_backward for call in calls)
         if before is not None and (before.backwards or not backwards):
             return
-        other = next((other for other in self._counted if model.differ_in_integers(kind, other)), None)
-        seen = [alone for _, products in calls for product in products for alone in product.detached()]
+        other = next((other for other in self._counted if other != kind and other[1:] == kind[1:]), None)
+        seen = [alone for call in calls for product in call.seen for alone in product.detached()]
         self._counted[kind] = _CountedCalls(seen, len(calls), backwards)
         self.changes += 1
         if before is None and other is not None:
-            model.note_integers(kind, decide=self._counted[kind].sizes != self._counted[other].sizes)
+            model.note_integers(kind.base, decide=self._counted[kind].sizes != self._counted[other].sizes)
 
     def has_backward(self, kind: Kind) -> bool | None:
         counted = self._counted.get(kind)
@@ -200,7 +202,7 @@ class CountedKinds:
         unknown = 0
         lacking = 0
         for kind in dict.fromkeys(kind for kind, _ in parts):
-            forwards, backwards = parts.get((kind, False), 0), parts.get((kind, True), 0)
+            forwards, backwards = parts[kind, False], parts[kind, True]
             counted = self._counted.get(kind)
             if counted is None:
                 unknown += forwards
@@ -210,7 +212,10 @@ class CountedKinds:
                 alike = [counted]
                 lacking += 0 if counted.backwards else backwards
             for known in alike:
-                for seen, times in known.step_runs(forwards, backwards):
+                for seen in known.seen:
+                    times = forwards / known.calls
+                    if seen.backward:
+                        times = backwards / max(known.backwards, 1)
                     if seen.not_counted:
                         product = Product.uncounted(seen.layer, seen.family, seen.not_counted, backward=seen.backward)
                         uncounted[product] = None

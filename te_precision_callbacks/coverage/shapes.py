@@ -1,17 +1,16 @@
 """Adds the layer to an exception of Transformer Engine; for an unsupported shape also the GEMM and the dimension.
 
 The layer is read from the frames of the traceback, so healthy runs have no cost. Local variables of Transformer Engine
-2.20.2: the forwards and backwards of ``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``, ``bwd_args``,
+2.20.2: the forwards and backwards of ``pytorch/module/*.py`` (``self``, ``inp``, ``m_splits``, ``ctx``,
 ``grad_output``, ``grad_outputs``), and ``layout`` of ``pytorch/cpp_extensions/gemm.py``.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
 from types import TracebackType
@@ -145,30 +144,19 @@ def _explanation(place: _FailedLayer | None) -> str | None:
 
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _FailedLayer | None:
-    by_module: dict[int, NamedModule] = {}
-    # Parameters and quantizers belong to a single module, so they identify it in a backward.
-    by_part: dict[int, NamedModule] = {}
-    for named in modules:
-        by_module[id(named.module)] = named
-        quantizers: Any = named.module.quantizers
-        parts = itertools.chain(named.module.parameters(recurse=False), *filter(None, quantizers.values()))
-        by_part.update(dict.fromkeys(map(id, parts), named))
+    by_module = {id(named.module): named for named in modules}
     place: _FailedLayer | None = None
-    while trace is not None:
-        frame = trace.tb_frame
-        trace = trace.tb_next
+    for frame, _ in walk_tb(trace):
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
         local = frame.f_locals
+        function = frame.f_code.co_name
         layer = by_module.get(id(local.get("self")))
-        if layer is not None and (place is not None or frame.f_code.co_name == "forward"):
+        forward = getattr(local.get("ctx"), "te_precision_forward", None)  # of the tap, which has entered the module
+        if layer is not None and (place is not None or function == "forward"):
             place = _FailedLayer(layer, in_backward=False)
-        elif "ctx" in local or "bwd_args" in local:
-            owner = next((by_part[key] for key in map(id, _local_objects(local)) if key in by_part), None)
-            is_backward = frame.f_code.co_name in ("backward", "_linear_backward_impl")
-            is_known = place is not None and place.named is owner and place.in_backward
-            if owner is not None and is_backward and not is_known:
-                place = _FailedLayer(owner, in_backward=True)
+        elif function == "backward" and forward is not None and forward.module in by_module:
+            place = _FailedLayer(by_module[forward.module], in_backward=True)
         if place is not None:
             _read_sizes(place, local)
     return place
@@ -188,15 +176,3 @@ def _read_sizes(place: _FailedLayer, local: Mapping[str, Any]) -> None:
     if place.splits is None and splits is not None:
         place.splits = list(splits)
     place.gemm = GEMM_OF_LAYOUT.get(str(local.get("layout")), place.gemm)
-
-
-def _local_objects(local: Mapping[str, Any]) -> Iterator[Any]:
-    """The objects in the local variables of a backward, also inside lists and its context."""
-    contexts = (vars(local[name]) for name in ("ctx", "bwd_args") if hasattr(local.get(name), "__dict__"))
-    for values in (local, *contexts):
-        for value in list(values.values()):
-            if not isinstance(value, (list, tuple)):
-                value = (value,)
-            for part in value:
-                yield part
-                yield getattr(part, "parent_quantizer", None)  # of a quantizer of the debug path

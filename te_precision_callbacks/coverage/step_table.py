@@ -17,7 +17,7 @@ import torch
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.vocabulary import OPERANDS, GemmName
 from te_precision_callbacks.coverage.coverage import Family, Product
-from te_precision_callbacks.coverage.formats import LayerGemm, dtype_name, gemms_left_out
+from te_precision_callbacks.coverage.formats import dtype_name, gemms_left_out
 from te_precision_callbacks.coverage.gemm_precision import (
     HIGH_PRECISION,
     NO_BACKWARD,
@@ -41,6 +41,9 @@ Call: TypeAlias = tuple[str, GemmName, str, object, object, "torch.Size | None"]
 """A GEMM of a step: its layer, name and recipe (empty in high precision), the formats of operands A and B, each as a
 dtype or a key of :attr:`StepTable.formats`, and the shape of the result of its layer's fprop. The shape is None for a
 GEMM that is no product of its own: of a forward that is computed again."""
+
+_A, _B = 3, 4
+"""The places of the formats in a :data:`Call`."""
 
 
 class AttentionCall(NamedTuple):
@@ -251,19 +254,17 @@ class StepTable:
         for layer, gemm, *_ in self.calls:
             order = self._order[gemm != "fprop"]
             order.setdefault(layer, len(order))
-        operands: dict[LayerGemm, dict[str, dict[Format, None]]] = {}
-        for layer, gemm, recipe, a, b, _ in self.calls:
-            of_gemm = operands.setdefault(LayerGemm(layer, gemm), {tensor: {} for tensor in OPERANDS[gemm]})
-            for formats, key in zip(of_gemm.values(), (b, a), strict=True):
-                formats[Format(self.text_of(key), recipe)] = None
-        facts: dict[LayerGemm, GemmFact] = {}
-        for layer_gemm, of_gemm in operands.items():
-            facts[layer_gemm] = GemmFact(tuple((tensor, tuple(formats)) for tensor, formats in of_gemm.items()))
-        for layer in dict.fromkeys(layer for layer, _ in operands):
+        for (layer, gemm), calls in group_by_key(((call[0], call[1]), call) for call in self.calls).items():
+            operands = []
+            for tensor, place in zip(OPERANDS[gemm], (_B, _A), strict=True):
+                formats = dict.fromkeys(Format(self.text_of(call[place]), call[2]) for call in calls)
+                operands.append((tensor, tuple(formats)))
+            fact = GemmFact(tuple(operands), excluded=layer in self.excluded)
+            self._history.put(layer, gemm, self._iteration, fact)
+        for layer in dict.fromkeys(call[0] for call in self.calls):
             for gemm, reason in self._left_out.get(layer, {}).items():
-                facts[LayerGemm(layer, gemm)] = GemmFact((), reason)
-        for (layer, gemm), fact in facts.items():
-            self._history.put(layer, gemm, self._iteration, fact, excluded=layer in self.excluded)
+                fact = GemmFact(not_run=reason, excluded=layer in self.excluded)
+                self._history.put(layer, gemm, self._iteration, fact)
 
     def text_of(self, key: object) -> str:
         return dtype_name(key) if isinstance(key, torch.dtype) else self.formats[key]
@@ -273,22 +274,20 @@ class StepTable:
         reasons: dict[str, dict[GemmName, str]] = {}
         for key, needs_gradient in self.forwards.items():
             module, layers = self.modules.get(key, (None, ()))
+            if module is None:
+                continue
+            left_out = gemms_left_out(module, layers, input_needs_gradient=needs_gradient)
             for layer in layers:
-                reasons[layer] = {"dgrad": NO_BACKWARD, "wgrad": NO_BACKWARD}
-            if module is not None:
-                for (layer, gemm), reason in gemms_left_out(
-                    module, layers, input_needs_gradient=needs_gradient
-                ).items():
-                    reasons[layer][gemm] = reason
+                reasons[layer] = {"dgrad": NO_BACKWARD, "wgrad": NO_BACKWARD, **left_out[layer]}
         for layer, gemm, *_ in self.calls:
             reasons.get(layer, {}).pop(gemm, None)
         return reasons
 
-    def step_gemms(self) -> StepGemms | None:
-        """Return the products of the step so far, the same object as before if they are equal; None if some may be
-        missing."""
+    def step_gemms(self) -> StepGemms:
+        """Return the products of the step so far, the same object as before if they are equal; :data:`NO_GEMMS`
+        if some may be missing."""
         if not self.is_complete:
-            return None
+            return NO_GEMMS
         self.write()
         now = StepGemms(
             self.calls, self.attention, self.unseen, self.excluded, self._left_out, has_backward=self._has_backward
@@ -306,37 +305,30 @@ class StepTable:
     def products(self, gemms: StepGemms, steps: int) -> Iterator[PlacedProduct]:
         """Yield a product for each layer, GEMM, recipe and pair of formats, as the mean over some steps; then those
         of attention."""
-        calls = gemms.calls
-        places = {call: place for place, call in enumerate(calls)}
-        rows = {call: math.prod(call[5][:-1]) for call in calls if call[5] is not None}
-        for form, alike in group_by_key((call[:5], call) for call in rows).items():
-            layer, gemm, recipe, a, b = form
-            features = self.features[layer]
-            n, m, k = gemm_sizes(max(rows[call] for call in alike), *features)[gemm]
-            product = Product(
-                layer,
-                self.family(layer),
-                gemm,
-                gemm != "fprop",
-                n,
-                m,
-                k,
-                1,
-                round(sum(calls[call] for call in alike) / steps),
-                round(sum(calls[call] * rows[call] for call in alike) * math.prod(features) / steps),
-                dict(zip(OPERANDS[gemm], (self.text_of(b), self.text_of(a)), strict=True)),
-                recipe=recipe or HIGH_PRECISION,
-            )
-            yield PlacedProduct(places[alike[0]], product)
-        attention: list[tuple[SeenProduct, float]] = []
-        for call_of_attention, count in gemms.attention.items():
-            times = count * (1 + call_of_attention.backward) / steps
-            attention += [(seen, times) for seen in call_of_attention.products(FUSED)]
-        for _, product in sum_products(attention):
-            yield PlacedProduct(len(calls), product)
+        seen: list[tuple[SeenProduct, float]] = []
+        for place, (call, count) in enumerate(gemms.calls.items()):
+            layer, gemm, recipe, a, b, shape = call
+            if shape is not None:
+                sizes = *gemm_sizes(math.prod(shape[:-1]), *self.features[layer])[gemm], 1
+                formats = self.text_of(b), self.text_of(a)
+                product = SeenProduct(
+                    layer,
+                    self.family(layer),
+                    gemm,
+                    formats,
+                    sizes,
+                    backward=gemm != "fprop",
+                    place=place,
+                    recipe=recipe or HIGH_PRECISION,
+                )
+                seen.append((product, count / steps))
+        for attention, count in gemms.attention.items():
+            times = count * (1 + attention.backward) / steps
+            seen += [(replace(product, place=len(gemms.calls)), times) for product in attention.products(FUSED)]
+        yield from sum_products(seen)
         for layer, reasons in gemms.left_out.items():
             for gemm, reason in reasons.items():
-                yield PlacedProduct(len(calls), Product.left_out(layer, self.family(layer), gemm, reason))
+                yield PlacedProduct(len(gemms.calls), Product.left_out(layer, self.family(layer), gemm, reason))
 
     def uncounted(self, gemms: StepGemms) -> Iterator[Product]:
         for layer, backward, why in sorted(gemms.unseen):

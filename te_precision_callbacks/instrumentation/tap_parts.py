@@ -126,12 +126,10 @@ class AttentionTap:
         entered = Forward()
         entered.attention = self.names[key]
         entered.kind = kind
-        if self._products is not None:
-            self._products.operators.with_product.discard(entered.attention)
         return entered
 
     def leave(self, module: Any, entered: Forward) -> None:
-        if self._products is None:
+        if self._products is None or entered.events:
             return
         with Guard(functools.partial(self._report, "observing the forward of", entered.attention)):
             frame = running_forward(module)
@@ -148,8 +146,6 @@ class AttentionTap:
             if running is not None and running.attention:
                 running.events += 1
                 try:
-                    if self._products is not None:
-                        self._products.operators.with_product.add(running.attention)
                     if running.kind is ForwardKind.OBSERVED:
                         bound = signature.bind(*operands, **keywords)
                         bound.apply_defaults()

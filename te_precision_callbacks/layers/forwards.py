@@ -63,6 +63,23 @@ def compiled_in_callers_only(function: FunctionT) -> FunctionT:
     return function
 
 
+class CallOfOneModule:
+    """A call of one module, in an attribute of it; copies of the module get ``function(*arguments)`` instead."""
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, call: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> None:
+        functools.update_wrapper(self, call)
+        self._call = call
+        self._in_copies = function, arguments
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._call(*arguments, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._in_copies
+
+
 class ForwardKind(enum.Enum):
     OBSERVED = "features act, tensors are observed in it and in its backward"
     SILENT = "as observed, bit for bit, but nothing is recorded: the other half of a recomputed forward is"

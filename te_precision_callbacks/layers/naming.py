@@ -11,7 +11,6 @@ to any integration.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import sys
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.te import modules as te_modules
@@ -39,9 +39,10 @@ NamedTorchModule = tuple[str, torch.nn.Module]
 """A module after its path."""
 
 
-def _detect_scope(module: torch.nn.Module) -> tuple[str, str]:
-    """Return the pipeline stage and the expert group of a rank; empty if unknown, or equal on all ranks."""
-    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+def _detect_scope(place: _Node) -> str:
+    """Return the pipeline stage and the expert group of a rank, without those that numbers in the path already show;
+    empty if unknown, or equal on all ranks."""
+    parameters = [parameter for parameter in place.module._parameters.values() if parameter is not None]
     stage, experts = _megatron_scope(parameters)
     meshes: dict[Any, None] = dict.fromkeys(getattr(parameter, "device_mesh", None) for parameter in parameters)
     meshes.pop(None, None)
@@ -49,7 +50,11 @@ def _detect_scope(module: torch.nn.Module) -> tuple[str, str]:
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a submesh of the root mesh.
         stage = stage or _mesh_position(mesh._get_root_mesh(), _PIPELINE, "pp")
         experts = experts or _mesh_position(mesh, _EXPERTS, "ep")
-    return stage, experts
+    if place.has_number:
+        stage = ""
+    if place.has_experts:
+        experts = ""
+    return ".".join(filter(None, (stage, experts)))
 
 
 def _megatron_scope(parameters: list[torch.nn.Parameter]) -> tuple[str, str]:
@@ -113,17 +118,18 @@ if TYPE_CHECKING:
 Model = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
 """A model, or several: a list of a model's chunks, or a mapping of, for example, generator and discriminator."""
 
-WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
+_WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
 """Attributes of the wrapped module in FSDP, torch.compile, torch's checkpoint wrapper and Lightning Fabric."""
 
-MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
+_MODULE_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Classes with the wrapped module in the attribute ``module``."""
 
-PEFT_WRAPPERS = {"PeftModel": "base_model", "PeftMixedModel": "base_model", "BaseTuner": "model"}
-"""Class of PEFT 0.21 -> the attribute that holds the wrapped model."""
-
-_BASE_LAYER = "BaseTunerLayer", "base_layer"
-"""PEFT's class that adds adapters to a layer, and its attribute with the layer: ``tuners/tuners_utils.py`` 0.21."""
+_PEFT_WRAPPERS = {
+    "base_model": {"PeftModel", "PeftMixedModel"},
+    "model": {"BaseTuner"},
+    "base_layer": {"BaseTunerLayer"},
+}
+"""Attribute -> the classes of PEFT 0.21 that hold a wrapped model in it, or the layer with adapters."""
 
 _OLD_SPELLINGS = (
     ("self_attention", "self_attn"),
@@ -183,10 +189,6 @@ def modules_by_layer(modules: Iterable[NamedModule]) -> dict[str, torch.nn.Modul
     return {name: named.module for named in modules for name in named.names}
 
 
-def spellings(classes: Iterable[str]) -> tuple[str, ...]:
-    return tuple(itertools.chain.from_iterable((kind, snake_case(kind)) for kind in classes))
-
-
 def snake_case(class_name: str) -> str:
     """Return TE's spelling of a class in names: ``layernorm_mlp`` for ``LayerNormMLP``."""
     words = class_name.replace("LayerNorm", "Layernorm").replace("MLP", "Mlp").replace("RMSNorm", "Rmsnorm")
@@ -220,46 +222,35 @@ def named_te_modules(
             continue
         upstream = names_upstream[id(module)]
         users_scope = resolve_scope(scope, place.path)
-        numbered_scope = users_scope or _scope_without_numbers(place)
+        numbered_scope = users_scope or _detect_scope(place)
         own_scope = numbered_scope if by_number else users_scope
         path = place.by_number if by_number else place.path
-        name = _unique(path if layer_names == "path" else upstream[0], own_scope, taken)
+        first_name = path if layer_names == "path" else upstream[0]
+        name = first_name
+        count = 1
+        while _joined(own_scope, name) in taken:
+            count += 1
+            name = f"{first_name}_{count}"
         whole = _joined(own_scope, name)
+        taken.add(whole)
         given = str(getattr(module, "name", None) or "")
         without_attribute = name.partition(".")[2] if "LightningModule" in class_names(root) else ""
         others = _AUTOMATIC_NAME.sub("", given), without_attribute, _NUMBERED_EXPERTS.sub("experts", name)
-        own_class = type(module).__name__
-        classes = dict.fromkeys([own_class, *te_modules.te_classes(type(module))])
+        classes = dict.fromkeys([type(module).__name__, *te_modules.te_classes(type(module))])
         classes.pop("TransformerEngineBaseModule", None)
+        types = tuple(itertools.chain.from_iterable((kind, snake_case(kind)) for kind in classes))
         layers = []
         for part in row.layers(module):
             of_upstream = tuple(other + part for other in upstream)
-            if layer_names == "upstream":
-                layers.append(Layer(whole + part, (), (own_class,), of_upstream[0], of_upstream, scope=own_scope))
-                continue
-            layers.append(
-                Layer(
-                    whole + part,
-                    _aliases(name, [other + part for other in others if other and other != name], part, own_scope),
-                    spellings(classes),
-                    "" if not given or _AUTOMATIC_NAME.match(given) else given + part,
-                    of_upstream,
-                    _joined(numbered_scope, place.by_number) + part,
-                    own_scope,
-                )
-            )
+            from_script = of_upstream[0]
+            numbered = ""
+            if layer_names == "path":
+                from_script = "" if not given or _AUTOMATIC_NAME.match(given) else given + part
+                numbered = _joined(numbered_scope, place.by_number) + part
+            aliases = _aliases(name, [other + part for other in others if other and other != name], part, own_scope)
+            layers.append(Layer(whole + part, aliases, types, from_script, of_upstream, numbered, own_scope))
         named[id(module)] = NamedModule(module, whole, tuple(layers))
     return tuple(named.values())
-
-
-def _scope_without_numbers(place: _Node) -> str:
-    """Return the scope of the rank without the parts that numbers in the path already show."""
-    stage, experts = _detect_scope(place.module)
-    if place.has_number:
-        stage = ""
-    if place.has_experts:
-        experts = ""
-    return ".".join(filter(None, (stage, experts)))
 
 
 def _aliases(name: str, others: Sequence[str], part: str, scope: str) -> tuple[str, ...]:
@@ -310,15 +301,42 @@ def named_operations(model: Model, *, by_number: bool = False, scope: Scope = ""
     The name is the path of the ``BasicLinear``, or of the ``te.ops.Linear`` around it. The groups of a
     ``GroupedLinear`` are layers: ``.gemm_0`` and so on.
     """
+    names = module_names(model, by_number=by_number, scope=scope)
     operations = []
-    for place, _ in _named_places(model):
-        row = te_modules.find(type(place.module))
+    for module in modules_of(model):
+        row = te_modules.find(type(module))
         if row is not None and row.is_operation:
-            path = (place.by_number if by_number else place.path).removesuffix(".basic_ops.0")
-            name = _joined(resolve_scope(scope, place.path), path)
-            layers = tuple(name + part for part in row.layers(place.module))
-            operations.append(NamedOperation(place.module, layers))
+            name = names[id(module)].removesuffix(".basic_ops.0")
+            operations.append(NamedOperation(module, tuple(name + part for part in row.layers(module))))
     return operations
+
+
+def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
+    return child_name == "base_layer" and _is_of_peft(parent, child_name)
+
+
+def _is_of_peft(module: torch.nn.Module, child_name: str) -> bool:
+    """Return whether a module is PEFT's wrapper of its child of this name."""
+    names = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("peft.")}
+    return not names.isdisjoint(_PEFT_WRAPPERS[child_name])
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Return whether a module is a wrapper: DDP, FSDP, torch.compile, a checkpoint wrapper, or PEFT."""
+    return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
+
+
+def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
+    """Return whether a module wraps its child of this name, which then adds no part to paths."""
+    if child_name in ("base_model", "model"):
+        return _is_of_peft(parent, child_name)
+    return _is_process_wrapper_part(parent, child_name)
+
+
+def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
+    if child_name in _WRAPPER_CHILDREN:
+        return True
+    return child_name == "module" and not _MODULE_WRAPPERS.isdisjoint(class_names(parent))
 
 
 def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
@@ -332,7 +350,7 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
     roots = roots_of(model)
     # The script has called the function for the model, or for the model inside its wrappers.
     wrapped = itertools.chain.from_iterable(map(_wrapped, roots))
-    was_called = any(vars(module).get("name") == "model" for _, module in wrapped)
+    was_called = any(vars(module).get("name") == "model" for module in wrapped)
     names: dict[int, tuple[str, ...]] = {}
     # Visit children from last to first, so that the first path that reaches a module is its last one.
     stack = [(root, "model", "model") for root in roots]
@@ -359,63 +377,51 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    return [*_wrapped(module)][-1][1]
+    return _wrapped(module)[-1]
 
 
 def _wrapped(
-    module: torch.nn.Module, is_part: Callable[[torch.nn.Module, str], bool] | None = None
-) -> Iterator[NamedTorchModule]:
-    """Yield a module and the modules that it wraps, outermost first, each with its attribute name in the wrapper.
+    module: torch.nn.Module, is_part: Callable[[torch.nn.Module, str], bool] = _is_process_wrapper_part
+) -> list[torch.nn.Module]:
+    """Return a module and the modules that it wraps, outermost first.
 
     Args:
-        is_part: returns whether a module wraps its child of a given name; None for DDP and similar wrappers.
+        is_part: returns whether a module wraps its child of a given name; by default for DDP and similar wrappers.
     """
-    is_part = is_part or _is_process_wrapper_part
-    name = ""
-    seen = set[torch.nn.Module]()
-    while module not in seen:
-        seen.add(module)
-        yield name, module
-        parts = ((name, child) for name, child in module.named_children() if is_part(module, name))
-        name, module = next(parts, (name, module))
+    modules: list[torch.nn.Module] = []
+    while module not in modules:
+        modules.append(module)
+        parts = (child for name, child in module.named_children() if is_part(module, name))
+        module = next(parts, module)
+    return modules
 
 
 def find_ambiguous_names(layers: Iterable[Layer]) -> dict[str, list[str]]:
     """Return name by path -> names by number, for names that belong to different layers on several ranks."""
-    by_name: dict[str, dict[str, None]] = {}
-    for layer in layers:
-        by_name.setdefault(layer.name, {})[layer.by_number] = None
-    return {name: list(numbered) for name, numbered in by_name.items() if len(numbered) > 1}
+    by_name = group_by_key(dict.fromkeys((layer.name, layer.by_number) for layer in layers))
+    return {name: numbered for name, numbered in by_name.items() if len(numbered) > 1}
 
 
 def group_by_given_name(layers: Iterable[Layer]) -> dict[str, list[str]]:
     """Return the script's name -> our names of its layers, without script names that are our names of other layers."""
     by_name = {layer.name: layer for layer in layers}
-    given: dict[str, list[str]] = {}
-    for layer in by_name.values():
-        if layer.given and by_name.get(layer.given, layer).given == layer.given:
-            given.setdefault(layer.given, []).append(layer.name)
-    return given
+    return group_by_key(
+        (layer.given, layer.name)
+        for layer in by_name.values()
+        if layer.given and by_name.get(layer.given, layer).given == layer.given
+    )
 
 
-class ModuleTree:
-    """Snapshot of a model's module tree, including wrappers, to detect changes cheaply.
+def module_tree(model: Model) -> list[tuple[object, ...]]:
+    """Return a snapshot of a model's module tree, including wrappers.
 
-    Replacing a parameter or compiling a module also counts as a change.
+    It is unequal after a change, also of a parameter, and after a module was compiled. Parameters are compared by id:
+    tensors would be compared element by element.
     """
-
-    def __init__(self, model: Model) -> None:
-        self._modules = [(module, dict(module._modules), _state_of(module)) for module in modules_of(model)]
-
-    def has_changed(self) -> bool:
-        return any(
-            module._modules != children or _state_of(module) != state for module, children, state in self._modules
-        )
-
-
-def _state_of(module: torch.nn.Module) -> list[int]:
-    """The ids of a module's parameters, since tensors are compared element by element, and of its compiled call."""
-    return [id(compiled_call(module)), *map(id, module._parameters.values())]
+    return [
+        (module, id(compiled_call(module)), *module._modules, *map(id, module._parameters.values()))
+        for module in modules_of(model)
+    ]
 
 
 SURROUNDS = "te_precision_surrounds"
@@ -459,13 +465,6 @@ def modules_of(model: Model) -> list[torch.nn.Module]:
 def parameters_of(model: Model) -> list[torch.nn.Parameter]:
     """Return all parameters of a model, each once."""
     return list(dict.fromkeys(itertools.chain.from_iterable(root.parameters() for root in roots_of(model))))
-
-
-def _unique(path: str, scope: str, taken: set[str]) -> str:
-    names = itertools.chain([path], (f"{path}_{count}" for count in itertools.count(2)))
-    name = next(name for name in names if _joined(scope, name) not in taken)
-    taken.add(_joined(scope, name))
-    return name
 
 
 def module_paths(
@@ -519,7 +518,7 @@ def _places(
         through_adapters: whether a layer with PEFT adapters has the path of the module that replaced it.
     """
     seen: set[int] = set()
-    *_, (_, root) = _wrapped(root, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))
+    root = _wrapped(root, lambda parent, name: is_wrapper_part(parent, name) and not opaque(parent))[-1]
     if te_modules.te_classes(type(root)):
         prefix = _joined(prefix, snake_case(_own_class(root)))
     stack = [_Node(prefix, prefix, root)]
@@ -575,31 +574,3 @@ def _joined(path: str, name: str) -> str:
     if path:
         return f"{path}.{name}"
     return name
-
-
-def is_adapted(parent: torch.nn.Module, child_name: str) -> bool:
-    return child_name == _BASE_LAYER[1] and _BASE_LAYER[0] in _peft_classes(type(parent).__mro__)
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _peft_classes(bases: tuple[type, ...]) -> frozenset[str]:
-    """Return the names of PEFT's classes among bases; cached, since it runs for each child of each module."""
-    return frozenset(base.__name__ for base in bases if base.__module__.startswith("peft."))
-
-
-def is_wrapper(module: torch.nn.Module) -> bool:
-    """Return whether a module is a wrapper: DDP, FSDP, torch.compile, a checkpoint wrapper, or PEFT."""
-    return any(is_wrapper_part(module, child_name) for child_name, _ in module.named_children())
-
-
-def is_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
-    """Return whether a module wraps its child of this name, which then adds no part to paths."""
-    if child_name in PEFT_WRAPPERS.values():
-        return child_name in map(PEFT_WRAPPERS.get, _peft_classes(type(parent).__mro__))
-    return _is_process_wrapper_part(parent, child_name)
-
-
-def _is_process_wrapper_part(parent: torch.nn.Module, child_name: str) -> bool:
-    if child_name in WRAPPER_CHILDREN:
-        return True
-    return child_name == "module" and not MODULE_WRAPPERS.isdisjoint(class_names(parent))

@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,10 +28,16 @@ from te_precision_callbacks.overflow.errors import (
     OverflowOptionError,
 )
 from te_precision_callbacks.overflow.frames import Frame, measure, read
-from te_precision_callbacks.overflow.grad_scalers import ScaledStepHook
-from te_precision_callbacks.overflow.hooks import FrameRecorder
-from te_precision_callbacks.overflow.options import DetectorOptions
-from te_precision_callbacks.overflow.report import Finding, FrameReader, advice_on_parameters
+from te_precision_callbacks.overflow.grad_scalers import call_before_scaled_steps, largest_loss_scale
+from te_precision_callbacks.overflow.hooks import DetectorOptions, FrameRecorder
+from te_precision_callbacks.overflow.report import (
+    Finding,
+    advice_on,
+    advice_on_parameters,
+    first_bad,
+    format_frame,
+    format_place,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +148,10 @@ class DebugActivationOverflow:
         self._has_checked = False
         self._foreign_steps = 0
         self._is_closed = False
-        self._reader = FrameReader(options)
+        self._step: Callable[[], str] = str
+        self._history: deque[Frame] = deque(maxlen=max_frames)
+        self._count = 0  # of frames since the last common check of the ranks
+        self._last_title = ""
         self._recorder = FrameRecorder(roots, options, self._before_forward, self._after_evaluation)
         for former in list(_DETECTORS):
             if not self._recorder.modules.keys().isdisjoint(former._recorder.modules):
@@ -155,7 +165,7 @@ class DebugActivationOverflow:
         # The hook of a collected detector stays and does nothing, since torch may be iterating over its hooks.
         before_step = functools.partial(_before_step, weakref.ref(self))
         self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
-        self._undo.callback(ScaledStepHook(self._before_scaled_step).remove)
+        self._undo.callback(call_before_scaled_steps(self._before_scaled_step))
         _DETECTORS.add(self)
         self._undo.callback(_DETECTORS.discard, self)
 
@@ -168,7 +178,7 @@ class DebugActivationOverflow:
     def join_session(self, *, messages: Messages | None = None, step: Callable[[], str] = str) -> None:
         """Use a session's messages to other ranks, and its current training step, as text, in reports."""
         self._messages = messages
-        self._reader.step = step
+        self._step = step
 
     def begin_batch(self) -> None:
         """Mark the start of a batch, in a loop that calls submodules instead of the model. Only these marks then count
@@ -320,39 +330,83 @@ class DebugActivationOverflow:
         """Return the first overflow, or else a failure of detection."""
         finding = None
         with self._recorder.guard:
-            finding = self._reader.first_overflow(
-                frames,
-                evaluation=evaluation,
-                traces=not (evaluation and self._recorder.batch >= 0),
-                may_be_skipped=may_be_skipped,
-                loss_scaled=self.loss_scaled,
-            )
+            finding = self._first_overflow(frames, evaluation=evaluation, may_be_skipped=may_be_skipped)
         failure = self._recorder.failure
         if finding is None and failure is not None:
             return Finding(own_rank(), failure=f"{type(failure).__name__}: {failure}")
         return finding
 
-    def _open_messages(self) -> Messages:
-        """Return the messages to the ranks that stop together, which connect in their first common check."""
-        if self._messages is None:
-            self._messages = Messages(self._options.process_group, "overflow")
-            self._undo.callback(self._messages.close)
-            try:
-                self._messages.open("to check for activation overflow")
-            except RanksLostError as error:
-                _warn_disconnected(error)
-        return self._messages
+    def _first_overflow(self, frames: Sequence[Frame], *, evaluation: bool, may_be_skipped: bool) -> Finding | None:
+        """Return the first overflow; log traced frames, and keep frames for later reports."""
+        options = self._options
+        read(frame.extremes for frame in frames)
+        traced: Sequence[int] = options.trace_batches
+        if evaluation and self._recorder.batch >= 0:  # they are numbers of training batches
+            traced = ()
+        self._trace([frame for frame in frames if frame.batch in traced], "evaluation batch" if evaluation else "batch")
+        index = first_bad(frames, traced, options.allow_neg_inf, gradients=not self.loss_scaled)
+        scale = None
+        if index is not None and frames[index].kind == "gradient" and may_be_skipped:
+            scale = largest_loss_scale()
+            if scale is not None and scale > 1:  # the scaler reduces the scale, and skips the step
+                index = first_bad(frames, traced, options.allow_neg_inf, gradients=False)
+        earlier = self._count
+        self._count += len(frames)
+        if index is None:
+            self._history.extend(frames)
+            return None
+        self._history.extend(frames[: index + 1])
+        bad = frames[index]
+        step = "" if evaluation else self._step()
+        headline = f"{format_place(bad)} has {bad.extremes.kind}"
+        lines = [headline, *([f"batch {bad.batch} is in {step}"] if step else ()), "", ""]
+        lines.append(f"last {len(self._history)} frames:")
+        lines += [format_frame(frame, abs_min=options.abs_min) for frame in self._history]
+        return Finding(
+            path=bad.module.path,
+            class_name=bad.module.class_name,
+            role=bad.role,
+            batch=bad.batch,
+            evaluation=evaluation,
+            rank=own_rank(),
+            index=earlier + index,
+            headline=headline,
+            advice=advice_on(bad, scale),
+            report="\n".join(lines),
+            step=step,
+        )
+
+    def _trace(self, frames: Iterable[Frame], batch: str) -> None:
+        lines: list[str] = []
+        for frame in frames:
+            title = f"*** {batch} {frame.batch} ***"
+            if title != self._last_title:
+                self._last_title = title
+                lines.append(title)
+            lines.append(format_frame(frame, abs_min=self._options.abs_min))
+        if lines:
+            logger.warning("%s", "\n".join(lines))
 
     def _agree(self, finding: Finding | None) -> Finding | None:
-        """Return the earliest overflow of all ranks, or else a failure of any rank."""
-        messages = self._open_messages()
-        if not messages.is_open:
-            return finding
+        """Return the earliest overflow of all ranks, or else a failure of any rank.
+
+        The ranks that stop together connect in their first common check.
+        """
         why = "to check for activation overflow. A rank may not have trained in this step"
         try:
-            findings = messages.pool([] if finding is None else [finding], "overflow", why, Finding)
+            if self._messages is None:
+                self._messages = Messages(self._options.process_group, "overflow")
+                self._undo.callback(self._messages.close)
+                self._messages.open("to check for activation overflow")
+            if not self._messages.is_open:
+                return finding
+            findings = self._messages.pool([] if finding is None else [finding], "overflow", why, Finding)
         except RanksLostError as error:
-            _warn_disconnected(error)
+            logger.warning(
+                "Activation overflow: this rank checks alone from now on. %s. If it finds an overflow, only this rank"
+                " stops, and the others wait until the timeout of their process group.",
+                str(error).removesuffix("."),
+            )
             return finding
         return min(findings, key=lambda earliest: (bool(earliest.failure), earliest.index), default=None)
 
@@ -391,12 +445,12 @@ class DebugActivationOverflow:
     def _reset(self) -> None:
         self._end_interval()
         self._recorder.failure = None
-        self._reader.history.clear()
+        self._history.clear()
 
     def _end_interval(self) -> None:
         self._recorder.clear()
         self._pending = None
-        self._reader.count = 0
+        self._count = 0
 
 
 @outside_of_dynamo
@@ -406,14 +460,6 @@ def _before_step(detector: weakref.ref[DebugActivationOverflow], optimizer: Any,
     if alive is None:
         return None
     return alive._before_step(optimizer, arguments, keywords)
-
-
-def _warn_disconnected(error: RanksLostError) -> None:
-    logger.warning(
-        "Activation overflow: this rank checks alone from now on. %s. If it finds an overflow, only this rank"
-        " stops, and the others wait until the timeout of their process group.",
-        str(error).removesuffix("."),
-    )
 
 
 @outside_of_dynamo

@@ -1,7 +1,7 @@
 """Torch's GradScaler: calls before it steps an optimizer, and the scale of the losses.
 
 A scaler has no hooks, so ``unscale_`` and ``step`` of its class and direct subclasses are wrapped while there is a
-:class:`ScaledStepHook`. Read from torch 2.6 and 2.13 (``torch/amp/grad_scaler.py``,
+listener. Read from torch 2.6 and 2.13 (``torch/amp/grad_scaler.py``,
 ``torch/distributed/fsdp/sharded_grad_scaler.py``): all scalers inherit ``step``, which skips the optimizer's step if
 ``unscale_`` has found an inf or nan, but always runs fused optimizers, which skip by themselves.
 """
@@ -22,23 +22,21 @@ _listeners: list[weakref.WeakMethod[Callable[[Any], None]]] = []
 _wrapped = Replacements(keeps_later=True)
 
 
-class ScaledStepHook:
-    """Calls a method with an optimizer before an enabled scaler unscales its gradients, or steps it.
+def call_before_scaled_steps(before_step: Callable[[Any], None]) -> Callable[[], None]:
+    """Call a method with an optimizer before an enabled scaler unscales its gradients, or steps it.
+
+    Returns a function that ends it.
 
     Args:
         before_step: a bound method, which is weakly referenced.
     """
-
-    def __init__(self, before_step: Callable[[Any], None]) -> None:
-        if not _listeners:
-            for kind in (GradScaler, *GradScaler.__subclasses__()):
-                for name in {"unscale_", "step"} & vars(kind).keys():
-                    _wrapped.replace(kind, name, _after_listeners(vars(kind)[name]))
-        self._listener = weakref.WeakMethod(before_step, _remove)
-        _listeners.append(self._listener)
-
-    def remove(self) -> None:
-        _remove(self._listener)
+    if not _listeners:
+        for kind in (GradScaler, *GradScaler.__subclasses__()):
+            for name in {"unscale_", "step"} & vars(kind).keys():
+                _wrapped.replace(kind, name, _after_listeners(vars(kind)[name]))
+    listener = weakref.WeakMethod(before_step, _remove)
+    _listeners.append(listener)
+    return functools.partial(_remove, listener)
 
 
 def largest_loss_scale() -> float | None:

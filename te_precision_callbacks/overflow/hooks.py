@@ -10,30 +10,63 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing, is_lost, lost_message
 from te_precision_callbacks.base.failures import Guard
 from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind, is_in_backward, outside_of_dynamo
+from te_precision_callbacks.layers.forwards import (
+    CallOfOneModule,
+    ForwardClassifier,
+    ForwardKind,
+    is_in_backward,
+    outside_of_dynamo,
+)
 from te_precision_callbacks.layers.naming import (
-    ModuleTree,
     NamedTorchModule,
     compiled_call,
     is_wrapper,
     module_paths,
+    module_tree,
     parameters_of,
 )
-from te_precision_callbacks.overflow.errors import STOPS
+from te_precision_callbacks.overflow.errors import STOPS, OverflowOptionError
 from te_precision_callbacks.overflow.frames import NO_MODULE, Extremes, Frame, WatchedModule, measure, tensors_in
-from te_precision_callbacks.overflow.options import DetectorOptions
 
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = Extremes(unknown="unknown")
+
+
+_Number = Annotated[int, pydantic.Field(strict=True, ge=0)]
+
+
+class DetectorOptions(pydantic.BaseModel):
+    """The keywords of :class:`~te_precision_callbacks.debug_utils.DebugActivationOverflow`."""
+
+    model_config = pydantic.ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    max_frames: Annotated[int, pydantic.Field(strict=True, ge=1)]
+    parameters: bool
+    abs_min: bool
+    trace_batches: tuple[_Number, ...]
+    abort_after_batch: _Number | None
+    allow_neg_inf: tuple[str, ...]
+    distributed: bool
+    process_group: torch.distributed.ProcessGroup | None
+
+    @classmethod
+    def from_keywords(cls, **keywords: object) -> DetectorOptions:
+        try:
+            return cls.model_validate(keywords)
+        except pydantic.ValidationError as error:
+            problem = error.errors()[0]
+            why = problem["msg"].replace("Input should", "It must").replace("valid tuple", "list")
+            raise OverflowOptionError(f"{problem['loc'][0]}= has the value {problem['input']!r}. {why}.") from error
 
 
 def watched_modules(roots: Sequence[NamedTorchModule]) -> Iterator[NamedTorchModule]:
@@ -62,22 +95,8 @@ def _class_name(module: torch.nn.Module) -> str:
     return names[0]
 
 
-class _OverflowHook:
-    """A hook of one module; in a copy of the module it is a no-op."""
-
-    def __init__(self, call: Callable[..., None], watched: WatchedModule) -> None:
-        self._call = call
-        self._watched = watched
-
-    @outside_of_dynamo
-    def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], last: Any) -> None:
-        self._call(self._watched, module, inputs, last)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return functools.partial, (_ignore_call,)
-
-
-def _ignore_call(*args: Any) -> None: ...
+def _ignore_call(*_: Any) -> None:
+    """The hook of a copy of a watched module."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +188,7 @@ class FrameRecorder:
         self._records: dict[int, _Record] = {}  # by the id of the tensor
         self._leaf_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._tree: ModuleTree | None = None
+        self._tree: list[tuple[object, ...]] = []
         self._held: set[int] = set()
         self._has_warned = False
         self._watch()
@@ -178,8 +197,10 @@ class FrameRecorder:
 
     def _watch(self) -> None:
         """Put the hooks on all modules, again if the modules have changed."""
-        if self._tree is not None and not self._tree.has_changed():
+        tree = module_tree([root for _, root in self._roots])
+        if tree == self._tree:
             return
+        self._tree = tree
         self.remove()
         self.modules.clear()
         opaque = []
@@ -190,7 +211,10 @@ class FrameRecorder:
             if is_compiled(module):
                 opaque.append(watched)
             if not isinstance(module, torch.jit.ScriptModule):  # does not accept hooks
-                enter, leave = _OverflowHook(self._enter, watched), _OverflowHook(self._leave, watched)
+                enter, leave = (
+                    CallOfOneModule(functools.partial(hook, watched), functools.partial, _ignore_call)
+                    for hook in (self._enter, self._leave)
+                )
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 # Also called after an exception, to register the end of the call.
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -200,7 +224,6 @@ class FrameRecorder:
                     frame = Frame("gradient", "<", watched, f"grad of {name}", 0, _UNKNOWN)
                     call = functools.partial(_parameter_gradient, weakref.ref(self), frame)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
-        self._tree = ModuleTree([root for _, root in self._roots])
         if opaque and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -256,6 +279,7 @@ class FrameRecorder:
 
     # ------------------------------------------------------------------ a forward
 
+    @outside_of_dynamo
     def _enter(
         self, watched: WatchedModule, module: torch.nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> None:
@@ -267,6 +291,7 @@ class FrameRecorder:
             tensors = tensors_in({**dict(enumerate(arguments)), **keywords}, "input", -1)
             call.open.append((watched, self._frames_of(call, ">", watched, tensors)))
 
+    @outside_of_dynamo
     def _leave(self, watched: WatchedModule, module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         call = self._thread.call
         if call is None:
@@ -327,18 +352,15 @@ class FrameRecorder:
                 frames.append(Frame("forward", sign, watched, role, call.batch, extremes, inputs))
             if call.gradients and torch.is_grad_enabled() and tensor.requires_grad and sign != "=":
                 if not record.gradients and tensor.dtype.is_floating_point:
-                    self._watch_gradient(tensor, record.gradients)
+                    with contextlib.suppress(RuntimeError):  # for example under a transform of torch.func
+                        note = functools.partial(self.note_gradient, record.gradients)
+                        handle = tensor.register_hook(note)  # type: ignore[no-untyped-call]
+                        if tensor.is_leaf:  # a leaf outlives the graph
+                            self._leaf_hooks.append(handle)
                 turned = "<" if sign == ">" else ">"
                 frame = Frame("gradient", turned, watched, f"grad_{role}", call.batch, _UNKNOWN)
                 record.gradients.insert(0, frame)
         return frames
-
-    def _watch_gradient(self, tensor: torch.Tensor, frames: Sequence[Frame]) -> None:
-        with contextlib.suppress(RuntimeError):  # for example under a transform of torch.func
-            note = functools.partial(self.note_gradient, frames)
-            handle = tensor.register_hook(note)  # type: ignore[no-untyped-call]
-            if tensor.is_leaf:  # a leaf outlives the graph
-                self._leaf_hooks.append(handle)
 
     def note_label(self, tensor: torch.Tensor, label: str) -> None:
         call = self._thread.call

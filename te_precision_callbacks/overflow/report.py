@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from te_precision_callbacks.base.counts import some_of
-from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.layers.naming import NamedTorchModule
 from te_precision_callbacks.overflow.frames import Extremes, Frame, measure, read
-from te_precision_callbacks.overflow.grad_scalers import largest_loss_scale
 from te_precision_callbacks.overflow.hooks import is_compiled, watched_modules
-from te_precision_callbacks.overflow.options import DetectorOptions
-
-logger = logging.getLogger(__name__)
 
 _LISTED = 5
 
@@ -50,111 +43,43 @@ class Finding:
     step: str = ""
 
 
-class FrameReader:
-    """Reads frames, and finds the first overflow.
+def first_bad(
+    frames: Sequence[Frame], traced: Collection[int], allow_neg_inf: Iterable[str], *, gradients: bool
+) -> int | None:
+    """Return the index of the first bad frame, of batches that are not ``traced``.
 
-    Attributes:
-        step: returns the name of the step, for messages.
-        history: the last frames.
-        count: the number of frames since the last common check of the ranks.
+    A nan or +inf is bad in any tensor, a -inf only if a module produces it from inputs without -inf.
     """
-
-    def __init__(self, options: DetectorOptions) -> None:
-        self.step: Callable[[], str] = str
-        self.count = 0
-        self.history: deque[Frame] = deque(maxlen=options.max_frames)
-        self._options = options
-        self._last_title = ""
-
-    def first_overflow(
-        self, frames: Sequence[Frame], *, evaluation: bool, traces: bool, may_be_skipped: bool, loss_scaled: bool
-    ) -> Finding | None:
-        """Return the first overflow; log traced frames, and keep frames for later reports.
-
-        Args:
-            traces: whether ``trace_batches`` refers to their batches.
-            may_be_skipped: whether a GradScaler that has scaled the loss can still skip the step.
-            loss_scaled: whether gradients may be inf or nan, since the loss is scaled.
-        """
-        read(frame.extremes for frame in frames)
-        traced = self._options.trace_batches if traces else ()
-        self._trace([frame for frame in frames if frame.batch in traced], "evaluation batch" if evaluation else "batch")
-        index = self._first_bad(frames, traced, gradients=not loss_scaled)
-        scale = None
-        if index is not None and frames[index].kind == "gradient" and may_be_skipped:
-            scale = largest_loss_scale()
-            if scale is not None and scale > 1:  # the scaler reduces the scale, and skips the step
-                index = self._first_bad(frames, traced, gradients=False)
-        earlier = self.count
-        self.count += len(frames)
-        if index is None:
-            self.history.extend(frames)
-            return None
-        self.history.extend(frames[: index + 1])
-        bad = frames[index]
-        step = "" if evaluation else self.step()
-        headline = f"{_format_place(bad)} has {bad.extremes.kind}"
-        lines = [headline, *([f"batch {bad.batch} is in {step}"] if step else ()), "", ""]
-        lines += [f"last {len(self.history)} frames:", *map(self._format, self.history)]
-        return Finding(
-            path=bad.module.path,
-            class_name=bad.module.class_name,
-            role=bad.role,
-            batch=bad.batch,
-            evaluation=evaluation,
-            rank=own_rank(),
-            index=earlier + index,
-            headline=headline,
-            advice=_advice(bad, scale),
-            report="\n".join(lines),
-            step=step,
-        )
-
-    def _first_bad(self, frames: Sequence[Frame], traced: Collection[int], *, gradients: bool) -> int | None:
-        """Return the index of the first bad frame.
-
-        A nan or +inf is bad in any tensor, a -inf only if a module produces it from inputs without -inf.
-        """
-        excused: set[Extremes] = set()
-        for index, frame in enumerate(frames):
-            extremes = frame.extremes
-            if not extremes.kind or frame.batch in traced or (frame.kind == "gradient" and not gradients):
-                continue
-            if not extremes.high < math.inf or frame.kind == "gradient":
-                return index
-            if frame.kind == "label" or frame.sign == ">" or extremes in excused:
-                continue
-            entered = any(entered_frame.extremes.low == -math.inf for entered_frame in frame.inputs)
-            path = frame.module.path
-            if not (entered or any(fnmatch.fnmatchcase(path, pattern) for pattern in self._options.allow_neg_inf)):
-                return index
-            excused.add(extremes)  # outer modules return it too
-        return None
-
-    def _trace(self, frames: Iterable[Frame], batch: str) -> None:
-        lines: list[str] = []
-        for frame in frames:
-            if (title := f"*** {batch} {frame.batch} ***") != self._last_title:
-                self._last_title = title
-                lines.append(title)
-            lines.append(self._format(frame))
-        if lines:
-            logger.warning("%s", "\n".join(lines))
-
-    def _format(self, frame: Frame) -> str:
-        """Format a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
+    excused: set[Extremes] = set()
+    for index, frame in enumerate(frames):
         extremes = frame.extremes
-        abs_max = f"abs_max={extremes.format(max(abs(extremes.low), abs(extremes.high))):>9}"
-        abs_min = f"abs_min={extremes.format(extremes.least):>9} " if self._options.abs_min else ""
-        return f"{abs_min}{abs_max} {_format_place(frame)}"
+        if not extremes.kind or frame.batch in traced or (frame.kind == "gradient" and not gradients):
+            continue
+        if not extremes.high < math.inf or frame.kind == "gradient":
+            return index
+        if frame.kind == "label" or frame.sign == ">" or extremes in excused:
+            continue
+        entered = any(entered_frame.extremes.low == -math.inf for entered_frame in frame.inputs)
+        if not (entered or any(fnmatch.fnmatchcase(frame.module.path, pattern) for pattern in allow_neg_inf)):
+            return index
+        excused.add(extremes)  # outer modules return it too
+    return None
 
 
-def _format_place(frame: Frame) -> str:
+def format_frame(frame: Frame, *, abs_min: bool) -> str:
+    """Format a frame: ``abs_max= 3.17e+03 < [0] encoder.block.1.layer.1.DenseReluDense.wo: Linear: output``."""
+    extremes = frame.extremes
+    abs_max = f"abs_max={extremes.format(max(abs(extremes.low), abs(extremes.high))):>9}"
+    least = f"abs_min={extremes.format(extremes.least):>9} " if abs_min else ""
+    return f"{least}{abs_max} {format_place(frame)}"
+
+
+def format_place(frame: Frame) -> str:
     names = frame.module.path, frame.module.class_name, frame.role
     return f"{frame.sign} [{frame.batch}] {': '.join(filter(None, names))}"
 
 
-def _advice(frame: Frame, loss_scale: float | None) -> str:
+def advice_on(frame: Frame, loss_scale: float | None) -> str:
     if frame.kind == "gradient":
         scaler = (
             " If the loss is scaled without torch's GradScaler, set detector.loss_scaled = True."

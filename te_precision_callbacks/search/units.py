@@ -136,7 +136,8 @@ class Units:
             inputs = (*arguments, *keywords.values())
             inp = next(value for value in inputs if isinstance(value, torch.Tensor))
             names = self._parts[module]
-            left_out.update(gemms_left_out(module, names, input_needs_gradient=inp.requires_grad))
+            for name, reasons in gemms_left_out(module, names, input_needs_gradient=inp.requires_grad).items():
+                left_out.update((name, gemm) for gemm in reasons)
             row = te_modules.of(module)
             splits = keywords.get("m_splits", inputs[1] if row.groups and len(inputs) > 1 else None)
             tokens = row.tokens(module, inp.numel() // max(1, inp.shape[-1]), splits)

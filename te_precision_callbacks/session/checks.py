@@ -246,7 +246,7 @@ class ContractCheck:
             is_over = is_over or not self._ranks.are_connected  # disconnected ranks cannot share products
             self._shares_left = 0 if is_over else self._shares_left - 1
         if keeper is not None:
-            self._record(keeper, functools.partial(keeper.end_step, results.coverage_at, self._changes), iteration)
+            self._record(keeper, functools.partial(keeper.end_step, results.coverage_at), iteration)
 
     def end_run(self, iteration: int, why_not: str, *, has_step: bool, raises: bool) -> None:
         """Check the contract at the end of the run, as :meth:`end_step`, if it was not checked before.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +45,6 @@ class RunResults:
     gives_way: bool = False
     iterations: Iterations = field(default_factory=Iterations)
     layers: tuple[LayerInfo, ...] = ()
-    unconverted: Mapping[str, str] = field(default_factory=dict)
     expects_low: str = ""
     filters_loss: bool = False
     table: StepTable = field(init=False)
@@ -73,12 +71,12 @@ class RunResults:
         self.table.write()
         self.iterations.require("coverage", iteration)
         last = iteration if self.iterations.last is None else self.iterations.last
-        return self.coverage.at(iteration, last, self.unconverted)
+        return self.coverage.at(iteration, last)
 
     def other_steps(self) -> list[OtherSteps]:
         if not self.coverage.has_changed:
             return []  # the usual case, without a loop over thousands of layers
-        return other_steps(self.coverage.by_span(self.unconverted))
+        return other_steps(self.coverage.by_span())
 
     def coverage_with_other_ranks(self, iteration: int | None) -> Coverage:
         """Return :meth:`InspectSession.coverage` of an iteration; None for the last iteration."""

@@ -87,7 +87,7 @@ class RunFacts:
         coverage = results.coverage
         changes = results.table.changes, results.layers, coverage.changes
         settings = results.scales_loss, results.adds_eps, self._model.hooks.selected_gemms.unmeasured
-        return *changes, len(coverage.other_ranks_products), len(results.unconverted), *settings
+        return *changes, len(coverage.other_ranks_products), len(coverage.unconverted), *settings
 
     def take(self) -> FactTables:
         begun = time.perf_counter()
@@ -125,7 +125,7 @@ class RunFacts:
             "config_text": self._config_text(),
             "config_hash": config_hash(self._model.flat_config),
             "recipes": list(recipes),
-            "unconverted": dict(self._results.unconverted),
+            "unconverted": dict(self._results.coverage.unconverted),
             "settings": self._settings(),
         }
 
@@ -245,7 +245,7 @@ class RunFacts:
         gemms: list[Row] = []
         operands: list[Row] = []
         results = self._results
-        for product, order, since, until in results.coverage.by_span(results.unconverted):
+        for product, order, since, until in results.coverage.by_span():
             number = len(gemms)
             span = {"gemm_id": number, "since": since, "until": until}
             gemms.append({**span, "order": order, **columns_of(product)})

@@ -404,7 +404,7 @@ class ObservedModel:
         step = self.hooks.products.take_step()
         if step is None:
             return
-        outside = frozenset() if step.gemms is None else step.gemms.recomputed_outside
+        outside = step.gemms.recomputed_outside
         if outside and own_rank() == 0 and self._notices.first("recomputed"):
             named = [layer.name for layer in self.layers.own if layer.name in outside]
             logger.warning(

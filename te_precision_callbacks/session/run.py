@@ -36,7 +36,7 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.layers.naming import Model
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.overflow.grad_scalers import ScaledStepHook
+from te_precision_callbacks.overflow.grad_scalers import call_before_scaled_steps
 from te_precision_callbacks.runs.summary import ended_by
 from te_precision_callbacks.session.checks import (
     LEFT_FOR_PROBLEMS,
@@ -106,7 +106,7 @@ class Run:
         model = ObservedModel(context, self.hooks, engine)
         self.model = model
         self._loop_checks = LoopChecks(context, model)
-        self._optimizer_hooks: list[RemovableHandle | ScaledStepHook] = []
+        self._optimizer_hooks: list[RemovableHandle] = []
         self._updated_at: int | None = None  # the last iteration in which an optimizer has stepped with gradients
         self._logs_updates = options.config.is_default
         self._collector = StepCollector(
@@ -170,7 +170,7 @@ class Run:
             self._parameters.watch.begin(self.iteration)
             if not self._optimizer_hooks:
                 self._optimizer_hooks += hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
-                self._optimizer_hooks.append(ScaledStepHook(self._before_scaled_step))
+                self._undo.callback(call_before_scaled_steps(self._before_scaled_step))
                 for handle in self._optimizer_hooks:
                     self._undo.callback(handle.remove)
             self._clipping.begin()

@@ -162,11 +162,11 @@ class InspectSession:
     @property
     def unconverted(self) -> Mapping[str, str]:
         """Name of a layer that a trainer did not convert to Transformer Engine -> reason; set by integrations."""
-        return self._results.unconverted
+        return self._results.coverage.unconverted
 
     @unconverted.setter
     def unconverted(self, value: Mapping[str, str]) -> None:
-        self._results.unconverted = dict(value)
+        self._results.coverage.unconverted = dict(value)
 
     def expect_low_precision(self, why: str) -> None:
         """Record the setting that selects low precision, such as "Accelerate's mixed_precision is 'fp8'"."""

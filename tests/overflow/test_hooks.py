@@ -248,7 +248,7 @@ def test_a_second_detector_takes_the_place_of_the_first(caplog: pytest.LogCaptur
         assert report.startswith("> [0] 0: Scale: input[0] has infs"), "what the first had not told yet"
         model(torch.ones(1)).sum().backward()
         hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-        assert len({id(hook._call.__self__) for hook in hooks}) == 1
+        assert len({id(hook._call.func.__self__) for hook in hooks}) == 1
         first.close()
         assert second.batch_number == 0
         assert hooks_on(model) > 0

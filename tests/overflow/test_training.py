@@ -23,7 +23,6 @@ from te_precision_callbacks.overflow import (
     detector,
     frames,
     hooks,
-    report,
 )
 from tests.functions import Function
 from tests.overflow.models import HostReads, hooks_on, lines_of, mini_t5, step, tokens, weights_stay
@@ -241,7 +240,7 @@ def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def failing(function: str = "measure") -> Any:
-    module = report if function == "read" else hooks
+    module = detector if function == "read" else hooks
     return mock.patch.object(module, function, side_effect=LookupError("no slot"))
 
 
