@@ -11,9 +11,15 @@ import transformer_engine.pytorch as te
 
 from te_precision_callbacks import PrecisionDebugError
 from te_precision_callbacks.sinks import LoggerSink, MetricSelection, Row, StepRecords
-from te_precision_callbacks.sinks.metrics import LATER_PLACES, MOST_SERIES, PLACES, metric_name, names_for_mlflow
-from te_precision_callbacks.sinks.worst import worst_of_all
-from te_precision_callbacks.statistics.series import family_of
+from te_precision_callbacks.sinks.metrics import (
+    LATER_PLACES,
+    MOST_SERIES,
+    PLACES,
+    metric_name,
+    names_for_mlflow,
+    worst_of_all,
+)
+from te_precision_callbacks.statistics.series import Series, family_of
 from tests.conftest import feature
 from tests.step_records import records_from_rows
 from tests.training import observed
@@ -34,16 +40,16 @@ def of_layers(metrics: Iterable[str]) -> set[str]:
 
 
 METRIC_NAMES = [
-    ("te", Row("net.fc1", "weight", None, "max", 0.0), "te.net.fc1/weight/max"),
-    ("te", Row("net.fc1", "weight", "dgrad", "max", 0.0), "te.net.fc1/weight/dgrad/max"),
-    ("debug", Row("", "", None, "my_number", 0.0), "debug/my_number"),
-    ("", Row("net.fc1", "weight", None, "max", 0.0), "net.fc1/weight/max"),
+    ("te", Series("net.fc1", family_of("weight", "max")), "te.net.fc1/weight/max"),
+    ("te", Series("net.fc1", family_of("weight", "max", "dgrad")), "te.net.fc1/weight/dgrad/max"),
+    ("debug", Series("", family_of("", "my_number")), "debug/my_number"),
+    ("", Series("net.fc1", family_of("weight", "max")), "net.fc1/weight/max"),
 ]
 
 
 def test_metric_names() -> None:
-    for prefix, row, name in METRIC_NAMES:
-        assert metric_name(prefix, row) == name
+    for prefix, series, name in METRIC_NAMES:
+        assert metric_name(prefix, series) == name
     for_mlflow = names_for_mlflow({"te.net[0]:a/activation/underflows%": 1.0})
     assert for_mlflow == {"te.net_0__a/activation/underflows_pct": 1.0}
 

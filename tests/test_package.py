@@ -48,7 +48,7 @@ def test_readers_load_no_session_and_a_session_no_trainer() -> None:
     code = f"""
 import sys, te_precision_callbacks.dumps, te_precision_callbacks.sinks, te_precision_callbacks.debug_utils
 import te_precision_callbacks.views.compare.comparison, te_precision_callbacks.views.show.view
-import te_precision_callbacks.speed.step
+import te_precision_callbacks.speed.expected
 session = tuple(f"te_precision_callbacks.{{part}}" for part in ("session", "config", "features"))
 print([name for name in sys.modules if name.startswith((*session, "transformer_engine.", "nvdlfw"))])
 from te_precision_callbacks.config import load_config

@@ -23,7 +23,7 @@ from te_precision_callbacks.sinks import (
     statistics_log,
     writer_thread,
 )
-from te_precision_callbacks.sinks.log_file import LogFile, claim
+from te_precision_callbacks.sinks.statistics_log import LogFile, claim
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 from tests.lightning.models import log_of
 from tests.step_records import records_from_rows

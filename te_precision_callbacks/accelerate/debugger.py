@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import logging
 import weakref
@@ -11,18 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from typing_extensions import Self, Unpack
 
-from te_precision_callbacks.accelerate.unconverted import expects_low_precision, roots_of, warn_of_unconverted
+from te_precision_callbacks.accelerate.unconverted import (
+    expects_low_precision,
+    roots_of,
+    scales_loss,
+    warn_of_unconverted,
+)
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
-from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.layers.naming import Model, parameters_of
+from te_precision_callbacks.layers.naming import Model, modules_of
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, step_number
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
@@ -37,16 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerSink(LoggerSink):
-    """Sends a step's metrics to each tracker, in one call, on the main process."""
+    """Sends a step's metrics to each tracker, in one call."""
 
     def __init__(self, accelerator: Accelerator, select: MetricSelection) -> None:
         super().__init__(select)
         self._accelerator = accelerator
         self._notices = Notices()
-
-    def write(self, records: StepRecords) -> None:
-        if self._accelerator.is_main_process:
-            super().write(records)
 
     def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
         """Log at the script's step, like ``accelerator.log``, with names that each tracker accepts."""
@@ -135,7 +131,13 @@ class PrecisionDebugger:
             )
         self._step_on = read_step_on(step_on)
         for _, root in roots_of(model):
-            _require_prepared(accelerator, root)
+            # Accelerate would replace the layers of an unprepared model later, or never.
+            if set(modules_of(accelerator._models)).isdisjoint(root.modules()):
+                other = "" if not accelerator._models else ", but another one"
+                raise SessionError(
+                    f"accelerator.prepare() was not given this {type(root).__name__}{other}. Create the debugger after"
+                    " 'model, optimizer = accelerator.prepare(model, optimizer)', and pass the returned model."
+                )
         self._accelerator = accelerator
         self._model = model
         self._options = SessionOptions.from_keywords(config, **keywords)
@@ -179,12 +181,13 @@ class PrecisionDebugger:
         try:
             session.start(
                 log_dir=Path(folder),
-                sinks=[TrackerSink(self._accelerator, select)],
+                sinks=[TrackerSink(self._accelerator, select)] if self._accelerator.is_main_process else (),
                 counts_from=1,
                 integration="accelerate",
             )
             self._logged = BeforeCalls(self._accelerator, "log", self._note_logged)
-            self._restore_iteration()
+            if self._next_iteration is not None:
+                session.iteration = self._next_iteration
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
                 self._checkpoint = None
@@ -263,12 +266,13 @@ class PrecisionDebugger:
         ``register_for_checkpointing`` is not used: it requires the same number of registered objects to load a
         checkpoint, so checkpoints saved without the debugger would not load with it, and vice versa.
         """
-        hooks = (
-            (self._accelerator.register_save_state_pre_hook, weakref.WeakMethod(self._save)),
-            (self._accelerator.register_load_state_pre_hook, weakref.WeakMethod(self._load)),
-        )
-        for register, method in hooks:  # by weak reference, to keep the debugger and the model collectable
-            weakref.finalize(self, register(functools.partial(_call_with_folder, method)).remove)
+        own: Any = weakref.proxy(self)  # keeps the debugger and the model collectable
+        accelerator = self._accelerator
+        for hook in (
+            accelerator.register_save_state_pre_hook(lambda *arguments: own._save(Path(arguments[-1]))),
+            accelerator.register_load_state_pre_hook(lambda *arguments: own._load(Path(arguments[-1]))),
+        ):
+            weakref.finalize(self, hook.remove)
 
     def _save(self, folder: Path) -> None:
         """Write the fingerprint on each process, and the iteration on processes where Accelerate writes the model."""
@@ -306,23 +310,16 @@ class PrecisionDebugger:
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             iteration = int(state["iteration"])
-            step_on = state["step_on"]
+            counted = f"it was counted with step_on={state['step_on']!r}"
             self._session.resumed_loss.restore(state)
+            if state["step_on"] != self._step_on:
+                raise ValueError(f"{counted}, so it is not restored with step_on={self._step_on!r}")
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning(
                 "%s has no debug iteration (%s: %s). The current count continues; set start_step= to change it.",
                 path,
                 type(error).__name__,
                 error,
-            )
-            return
-        if step_on != self._step_on:
-            logger.warning(
-                "The debug iteration in %s was counted with step_on=%r, so it is not restored with step_on=%r. Set"
-                " start_step=.",
-                folder,
-                step_on,
-                self._step_on,
             )
             return
         if self._session.running:
@@ -335,49 +332,3 @@ class PrecisionDebugger:
     def _note_logged(self, values: Any, step: Any = None, *_: Any, **__: Any) -> None:
         if isinstance(values, Mapping):
             self._session.log(values, step if isinstance(step, int) else None)
-
-    def _restore_iteration(self) -> None:
-        if self._next_iteration is not None:
-            self._session.iteration = self._next_iteration
-            return
-        own = set(map(id, parameters_of(self._model)))
-        # The accelerator also keeps optimizers of earlier models.
-        optimizers = [other for other in self._accelerator._optimizers if not own.isdisjoint(held_ids(other))]
-        if self._options.start_step is None and any(map(_has_stepped, optimizers)):
-            logger.warning(
-                "The optimizer has already stepped, but the debug iteration starts at 0. To continue the count,"
-                " create the PrecisionDebugger before accelerator.load_state(), use one PrecisionDebugger for all"
-                " blocks, or set start_step=."
-            )
-
-
-def _call_with_folder(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
-    bound = method()
-    if bound is not None:
-        bound(Path(arguments[-1]))
-
-
-def scales_loss(accelerator: Accelerator) -> bool:
-    """Return whether DeepSpeed or Megatron-LM scales the loss for float16: an inf in a gradient then lowers the scale,
-    and is not an error. torch's GradScaler is detected when it scales.
-    """
-    of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    return of_others and accelerator.mixed_precision == "fp16"
-
-
-def _require_prepared(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Refuse an unprepared model, since Accelerate would replace its layers later, or never."""
-    prepared = itertools.chain.from_iterable(known.modules() for known in accelerator._models)
-    if set(map(id, prepared)).isdisjoint(map(id, model.modules())):
-        other = "" if not accelerator._models else ", but another one"
-        raise SessionError(
-            f"accelerator.prepare() was not given this {type(model).__name__}{other}. Create the debugger after"
-            " 'model, optimizer = accelerator.prepare(model, optimizer)', and pass the returned model."
-        )
-
-
-def _has_stepped(optimizer: Any) -> bool:
-    state = getattr(optimizer, "state", None)
-    entries = state.values() if isinstance(state, Mapping) else ()
-    # Most optimizers count steps in their state; some, such as Adagrad, create the state at step 0.
-    return any(not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0 for entry in entries if entry)

@@ -1,13 +1,12 @@
-"""Accelerate's conversion of a model to layers of Transformer Engine, and the skipped layers, with reasons."""
+"""Accelerate's conversion of a model to layers of Transformer Engine, the skipped layers, and its low precision."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -65,32 +64,22 @@ _CONVERTED_MULTIPLE = 16
 _LAYERS_IN_WARNING = 5
 
 
-class _Unconverted(NamedTuple):
-    why: str
-    elements: int
-    """Elements of the weight."""
-
-
 def warn_of_unconverted(accelerator: Accelerator, model: Model) -> dict[str, str]:
-    """Warn on the main process of layers that ``accelerator.prepare`` did not convert, with reasons and their share.
+    """Warn on the main process of layers that ``accelerator.prepare`` did not convert, with reasons.
 
     Returns:
         The result of :func:`unconverted_layers`; empty if the accelerator does not convert layers.
     """
     if accelerator.fp8_backend != "TE" or accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return {}
-    left_out = _find(model)
-    layers = {layer: unconverted.why for layer, unconverted in left_out.items()}
+    layers = _find(model)
     if layers and accelerator.is_main_process:
         more = "and {} more: te_precision_callbacks.accelerate.unconverted_layers(model) has all"
-        named = first_of([f"{layer}: {why}" for layer, why in layers.items()], _LAYERS_IN_WARNING, more)
-        left = sum(unconverted.elements for unconverted in left_out.values())
         logger.warning(
-            "Accelerate left %d %s without FP8: %.3g %% of the weights that are multiplied. %s.",
+            "Accelerate left %d %s without FP8: %s.",
             len(layers),
             "layer unconverted, which runs" if len(layers) == 1 else "layers unconverted, which run",
-            100 * left / max(1, left + _converted_elements(model)),
-            "; ".join(named),
+            "; ".join(first_of([f"{layer}: {why}" for layer, why in layers.items()], _LAYERS_IN_WARNING, more)),
         )
     return layers
 
@@ -111,12 +100,12 @@ def unconverted_layers(model: Model) -> dict[str, str]:
     precision = AcceleratorState().mixed_precision if is_initialized() else "fp8"
     converts_with = f"Accelerate converts layers with mixed_precision='fp8', not {precision!r}"
     without_fp8 = "" if precision == "fp8" else converts_with
-    return {layer: without_fp8 or unconverted.why for layer, unconverted in _find(model).items()}
+    return {layer: without_fp8 or why for layer, why in _find(model).items()}
 
 
-def _find(model: Model) -> dict[str, _Unconverted]:
-    layers: dict[str, _Unconverted] = {}
-    if _converted_elements(model):
+def _find(model: Model) -> dict[str, str]:
+    layers: dict[str, str] = {}
+    if any(te_classes(type(module)) for module in modules_of(model)):
         other = "it was added later, or was converted under another name"
     else:
         other = "no layer of this model is converted; pass the model that accelerator.prepare() with FP8 returned"
@@ -125,17 +114,15 @@ def _find(model: Model) -> dict[str, _Unconverted]:
         """Visit a module and its children; returns the reason if Accelerate skips the rest of the container."""
         if isinstance(module, torch.nn.Linear):
             indivisible = [size for size in (module.in_features, module.out_features) if size % _CONVERTED_MULTIPLE]
-            elements = module.in_features * module.out_features
             if why is None and not path:
-                inside = "Accelerate converts the layers inside a model, not the model itself"
-                layers[type(module).__name__] = _Unconverted(inside, elements)
+                layers[type(module).__name__] = "Accelerate converts the layers inside a model, not the model itself"
             elif why is not None or not indivisible:
-                layers[path] = _Unconverted(why or other, elements)
+                layers[path] = why or other
             else:
                 numbers = " and ".join(map(str, indivisible))
                 are = "is not a multiple" if len(indivisible) == 1 else "are not multiples"
                 size = f"{module.in_features} x {module.out_features}"
-                layers[path] = _Unconverted(f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}", elements)
+                layers[path] = f"{size}: {numbers} {are} of {_CONVERTED_MULTIPLE}"
                 return f"skipped, because the conversion stopped at {path}"
             return why
         for name, shape in _multiplied_parameters(module):
@@ -143,7 +130,7 @@ def _find(model: Model) -> dict[str, _Unconverted]:
             what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
             own = "" if name == "weight" else name
             label = ".".join(filter(None, (path, own))) or type(module).__name__
-            layers[label] = _Unconverted(f"{size} of {what}: Accelerate converts only Linear", math.prod(shape))
+            layers[label] = f"{size} of {what}: Accelerate converts only Linear"
         of_children = why
         for name, child in module.named_children():
             if is_wrapper_part(module, name):
@@ -172,16 +159,6 @@ def _multiplied_parameters(module: torch.nn.Module) -> Iterator[tuple[str, tuple
             yield name, shape
 
 
-def _converted_elements(model: Model) -> int:
-    count = 0
-    for module in modules_of(model):
-        if te_classes(type(module)):
-            for parameter in module.parameters(recurse=False):
-                if parameter.dim() > 1:
-                    count += math.prod(parameter.shape)
-    return count
-
-
 def expects_low_precision(accelerator: Accelerator) -> str:
     """Return the setting that enables low precision in an accelerator; empty without one."""
     if accelerator.mixed_precision == "fp8":
@@ -190,6 +167,14 @@ def expects_low_precision(accelerator: Accelerator) -> str:
     if names:
         return f"the environment has {min(names)} (mixed_precision is {accelerator.mixed_precision!r})"
     return ""
+
+
+def scales_loss(accelerator: Accelerator) -> bool:
+    """Return whether DeepSpeed or Megatron-LM scales the loss for float16: an inf in a gradient then lowers the scale,
+    and is not an error. torch's GradScaler is detected when it scales.
+    """
+    of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    return of_others and accelerator.mixed_precision == "fp16"
 
 
 def roots_of(model: Any) -> list[NamedTorchModule]:

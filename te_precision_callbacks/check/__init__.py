@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from te_precision_callbacks.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from te_precision_callbacks.check.checked_model import CheckedModel, check_model
+    from te_precision_callbacks.check.checked_model import CheckedModel, PlanFinding, check_model
     from te_precision_callbacks.check.factory import RecipeError
-    from te_precision_callbacks.check.findings import PlanFinding
 
 __all__ = [
     "CheckedModel",

@@ -5,20 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.vocabulary import GEMMS, Observe, class_names
+from te_precision_callbacks.base.vocabulary import GEMMS, RECIPES, Observe, class_names
 from te_precision_callbacks.check.factory import AUTO, NONE, recipe_by_name
-from te_precision_callbacks.check.findings import (
-    PlanFinding,
-    find_recipe_problems,
-    find_refused_options,
-    find_shape_problems,
-    findings_of,
-)
 from te_precision_callbacks.config import Config, ConfigError, Plan
 from te_precision_callbacks.config.contract import Contract, ContractSource
 from te_precision_callbacks.config.effects import NAMESPACE, spans_of
@@ -40,6 +35,7 @@ from te_precision_callbacks.layers.naming import (
     Model,
     module_names,
     modules_of,
+    modules_with_gemms,
     named_operations,
     named_te_modules,
 )
@@ -49,7 +45,35 @@ from te_precision_callbacks.options import check_value
 from te_precision_callbacks.session.model import no_layers_warning
 from te_precision_callbacks.statistics.schedule import EVERY_STEP
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.gemm_shapes import refusals
 from te_precision_callbacks.te.state import enters_autocast
+
+FindingKind = Literal["config", "unmatched", "refused", "recipe", "shape", "high_precision", "rule", "contract", "same"]
+
+_ANY_MULTIPLE = 1 << 10
+"""A number of tokens that no GEMM refuses."""
+
+
+@dataclass(frozen=True)
+class PlanFinding:
+    """A problem of a plan.
+
+    Attributes:
+        kind: ``config``, a problem of the config; ``unmatched``, a selector without a layer; ``refused``, layers that
+            no feature can act on; ``recipe``, a recipe that does not fit; ``shape``, unsupported sizes of a GEMM;
+            ``high_precision``, nothing runs in low precision; ``rule``, a finding of a rule; ``contract``, a contract
+            that the plan breaks; ``same``, a difference from ``--same-as``.
+        text: the message, with abbreviated names of layers.
+        layers: the affected layers.
+    """
+
+    kind: FindingKind
+    text: str
+    layers: tuple[str, ...] = ()
+
+
+def findings_of(kind: FindingKind, texts: Iterable[str]) -> list[PlanFinding]:
+    return [PlanFinding(kind, text) for text in texts]
 
 
 class ActingFeature(NamedTuple):
@@ -182,14 +206,15 @@ class _Check:
         (_, first_step), *later = spans_of(effects).items()
         products = self._products(acting, first_step)
         coverage_of = {steps: self._products(acting, step).coverage for steps, step in later}
-        self._findings += find_recipe_problems(self._recipe, acting)
-        self._findings += find_refused_options(self._recipe, self._modules)
-        self._findings += find_shape_problems(
-            self._recipe, self._modules, self._operations, products.coverage, tokens=self._tokens
-        )
+        self._findings += self._recipe_problems(acting)
+        self._findings += self._shape_problems(products.coverage)
         if self._is_wanted:
             self._apply_rules(products.coverage)
-            self._require_low_precision(products.coverage)
+            if not any(product.is_low for product in products.coverage):
+                why = "the model has no Transformer Engine layer"
+                if any(product.family in ("te", "te_ops") for product in products.coverage):
+                    why = "see the reasons in the plan"
+                self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
         unknown = self._unknown(products)
         undecided: tuple[str, ...] = ()
         if self._contract is not None:
@@ -258,14 +283,6 @@ class _Check:
             self._findings += findings_of("same", contract.same_as.broken(products.coverage, "the plan"))
         return tuple(undecided)
 
-    def _require_low_precision(self, coverage: Coverage) -> None:
-        if any(product.is_low for product in coverage):
-            return
-        why = "the model has no Transformer Engine layer"
-        if any(product.family in ("te", "te_ops") for product in coverage):
-            why = "see the reasons in the plan"
-        self._findings.append(PlanFinding("high_precision", f"Nothing runs in low precision: {why}."))
-
     def _products(self, acting: Mapping[str, Sequence[Section]], iteration: int) -> PlannedProducts:
         sections = {}
         for name, section in self._sections.items():
@@ -331,6 +348,64 @@ class _Check:
             self._notes.append(f'observe="{self._observe}": {format_paths(len(fused), not_fused)}')
         return [key for key, changed in fused.items() if not changed]
 
+    def _recipe_problems(self, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
+        """Yield the features that need another recipe."""
+        name = recipe_text(self._recipe)
+        needing = []
+        for layer, sections in acting.items():
+            for section in sections:
+                for feature, effect in section.effects.items():
+                    if effect.needs_recipe not in ("", name):
+                        needing.append(((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer))
+        for (place, feature, needed), names in group_by_key(needing).items():
+            text = (
+                f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {name or 'none'}."
+            )
+            yield PlanFinding("recipe", text, tuple(names))
+
+    def _shape_problems(self, coverage: Coverage) -> Iterator[PlanFinding]:
+        """Yield sizes and dtypes that GEMMs in low precision do not support.
+
+        Tokens are not checked if unknown, nor for experts, since a router decides their share of the tokens.
+        """
+        from te_precision_callbacks.te.recipes import compute_capability
+
+        name = recipe_text(self._recipe)
+        if name not in RECIPES:
+            return
+        low = group_by_key((product.layer, product.gemm) for product in coverage if product.is_low)
+        refused: list[tuple[tuple[str, ...], str]] = []
+        by_hadamard: list[str] = []
+        capability = compute_capability()
+        for named in modules_with_gemms(self._modules, self._operations):
+            row = te_modules.of(named.module)
+            dtype = next(p.dtype for p in named.module.parameters(recurse=False) if p.ndim > 1)
+            for layer, (in_features, out_features) in zip(named.names, row.features(named.module), strict=True):
+                gemms = tuple(gemm for gemm in GEMMS if gemm in low.get(layer, ()))
+                problems = refusals(
+                    name,
+                    capability,
+                    tokens=_ANY_MULTIPLE if self._tokens is None or row.groups else self._tokens,
+                    in_features=in_features,
+                    out_features=out_features,
+                    gemms=gemms,
+                    result_bytes=dtype.itemsize,
+                    asserted=row.checks_operands,
+                )
+                if problems:
+                    refused.append((tuple(map(str, problems)), layer))
+                if name == "nvfp4" and "wgrad" in gemms and dtype != torch.bfloat16:
+                    by_hadamard.append(layer)
+        for texts, names in group_by_key(refused).items():
+            yield PlanFinding("shape", f"{join_names(names)}: {'; '.join(texts)}.", tuple(names))
+        if by_hadamard and not self._recipe.disable_rht:
+            # common/hadamard_transform/*.cu of Transformer Engine 2.20.2
+            text = (
+                f"NVFP4's random Hadamard transform needs bfloat16, but the weights of {join_names(by_hadamard)} have"
+                " another dtype. Convert them to bfloat16, or set disable_rht=True in the recipe."
+            )
+            yield PlanFinding("recipe", text, tuple(by_hadamard))
+
 
 def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
     for section in sections:
@@ -342,10 +417,8 @@ def _features(sections: Iterable[Section]) -> Iterator[ActingFeature]:
                 yield ActingFeature(name, section.name, "", "your own feature, which the plan cannot analyze")
                 continue
             pairs: list[tuple[str, object]] = []
-            if isinstance(schema, ObservingFeatureSchema):
-                pairs = [(str(getattr(t.options, "schedule", EVERY_STEP)), t.tensor) for t in schema.targets]
-            elif isinstance(schema, LogGemmError):
-                pairs = [(str(target.options.schedule), target.gemm) for target in schema.targets]
+            if isinstance(schema, (ObservingFeatureSchema, LogGemmError)):
+                pairs = [(str(getattr(t.options, "schedule", EVERY_STEP)), t.tensor or t.gemm) for t in schema.targets]
             else:
                 effect = section.effects[name]
                 modified = group_by_key(effect.modifies)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,11 +25,12 @@ from te_precision_callbacks.base.errors import rename_keywords
 from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import collect_warnings
 from te_precision_callbacks.base.terminal import Json
-from te_precision_callbacks.base.vocabulary import RECIPES, Observe
+from te_precision_callbacks.base.vocabulary import RECIPES
 
 if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
     from te_precision_callbacks.config import Config
+    from te_precision_callbacks.config.contract import Contract
 
 _INDENT = 2
 _AUTO = "auto"
@@ -69,6 +70,7 @@ def check_command(
         int | None,
         typer.Option(
             metavar="N",
+            min=1,
             help="Tokens per step on one rank, to compute multiply-adds and to find shapes that GEMMs do not support.",
         ),
     ] = None,
@@ -132,10 +134,6 @@ def check_command(
         _refuse({"--alignment": alignment}, "an alignment is for --same-as")
     if speed is not None and tokens is None:
         raise typer.BadParameter("expected times need --tokens", param_hint="--speed")
-    if tokens is not None and tokens < 1:
-        raise typer.BadParameter(
-            f"{tokens} is less than 1; give the tokens of a step on one rank", param_hint="--tokens"
-        )
     loaded, warnings = _load(config, as_json=as_json)
     if model is None:
         _show_config(config, loaded, warnings, as_json=as_json)
@@ -143,8 +141,8 @@ def check_command(
     from te_precision_callbacks.check.printing import as_json as plan_as_json
     from te_precision_callbacks.check.printing import show
     from te_precision_callbacks.speed.devices import device_named
-    from te_precision_callbacks.speed.step import estimate_step
-    from te_precision_callbacks.speed.step import show as show_times
+    from te_precision_callbacks.speed.expected import estimate_step
+    from te_precision_callbacks.speed.expected import show as show_times
 
     device = None
     capability = None
@@ -153,15 +151,14 @@ def check_command(
         capability = device.capability
         if recipe and recipe in RECIPES:
             device.check_recipe(recipe)  # its error names a recipe for this device
-    with collect_warnings() as more, without_collections():
+    renamed = rename_keywords({"observe": "--observe", "require": "--require"})
+    with collect_warnings() as more, without_collections(), renamed:
         checked, made_on = plan_function(
             model,
             recipe or _AUTO,
             capability,
             observe=observe or _AUTO,
-            require=require,
-            same_as=same_as,
-            alignment=alignment,
+            require=_contract(require, same_as, alignment),
             config=loaded,
             tokens=tokens,
             allow_unmatched=allow_unmatched,
@@ -234,41 +231,35 @@ def install_backend(capability: tuple[int, int] | None) -> None:
 
 
 def plan_function(
-    spec: str,
-    recipe: str,
-    capability: tuple[int, int] | None,
-    *,
-    observe: str = _AUTO,
-    require: str | None = None,
-    same_as: str | None = None,
-    alignment: Path | None = None,
-    **keywords: Any,
+    spec: str, recipe: str, capability: tuple[int, int] | None, **keywords: Any
 ) -> tuple[CheckedModel, str]:
-    """Plan the model that a function builds; returns the plan and the device."""
+    """Plan the model that a function builds, with further arguments of check_model; returns the plan and the device."""
     install_backend(capability)
     from te_precision_callbacks.te.package import warn_unless_supported
 
     warn_unless_supported()
     from te_precision_callbacks.check.checked_model import check_model
     from te_precision_callbacks.check.factory import build_model, recipe_by_name
+
+    recipe_by_name(recipe)  # reports an unknown name before building a model
+    model, device = build_model(spec)
+    return check_model(model, recipe=recipe, **keywords), device
+
+
+def _contract(require: str | None, same_as: str | None, alignment: Path | None) -> Contract | None:
     from te_precision_callbacks.config.contract import Contract
     from te_precision_callbacks.maps.alignment import read_alignment
     from te_precision_callbacks.maps.comparing import SameAs, read_requirements
     from te_precision_callbacks.maps.precision_map import MapError
     from te_precision_callbacks.maps.sources import open_map
-    from te_precision_callbacks.options import check_value
 
-    recipe_by_name(recipe)  # reports an unknown name before building a model
-    with rename_keywords({"observe": "--observe", "require": "--require"}):
-        check_value("observe", observe)
-        contract = read_requirements(require)
-    if same_as is not None:
-        if contract is not None and contract.same_as is not None:
-            raise MapError("--require has a contract with same_as, so --same-as must not name another map.")
-        required = SameAs(open_map(same_as), read_alignment(alignment))
-        contract = (contract or Contract.model_validate({})).model_copy(update={"same_as": required})
-    model, device = build_model(spec)
-    return check_model(model, recipe=recipe, observe=cast(Observe, observe), require=contract, **keywords), device
+    contract = read_requirements(require)
+    if same_as is None:
+        return contract
+    if contract is not None and contract.same_as is not None:
+        raise MapError("--require has a contract with same_as, so --same-as must not name another map.")
+    required = SameAs(open_map(same_as), read_alignment(alignment))
+    return (contract or Contract.model_validate({})).model_copy(update={"same_as": required})
 
 
 def _first_line(path: str, config: Config, findings: int = 0, undecided: Sequence[str] = ()) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
-from rich.text import Text
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import first_of, group_by_key, many
@@ -19,7 +18,6 @@ from te_precision_callbacks.layers.folding import fold_names
 
 _INDENT = 2
 _MOST_NAMES = 8
-_MOST_ROWS = 60
 _ONE_STEP = "One step shows it: te-precision run SCRIPT, with max_steps=1 in the trainer and require= in the callback."
 
 
@@ -72,17 +70,23 @@ def _plan_of(p: Product) -> tuple[object, ...]:
 
 
 def show(checked: CheckedModel, model: str, device: str) -> None:
+    from te_precision_callbacks.te.recipes import compute_capability
+
+    counted = "multiply-adds per token" if checked.tokens is None else f"{checked.tokens} tokens a step"
     terminal.show_text(
-        f"{model}: {checked.layers} Transformer Engine layers, on the {device} device. {_conditions(checked)}"
+        f"{model}: {checked.layers} Transformer Engine layers, on the {device} device."
+        f" Recipe: {checked.recipe or 'none'}, compute capability {'{}.{}'.format(*compute_capability())}, {counted}."
     )
-    planned = rows(checked)
     table = terminal.table("layer", "fprop", "dgrad", "wgrad", "multiply-adds", "reason, features")
-    for row in planned[:_MOST_ROWS]:
-        table.add_row(*_cells(row, checked.coverage.macs()))
+    whole = checked.coverage.macs()
+    for row in rows(checked):
+        table.add_row(
+            terminal.cell_lines(first_of(fold_names(row.layers), _MOST_NAMES)),
+            *(terminal.cell(_text(row.gemms.get(gemm))) for gemm in GEMMS),
+            terminal.cell(f"{row.macs:.3g} ({percent(row.macs / whole)} %)" if row.macs else ""),
+            terminal.cell_lines(filter(None, [row.why, *map(str, row.features)])),
+        )
     terminal.show(table, optional=("multiply-adds",))
-    if planned[_MOST_ROWS:]:
-        layers = sum(len(row.layers) for row in planned[_MOST_ROWS:])
-        terminal.show_text(f"and {len(planned) - _MOST_ROWS} more rows with {layers} layers; --json lists all.")
     terminal.show_text(_coverage(checked))
     for steps, coverage in checked.spans.items():
         terminal.show_text(f"In {steps}: {coverage}")
@@ -109,28 +113,6 @@ def _coverage(checked: CheckedModel) -> str:
     if uncounted:
         return f"Without {' and '.join(uncounted)}: {checked.coverage}"
     return str(checked.coverage)
-
-
-def _conditions(checked: CheckedModel) -> str:
-    from te_precision_callbacks.te.recipes import compute_capability
-
-    capability = "{}.{}".format(*compute_capability())
-    of = "multiply-adds per token"
-    if checked.tokens is not None:
-        of = f"{checked.tokens} tokens a step"
-    return f"Recipe: {checked.recipe or 'none'}, compute capability {capability}, {of}."
-
-
-def _cells(row: PlannedLayers, whole: int) -> list[Text]:
-    macs = ""
-    if row.macs:
-        macs = f"{row.macs:.3g} ({percent(row.macs / whole)} %)"
-    return [
-        terminal.cell_lines(first_of(fold_names(row.layers), _MOST_NAMES)),
-        *(terminal.cell(_text(row.gemms.get(gemm))) for gemm in GEMMS),
-        terminal.cell(macs),
-        terminal.cell_lines(filter(None, [row.why, *map(str, row.features)])),
-    ]
 
 
 def _text(product: Product | None) -> str:

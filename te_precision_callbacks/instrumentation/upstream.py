@@ -30,8 +30,7 @@ from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.sinks.log_file import LogFile, LogJob
-from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, log_file_name
+from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, LogFile, LogJob, log_file_name
 from te_precision_callbacks.sinks.writer_thread import WriterThread
 from te_precision_callbacks.te.package import feature_folders
 

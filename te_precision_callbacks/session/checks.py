@@ -204,7 +204,6 @@ class ContractCheck:
         self._context = context
         self._results = context.results
         self._ranks = context.ranks
-        self._events = context.events
         self._contract = context.options.require
         self.keeper = None if self._contract is None else ContractKeeper(self._contract)
         self._shares_left = 0
@@ -280,7 +279,9 @@ class ContractCheck:
                 text = broken or "The run meets its precision contract."
                 data = {"checked": text != keeper.unchecked}
                 severity: Severity = "warning" if broken else "info"
-                self._events.append(Event("contract_checked", text, iteration, severity, phase="step", data=data))
+                self._context.events.append(
+                    Event("contract_checked", text, iteration, severity, phase="step", data=data)
+                )
 
 
 class ParameterChecks:

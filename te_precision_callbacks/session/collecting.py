@@ -1,38 +1,23 @@
-"""Collects the statistics of a step, reduced over ranks, and the scalars of users' features and of the trainer."""
+"""Collects the statistics of a step, reduced over ranks, and the scalars of users' features."""
 
 from __future__ import annotations
 
 import logging
 import time
 from array import array
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.errors import ObservationError
-from te_precision_callbacks.base.ranks import own_rank
-from te_precision_callbacks.base.scalars import ScalarBuffer, is_on_host, is_scalar, to_floats
-from te_precision_callbacks.instrumentation.debug_path import DelayedScalingLayers
+from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.observation import Observation
-from te_precision_callbacks.runs.summary import is_training_loss
 from te_precision_callbacks.session.context import RunContext
-from te_precision_callbacks.session.model import NamedLayers
-from te_precision_callbacks.sinks.step_records import Scalars, StepRecords
+from te_precision_callbacks.session.model import ObservedModel
+from te_precision_callbacks.sinks.step_records import StepRecords
 from te_precision_callbacks.statistics.series import Measured, parse_log_name
 
 logger = logging.getLogger(__name__)
-
-_MOST_LOSSES = 10_000
-"""Maximum number of losses that a rank keeps for rank 0 between two collection steps."""
-
-_MOST_KEPT = 256
-_LONGEST = 1.0
-"""Number of scalars, and seconds, after which the trainer's scalars are copied to the host."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +43,12 @@ class StepCollector:
         context: RunContext,
         observation: Observation,
         scalars: ScalarBuffer,
-        layers: NamedLayers,
-        delayed_scaling: DelayedScalingLayers,
+        model: ObservedModel,
     ) -> None:
         self._context = context
         self._observation = observation
         self._scalars = scalars
-        self._layers = layers
-        self._delayed_scaling = delayed_scaling
+        self._model = model
         self._measured: Measured | None = None
         self._is_local = False
 
@@ -105,21 +88,15 @@ class StepCollector:
         results = self._context.results
         ranks = self._context.ranks
         table = results.series
-        measured = self._measured
-        local = self._is_local
-        histograms: Mapping[int, tuple[float, ...]] = {}
         try:
             names = [name for name, _ in self._scalars.entries]
-            own = [table.intern(*parse_log_name(name, self._layers.names)) for name in names]
-            series = np.array(own, dtype=np.int32)
-            numbers = np.array(self._scalars.read())
-            if measured:
-                series = np.concatenate([measured.series, series])
-                numbers = np.concatenate([measured.values, numbers])
-                histograms = measured.histograms
-                local = local or measured.local
-            elif not names:
+            if not self._measured and not names:
                 return None
+            measured = self._measured or Measured(table, np.empty(0, np.int32), np.empty(0))
+            local = self._is_local or measured.local
+            own = [table.intern(*parse_log_name(name, self._model.layers.names)) for name in names]
+            series = np.concatenate([measured.series, np.array(own, np.int32)])
+            numbers = np.concatenate([measured.values, self._scalars.read()])
         except Exception as error:
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
             return None
@@ -137,91 +114,13 @@ class StepCollector:
             table=table,
             series=series,
             values=array("d", numbers.tobytes()),
-            histograms=histograms,
+            histograms=measured.histograms,
             local=local,
             own=[False] * reduced + [True] * (len(series) - reduced),
-            unscaled=self._delayed_scaling.unscaled(ending.iteration, self._layers.modules, layers),
+            unscaled=self._model.hooks.answers.delayed_scaling.unscaled(
+                ending.iteration, self._model.layers.modules, layers
+            ),
             observe_seconds=time.perf_counter() - ending.begun,
         )
         results.statistics.add(records)
         return records
-
-
-class Loss(NamedTuple):
-    """A training loss that a rank sends to rank 0; the value is text, since JSON has no inf and nan."""
-
-    rank: int
-    iteration: int
-    logging_step: int
-    name: str
-    value: str
-
-
-class TrainerScalars:
-    """Buffers the trainer's scalars until they are copied to the host.
-
-    Attributes:
-        has_loss: whether a training loss was added.
-        are_shared: whether ranks have exchanged losses.
-        losses: training losses that rank 0 may not have: in a pipeline, only the last stage computes the loss.
-    """
-
-    def __init__(self, context: RunContext) -> None:
-        self.has_loss = False
-        self.are_shared = False
-        self.losses: deque[Loss] = deque(maxlen=_MOST_LOSSES)
-        self._context = context
-        self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # by iteration and logging step
-        self._kept_since = 0.0
-
-    def add(self, iteration: int, logging_step: int, values: Mapping[str, Any]) -> None:
-        if not self._kept:
-            self._kept_since = time.monotonic()
-        for name, value in values.items():
-            if is_scalar(value):
-                self.has_loss |= is_training_loss(str(name))
-                of_step = self._kept.setdefault((iteration, logging_step), {})
-                of_step[str(name)] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-            elif self._context.notices.first(f"scalar {name}"):
-                shape = getattr(value, "shape", None)
-                what = repr(value) if shape is None else f"a tensor of shape {tuple(shape)}"
-                logger.warning("log(): %r must be a number or a one-element tensor, not %s. Skipped.", name, what)
-
-    def exchange_losses(self) -> list[Scalars]:
-        """Return the mean losses over the ranks that have one. All ranks must call this."""
-        self.are_shared = True
-        own = list(self.losses)
-        self.losses.clear()
-        of_steps = group_by_key(
-            ((loss.iteration, loss.logging_step, loss.name), float(loss.value))
-            for loss in self._context.ranks.pool(own, "losses", Loss)
-        )
-        scalars = []
-        for (iteration, logging_step, name), values in sorted(of_steps.items()):
-            scalars.append(Scalars(iteration, logging_step, {name: sum(values) / len(values)}))
-        return scalars
-
-    def take(self, *, at_once: bool) -> list[Scalars]:
-        """Return the scalars since the last call.
-
-        Scalars on a GPU are returned only now and then, since copying them in each step would wait for the device.
-
-        Args:
-            at_once: return them now.
-        """
-        kept = self._kept
-        values = [value for of_step in kept.values() for value in of_step.values()]
-        is_early = len(values) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
-        if is_early and not at_once and not all(map(is_on_host, values)):
-            return []
-        self._kept = {}
-        scalars = []
-        with self._context.failures.guard("reading", "the trainer metrics"):
-            numbers = iter(to_floats(values))
-            for (iteration, logging_step), of_step in kept.items():
-                read = {name: next(numbers) for name in of_step}
-                scalars.append(Scalars(iteration, logging_step, read))
-                for name, number in () if self._context.ranks.leads else read.items():
-                    if is_training_loss(name):
-                        self.losses.append(Loss(own_rank(), iteration, logging_step, name, repr(number)))
-        return scalars

@@ -10,7 +10,6 @@ from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.coverage.coverage import NOTHING, Coverage
 from te_precision_callbacks.coverage.history import CoverageHistory
-from te_precision_callbacks.coverage.other_steps import OtherSteps, other_steps
 from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.diagnosis.engine import Diagnosis
@@ -18,8 +17,8 @@ from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.runs.fingerprints import ResumeReport
-from te_precision_callbacks.sinks.step_records import Event, LayerInfo
-from te_precision_callbacks.sinks.worst import RunStatistics
+from te_precision_callbacks.sinks.metrics import RunStatistics
+from te_precision_callbacks.sinks.step_records import Event, LayerInfo, Scalars
 from te_precision_callbacks.statistics.series import SeriesTable
 
 
@@ -73,11 +72,6 @@ class RunResults:
         last = iteration if self.iterations.last is None else self.iterations.last
         return self.coverage.at(iteration, last)
 
-    def other_steps(self) -> list[OtherSteps]:
-        if not self.coverage.has_changed:
-            return []  # the usual case, without a loop over thousands of layers
-        return other_steps(self.coverage.by_span())
-
     def coverage_with_other_ranks(self, iteration: int | None) -> Coverage:
         """Return :meth:`InspectSession.coverage` of an iteration; None for the last iteration."""
         iteration = self.table.history.iterations.last if iteration is None else iteration
@@ -108,7 +102,7 @@ class RunContext:
     ranks: Ranks
     inspector: Inspector
     notices: Notices = field(default_factory=Notices)
-    events: list[Event] = field(default_factory=list)
+    events: list[Event | Scalars] = field(default_factory=list)
 
     @property
     def iteration(self) -> int:

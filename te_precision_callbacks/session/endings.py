@@ -18,12 +18,12 @@ from te_precision_callbacks.base.errors import SessionError, error_text, is_fail
 from te_precision_callbacks.base.terminal import shell_command, visible
 from te_precision_callbacks.coverage.contract_keeper import PrecisionContractError
 from te_precision_callbacks.coverage.coverage import Coverage
-from te_precision_callbacks.coverage.other_steps import format_other_steps
+from te_precision_callbacks.coverage.other_steps import format_other_steps, other_steps
 from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.session.context import RunContext
-from te_precision_callbacks.session.delivery import RunFiles
+from te_precision_callbacks.session.delivery import Sinks
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,11 @@ def stop_at_exit(stop: Callable[[BaseException | None], None]) -> Finalize:
             )
         finally:
             if isinstance(error, KeyboardInterrupt):
-                _end_by_sigint()
+                # Let Python end the process by SIGINT, as shells and schedulers expect. It does so if the last source
+                # text that it ran ended with KeyboardInterrupt (3.11, Python/pythonrun.c: run_eval_code_obj). The end
+                # of a session may have run other source texts: collections.namedtuple does.
+                with suppress(KeyboardInterrupt):
+                    exec("raise KeyboardInterrupt")
 
     # A child of multiprocessing calls it too, although it calls no atexit functions.
     return Finalize(None, end, exitpriority=100)
@@ -82,16 +86,6 @@ def end_of_process() -> BaseException | None:
     if not is_known or sys.flags.interactive or hasattr(sys, "ps1"):
         return ProcessEnded("The process ended before the session was stopped, and its exit status is not known.")
     return error if is_failure(error) else None
-
-
-def _end_by_sigint() -> None:
-    """Let Python end the process by SIGINT after an uncaught Ctrl-C, as shells and schedulers expect.
-
-    Python does so if the last source text that it ran ended with KeyboardInterrupt (3.11, ``Python/pythonrun.c:
-    run_eval_code_obj``). The end of a session may have run other source texts: ``collections.namedtuple`` does.
-    """
-    with suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
 
 
 @contextmanager
@@ -134,15 +128,15 @@ MOST_LINES = 9
 class ClosingReport:
     """Reports at the end of a session: coverage, the verdict, and the places of logs and page."""
 
-    def __init__(self, context: RunContext, files: RunFiles) -> None:
+    def __init__(self, context: RunContext, sinks: Sinks) -> None:
         self._context = context
         self._results = context.results
-        self._files = files
+        self._sinks = sinks
         self._ran: list[str] = []
 
     def check_whole_run(self) -> None:
         """Check a resumed run including its earlier starts, as ``te-precision diagnose`` does."""
-        place = self._files.place
+        place = self._sinks.place
         if place is not None and place.segment:
             from te_precision_callbacks.diagnosis.replay import diagnose
             from te_precision_callbacks.runs import open_run
@@ -153,17 +147,19 @@ class ClosingReport:
         results = self._results
         coverage = results.coverage_with_other_ranks(None)
         if coverage:
-            other_steps = format_other_steps(results.other_steps())
-            if not other_steps and not results.table.history.has_changed:
+            others: list[str] = []
+            if results.coverage.has_changed:  # else no loop over thousands of layers
+                others = format_other_steps(other_steps(results.coverage.by_span()))
+            if not others and not results.table.history.has_changed:
                 # The steps differ in sizes alone, as with a smaller last batch, so the line holds for all of them.
                 coverage = Coverage(coverage, state=coverage.state)
-            self._ran = [str(coverage), *other_steps]
+            self._ran = [str(coverage), *others]
             for text in self._ran:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
 
     def print_verdict(self, error: BaseException | None) -> None:
-        folder = str(self._files.run_folder)
+        folder = str(self._sinks.run_folder)
         log_dir = self._results.log_dir
         page = ""
         if folder != str(log_dir):  # the run has records

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import yaml
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.ranks import is_distributed
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.config.planning import Section
 from te_precision_callbacks.coverage.gemm_precision import GemmPrecision
 from te_precision_callbacks.coverage.other_steps import columns_of
@@ -63,45 +63,37 @@ class RunFacts:
         self._options = context.options
         self._model = model
         self._results = context.results
-        self._integration = context.results.integration
         self._taken: tuple[object, ...] = (None,)
         self._scales_loss = False
         self._rests_until = 0.0
         self._machine: Row | None = None
 
-    def has_changed(self, *, at_last: bool, has_statistics: bool) -> bool:
-        """Return whether there are new facts to collect.
+    def take(self, *, at_last: bool, has_statistics: bool) -> FactTables | None:
+        """Return the facts, or None without new ones.
 
-        False for a while after a collection, unless ``at_last``, or if statistics were collected in another precision,
+        None for a while after a collection, unless ``at_last``, or if statistics were collected in another precision,
         or a GradScaler has been seen: the rules that check them depend on it.
         """
-        is_due = at_last or time.perf_counter() >= self._rests_until
-        is_due |= self._results.scales_loss != self._scales_loss
-        is_due |= has_statistics and self._results.table.changes != self._taken[0]
-        return is_due and self._state != self._taken
-
-    @property
-    def _state(self) -> tuple[object, ...]:
-        """The state that determines the facts; first the changes of precision."""
+        begun = time.perf_counter()
         results = self._results
         coverage = results.coverage
+        is_due = at_last or begun >= self._rests_until or results.scales_loss != self._scales_loss
+        if not is_due and not (has_statistics and results.table.changes != self._taken[0]):
+            return None
         changes = results.table.changes, results.layers, coverage.changes
         settings = results.scales_loss, results.adds_eps, self._model.hooks.selected_gemms.unmeasured
-        return *changes, len(coverage.other_ranks_products), len(coverage.unconverted), *settings
-
-    def take(self) -> FactTables:
-        begun = time.perf_counter()
-        state = self._state
+        state = *changes, len(coverage.other_ranks_products), len(coverage.unconverted), *settings
+        if state == self._taken:
+            return None
         self._rests_until = begun + REST_AFTER_A_FAILURE
-        infos = self._results.layers
-        precision = self._results.table.history.whole_run()
+        infos = results.layers
+        precision = results.table.history.whole_run()
         gemms, operands = self._products()
-        layer_rows = list(self._layers(infos, gemms))
-        scopes = {row["layer"]: row["scope"] for row in layer_rows}
+        layers = self._layers(infos, gemms)
         for row in gemms:
-            row["scope"] = scopes[row["layer"]]
+            row["scope"] = layers[row["layer"]]["scope"]
         tables = {
-            "layers": layer_rows,
+            "layers": list(layers.values()),
             "gemms": gemms,
             "operands": operands,
             "states": self._states(),
@@ -110,7 +102,7 @@ class RunFacts:
         facts = FactTables(self._run(precision), tables)
         now = time.perf_counter()
         self._taken = state
-        self._scales_loss = self._results.scales_loss
+        self._scales_loss = results.scales_loss
         self._rests_until = now + (now - begun) / MOST_SHARE
         return facts
 
@@ -123,7 +115,7 @@ class RunFacts:
         return {
             **self._machine,
             "config_text": self._config_text(),
-            "config_hash": config_hash(self._model.flat_config),
+            "config_hash": self._model.config_hash,
             "recipes": list(recipes),
             "unconverted": dict(self._results.coverage.unconverted),
             "settings": self._settings(),
@@ -134,6 +126,11 @@ class RunFacts:
         reduces = self._options.reduce
         computed = modules_with_gemms(layers.modules, layers.operations)
         several = reduces and is_distributed(self._options.process_group)
+        hooks = self._model.hooks
+        runs_elsewhere = hooks.answers.ran_elsewhere and not self._results.table.order[0]
+        enters = "the script enters te.autocast(enabled=True)"
+        if runs_elsewhere or not hooks.has_enabled_autocast:
+            enters = ""
         return {
             "loss_is_scaled": self._results.scales_loss,
             "adds_eps": self._results.adds_eps,
@@ -143,26 +140,20 @@ class RunFacts:
             "ignored": ignored_arguments(recipes_of(computed)),
             "margins": margins(recipes_of(computed)),
             "amaxes": amax_reductions(computed),
-            "unmeasured": self._model.hooks.selected_gemms.unmeasured,
+            "unmeasured": hooks.selected_gemms.unmeasured,
             "loss_is_filtered": self._results.filters_loss,
-            "expects_low": self._results.expects_low or self._expects_by_region,
+            "expects_low": self._results.expects_low or enters,
         }
-
-    @property
-    def _expects_by_region(self) -> str:
-        hooks = self._model.hooks
-        if not hooks.has_enabled_autocast or (hooks.answers.ran_elsewhere and not self._results.table.order[0]):
-            return ""
-        return "the script enters te.autocast(enabled=True)"
 
     def _machine_facts(self) -> Row:
         facts = torch_facts()
+        script = sys.argv[0] if sys.argv else ""
         installed = dict(versions()) | {"python": platform.python_version()}
         for name in _TRAINERS:
             if name.partition("-")[0] in sys.modules and (version := _version_of_trainer(name)) is not None:
                 installed[name] = version
         return {
-            "integration": self._integration,
+            "integration": self._results.integration,
             "versions": installed,
             "environment": read_environment(os.environ),
             "torch_settings": dict(facts.settings),
@@ -175,7 +166,8 @@ class RunFacts:
             "te_backend": "reference" if is_installed() else "compiled",
             "reduce": self._options.reduce,
             "observe": self._options.observe,
-            "script": _script(),
+            # -c or - for code without a file, empty at an interactive prompt
+            "script": script if script in ("", "-", "-c") else os.path.abspath(script),
             "started_by": self._results.started_at,
         }
 
@@ -191,23 +183,18 @@ class RunFacts:
 
     # ------------------------------------------------------------------ tables
 
-    def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> Iterator[Row]:
+    def _layers(self, infos: Sequence[LayerInfo], gemms: Sequence[Row]) -> dict[str, Row]:
         begin = self._results.iterations.first or 0
         weights = self._weights()
-        families: dict[str, str] = {}
-        since: dict[str, int] = {}
-        names = set()
-        for row in gemms:
-            families.setdefault(row["layer"], row["family"])
-            since[row["layer"]] = min(row["since"], since.get(row["layer"], row["since"]))
+        products = group_by_key((row["layer"], row) for row in gemms)
+        rows: dict[str, Row] = {}
         for info in infos:
-            names.add(info.name)
-            yield {
+            rows[info.name] = {
                 "scope": info.scope,
                 "layer": info.name,
                 "given": info.given,
                 "class": info.module_class,
-                "family": families.get(info.name, "te"),
+                "family": products[info.name][0]["family"] if info.name in products else "te",
                 "exec_fwd": info.exec_fwd,
                 "exec_bwd": info.exec_bwd,
                 **weights.get(info.name, {}),
@@ -216,13 +203,12 @@ class RunFacts:
                 "since": begin,
             }
         for layer in self._model.layers.other_ranks_products:
-            if layer.name not in names:
-                names.add(layer.name)
-                row = {"scope": layer.scope, "layer": layer.name, "class": layer.types[0]}
-                yield {**row, "family": "te", "since": begin}
-        for name, family in families.items():
-            if name not in names:
-                yield {"scope": "", "layer": name, "family": family, "since": since[name]}
+            row = {"scope": layer.scope, "layer": layer.name, "class": layer.types[0], "family": "te", "since": begin}
+            rows.setdefault(layer.name, row)
+        for name, (first, *more) in products.items():
+            since = min(row["since"] for row in (first, *more))
+            rows.setdefault(name, {"scope": "", "layer": name, "family": first["family"], "since": since})
+        return rows
 
     def _weights(self) -> dict[str, Row]:
         columns: dict[str, Row] = {}
@@ -262,9 +248,8 @@ class RunFacts:
         for info in infos:
             for namespace, features in info.features.items():
                 for feature, options in features.items():
-                    own = [sections[name] for name in info.sections if name in sections]
                     yield {
-                        **_place(own, namespace, feature),
+                        **_place([sections[name] for name in info.sections], namespace, feature),
                         "feature": feature,
                         "layer": info.name,
                         "options": json.dumps(dict(options), default=str),
@@ -272,23 +257,16 @@ class RunFacts:
                     }
 
 
-def _script() -> str:
-    """Return the path of the script; ``-c`` or ``-`` for code without a file, empty at an interactive prompt."""
-    started = sys.argv[0] if sys.argv else ""
-    if started in ("", "-", "-c"):
-        return started
-    return os.path.abspath(started)
-
-
 def _place(sections: Sequence[Section], namespace: str, feature: str) -> Row:
     """Return section, file and line of a layer's feature, matched case-insensitively; no line for a mapping."""
-    keys = [(section, key) for section in sections for key in section.features.get(namespace, ())]
-    exact = [place for place in keys if place[1].lower() == feature.lower()]
-    for section, key in [*exact, *((section, feature) for section in sections)][:1]:
-        marks = section.places.marks
-        mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
-        return {"section": section.name, "file": section.places.name, "line": None if mark is None else mark.line}
-    return {"section": "", "file": "", "line": None}
+    section, key = sections[0], feature
+    for other in reversed(sections):
+        for spelling in other.features.get(namespace, ()):
+            if spelling.lower() == feature.lower():
+                section, key = other, spelling
+    marks = section.places.marks
+    mark = marks.get((section.name, namespace, key)) or marks.get((section.name,))
+    return {"section": section.name, "file": section.places.name, "line": None if mark is None else mark.line}
 
 
 def _plain(value: object) -> object:

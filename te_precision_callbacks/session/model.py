@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from te_precision_callbacks.base.optimizers import held_ids, held_ids_of_process
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.base.vocabulary import class_names
-from te_precision_callbacks.config.differences import FlatConfig, flat_config, require_equal
+from te_precision_callbacks.config.differences import config_hash, flat_config, require_equal
 from te_precision_callbacks.config.loading import describe_idle_sections
 from te_precision_callbacks.config.planning import LayerPlan, resolve_features
 from te_precision_callbacks.coverage.coverage import REMEDIES, Reason
@@ -29,11 +30,10 @@ from te_precision_callbacks.layers.naming import (
     Model,
     NamedModule,
     NamedOperation,
-    NamedTorchModule,
-    compiled_call,
     find_ambiguous_names,
     group_by_given_name,
     module_names,
+    modules_of,
     named_attention,
     named_operations,
     named_roots,
@@ -41,13 +41,15 @@ from te_precision_callbacks.layers.naming import (
     roots_of,
 )
 from te_precision_callbacks.options import SessionOptions
-from te_precision_callbacks.overflow.hooks import watched_modules
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.step_records import LayerInfo
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import backward_override
 
 logger = logging.getLogger(__name__)
+
+_WITHOUT_PRODUCTS = r"Norm|Dropout|Embedding|\btorch\.nn\.modules\.activation\b"
+"""Matches the classes, or the Python module, of modules without matrix products."""
 
 _FOR_TRAINER = (
     "Remedy: use transformer_engine.pytorch.checkpoint, as docs/transformers.md shows. Setting only"
@@ -110,7 +112,6 @@ class NamedLayers:
         self.modules: tuple[NamedModule, ...] = ()
         self.operations: Sequence[NamedOperation] = ()
         self.names: frozenset[str] = frozenset()
-        self._attentions: Mapping[int, str] = {}
         self.of_all: tuple[Layer, ...] = ()
         self.given: dict[str, str] = {}
         self._options = options
@@ -120,11 +121,10 @@ class NamedLayers:
     def own(self) -> list[Layer]:
         return list(itertools.chain.from_iterable(module.layers for module in self.modules))
 
-    @property
-    def other_names(self) -> dict[int, str]:
-        """Id of an attention module or ``te.ops`` operation of this rank -> its name."""
+    def other_names(self, model: Model) -> dict[int, str]:
+        """Return id -> name of attention modules and ``te.ops`` operations of this rank."""
         operations = {id(named.module): named.names[0] for named in self.operations if named.names}
-        return {**self._attentions, **operations}
+        return {**named_attention(model, self.paths(model)), **operations}
 
     @property
     def other_ranks_products(self) -> list[Layer]:
@@ -136,7 +136,16 @@ class NamedLayers:
         self._find(model)
         layers = ranks.pool(self.own, "layers", Layer)
         if alike := find_ambiguous_names(layers):
-            self._name_by_number(alike)
+            self._by_number = True
+            if own_rank() == 0:
+                name, numbered = next(iter(alike.items()))
+                logger.warning(
+                    "Ranks have different layers at the same path, as in pipeline and expert parallelism (%r is %s). So"
+                    " layers are named by layer_number, counted from 0, experts by their range of numbers, and others"
+                    " by stage and expert rank.",
+                    name,
+                    " or ".join(map(repr, numbered)),
+                )
             self._find(model)
             layers = ranks.pool(self.own, "numbered layers", Layer)
         self.of_all = tuple(layers)
@@ -149,20 +158,7 @@ class NamedLayers:
         scope = self._options.scope
         self.modules = named_te_modules(model, names, by_number=self._by_number, scope=scope)
         self.operations = named_operations(model, by_number=self._by_number, scope=scope)
-        self._attentions = named_attention(model, self.paths(model))
         self.names = frozenset(layer.name for layer in self.own)
-
-    def _name_by_number(self, alike: Mapping[str, Sequence[str]]) -> None:
-        self._by_number = True
-        if own_rank() == 0:
-            name, numbered = next(iter(alike.items()))
-            logger.warning(
-                "Ranks have different layers at the same path, as in pipeline and expert parallelism (%r is %s). So"
-                " layers are named by layer_number, counted from 0, experts by their range of numbers, and others by"
-                " stage and expert rank.",
-                name,
-                " or ".join(map(repr, numbered)),
-            )
 
     def paths(self, model: Model) -> dict[int, str]:
         return module_names(model, by_number=self._by_number, scope=self._options.scope)
@@ -173,13 +169,13 @@ class ObservedModel:
 
     Attributes:
         model: an empty sequence before :meth:`attach`.
-        flat_config: the config with its registered features.
+        config_hash: the hash of the config with its registered features.
     """
 
     def __init__(self, context: RunContext, hooks: ForwardHooks, engine: StatisticsEngine) -> None:
         self.layers = NamedLayers(context.options)
         self.attached = False
-        self.flat_config: FlatConfig = {}
+        self.config_hash = ""
         self.model: Model = ()
         self._context = context
         self._inspector = context.inspector
@@ -221,11 +217,9 @@ class ObservedModel:
                 fused.pop(id(named.module), None)
                 not_fused.pop(named.name, None)
         config = {"layer_names": repr(options.config.layer_names), **flat_config(enabled, sections)}
-        agreed = dict(config)
-        for name in ("strict", "debug", "require"):
-            agreed[name] = repr(getattr(options, name))
-        require_equal(agreed, inspector.iteration, ranks)
-        self.flat_config = config
+        settings = {name: repr(getattr(options, name)) for name in ("strict", "debug", "require")}
+        require_equal({**config, **settings}, inspector.iteration, ranks)
+        self.config_hash = config_hash(config)
         watched = ACTIVATION_OVERFLOW in options.debug
         goes_on = "with only activation overflow detection" if watched else "without precision debugging"
         for text in describe_idle_sections(options.config, sections):
@@ -259,18 +253,8 @@ class ObservedModel:
     def roots(self) -> list[torch.nn.Module]:
         return roots_of(self.model)
 
-    def named_modules(self) -> Iterator[NamedTorchModule]:
-        """Yield name and module for all modules that can run hooks, except the model itself."""
-        names = self.layers.paths(self.model)
-        roots = tuple(named_roots(self.model) or ())
-        whole = {id(root) for _, root in roots}
-        for _, module in watched_modules(roots):
-            if id(module) in names and id(module) not in whole and compiled_call(module) is None:
-                yield names[id(module)], module
-
     def holds(self, *modules: torch.nn.Module | None) -> bool:
-        held = itertools.chain.from_iterable(root.modules() for root in self.roots)
-        return not set(map(id, modules)).isdisjoint(map(id, held))
+        return not set(modules).isdisjoint(modules_of(self.model))
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return itertools.chain.from_iterable(root.parameters() for root in self.roots)
@@ -278,14 +262,13 @@ class ObservedModel:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Module]]:
         """Yield name, parameter and module, once per parameter."""
         names = self.layers.paths(self.model)
-        seen = set[int]()
-        for root in self.roots:
-            for module in root.modules():
-                for own, parameter in module._parameters.items():
-                    if parameter is not None and id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        path = names.get(id(module), "")
-                        yield f"{path}.{own}" if path else own, parameter, module
+        seen = set[torch.nn.Parameter]()
+        for module in modules_of(self.model):
+            for own, parameter in module._parameters.items():
+                if parameter is not None and parameter not in seen:
+                    seen.add(parameter)
+                    path = names.get(id(module), "")
+                    yield f"{path}.{own}" if path else own, parameter, module
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         return not set(held_ids(optimizer)).isdisjoint(map(id, self.parameters()))
@@ -294,9 +277,16 @@ class ObservedModel:
         self.hooks.end_step()
         self.warn_of_refused()
         self._warn_of_unwatched()
-        self.note_order()
-        self.note_unobserved()
-        self.note_products()
+        self.note_step()
+
+    def note_step(self) -> None:
+        """Note the order of the layers, and what a step has run."""
+        known = sum(map(len, self._results.table.order))
+        if known != self._ordered:
+            self._ordered = known
+            self._describe_layers()
+        self._note_unobserved()
+        self._note_products()
 
     def _warn_of_unwatched(self) -> None:
         unwatched = []
@@ -327,12 +317,6 @@ class ObservedModel:
             self._context.note_unobserved(text)
             logger.warning("%s. %s", text, remedy)
 
-    def note_order(self) -> None:
-        known = sum(map(len, self._results.table.order))
-        if known != self._ordered:
-            self._ordered = known
-            self._describe_layers()
-
     def _describe_layers(self) -> None:
         forward, backward = self._results.table.order
         infos = []
@@ -352,7 +336,7 @@ class ObservedModel:
             infos.append(info)
         self._results.layers = tuple(infos)
 
-    def note_unobserved(self) -> None:
+    def _note_unobserved(self) -> None:
         """Note the layers that ran only in forwards that are not observed, with the reasons.
 
         Coverage also gets layers with some unobserved forwards of the training, layers that were added to the model,
@@ -390,17 +374,14 @@ class ObservedModel:
         """Return the paths of norms, embeddings, activation functions and dropout."""
         names = self.layers.paths(self.model)
         paths = []
-        for module in itertools.chain.from_iterable(root.modules() for root in self.roots):
-            kinds = class_names(module)
-            is_activation = type(module).__module__ == "torch.nn.modules.activation" and not module._modules
-            is_simple = is_activation or any(
-                part in kind for kind in kinds for part in ("Norm", "Dropout", "Embedding")
-            )
-            if is_simple and not module._modules and te_modules.find(type(module)) is None and id(module) in names:
+        for module in modules_of(self.model):
+            kinds = " ".join((type(module).__module__, *class_names(module)))
+            is_simple = not module._modules and re.search(_WITHOUT_PRODUCTS, kinds)
+            if is_simple and te_modules.find(type(module)) is None and id(module) in names:
                 paths.append(names[id(module)])
         return paths
 
-    def note_products(self) -> None:
+    def _note_products(self) -> None:
         step = self.hooks.products.take_step()
         if step is None:
             return

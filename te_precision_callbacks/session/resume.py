@@ -24,7 +24,6 @@ from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import ResumeAuditError
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.scalars import is_scalar, to_floats
-from te_precision_callbacks.config.differences import config_hash
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule, modules_by_layer
 from te_precision_callbacks.runs.fingerprints import (
@@ -40,7 +39,6 @@ from te_precision_callbacks.runs.fingerprints import (
 )
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
-from te_precision_callbacks.runs.summary import is_training_loss
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Severity
@@ -85,39 +83,27 @@ class ResumeAudit:
         self._records = records
         self._failures = context.failures
         self._run_id = new_run_id()
-        self._left: list[tuple[weakref.ref[torch.nn.Module], str, tuple[Layer, ...]]] = []
+        self._left = weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, tuple[Layer, ...]]]()
         self._config = ""
         self._saved: Fingerprint | None = None
         self._restored: Fingerprint | None = None
         self._handle: RemovableHandle | None = None
+        self._steps: list[torch.Tensor] | None = None  # of the optimizer, before its first step in the session
 
     # ------------------------------------------------------------------ saving
-
-    def text(self, iteration: int) -> str | None:
-        """Return the fingerprint of this rank as JSON; None without layers, and after a failure."""
-        fingerprint = self._take(iteration)
-        if fingerprint is None:
-            return None
-        return fingerprint.to_text()
-
-    def save(self, folder: Path, iteration: int) -> None:
-        fingerprint = self._take(iteration)
-        if fingerprint is not None:
-            try:
-                write(fingerprint, folder)
-            except OSError as error:
-                self._failures.report("writing", f"a fingerprint into {folder}", error)
 
     def end(self) -> None:
         self._forget()
         if self._model is not None:
-            self._config = config_hash(self._model.flat_config)
+            self._config = self._model.config_hash
             self._run_id = self._name_of_run
             self._records = None
-            self._left = [(weakref.ref(named.module), named.name, named.layers) for named in self._model.layers.modules]
+            for named in self._model.layers.modules:
+                self._left[named.module] = named.name, named.layers
             self._model = None
 
-    def _take(self, iteration: int) -> Fingerprint | None:
+    def take(self, iteration: int) -> Fingerprint | None:
+        """Return the fingerprint of this rank; None without layers, and after a failure."""
         modules = self._modules()
         if not modules:
             return None
@@ -141,7 +127,7 @@ class ResumeAudit:
             run=self._name_of_run,
             rank=own_rank(),
             world_size=world_size(),
-            config=self._config if model is None else config_hash(model.flat_config),
+            config=self._config if model is None else model.config_hash,
             versions=dict(versions()),
         )
         return with_layers(facts, self._modules())
@@ -155,12 +141,15 @@ class ResumeAudit:
     def _modules(self) -> Sequence[NamedModule]:
         if self._model is not None:
             return self._model.layers.modules
-        modules = []
-        for reference, name, layers in self._left:
-            module = reference()
-            if module is not None:
-                modules.append(NamedModule(module, name, layers))
-        return modules
+        return [NamedModule(module, *names) for module, names in self._left.items()]
+
+    def save(self, folder: Path, iteration: int) -> None:
+        fingerprint = self.take(iteration)
+        if fingerprint is not None:
+            try:
+                write(fingerprint, folder)
+            except OSError as error:
+                self._failures.report("writing", f"a fingerprint into {folder}", error)
 
     # ------------------------------------------------------------------ restoring
 
@@ -194,7 +183,39 @@ class ResumeAudit:
             self._restored = self._with_layers(0)
             self._saved = saved
 
-    def compare_restored(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model
+        if self._steps is None and model is not None and model.is_trained_by(optimizer):
+            self._steps = []
+            with self._failures.guard("looking for", "the scales of a resume"):
+                self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
+        self._compare_restored()
+
+    def end_step(self) -> None:
+        """Without a fingerprint, find lost scales: the optimizer has stepped before, and all scales are new."""
+        self._compare_restored()
+        steps = max(map(float, self._steps or ()), default=0.0)
+        model = self._model
+        if steps < 1 or model is None or self._results.resume is not None:
+            return
+        self._steps = []
+        modules = model.layers.modules
+        layers = list(modules_by_layer(named for named in modules if any(delayed_states(named.module))))
+        unscaled = model.hooks.answers.delayed_scaling.unscaled(self._context.iteration, modules, ())
+        if layers and unscaled.issuperset(layers):
+            text = (
+                f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
+                f" delayed scaling are new, in all {many(len(layers), 'layer')}."
+            )
+            self._report(text, "warning", layers)
+            logger.warning("%s\n%s", text, _REMEDY)
+
+    def _report(self, text: str, severity: Severity, without_scales: Sequence[str]) -> None:
+        data = {"without_scales": list(without_scales)}
+        event = Event("resume_audited", text, self._context.iteration, severity, phase="checkpoint", data=data)
+        self._context.events.append(event)
+
+    def _compare_restored(self) -> None:
         """Compare and report, once: before the first step of an optimizer, or else at the end of the first step."""
         saved = self._saved
         restored = self._restored
@@ -204,11 +225,7 @@ class ResumeAudit:
         with self._failures.guard("auditing", "the resume"):
             report = compare(saved, with_recipes(restored, self._modules(), self._results.table.trained_in_fp8))
             self._results.resume = report
-            severity: Severity = "warning" if report.findings else "info"
-            data = {"without_scales": list(report.without_scales)}
-            iteration = self._context.iteration
-            event = Event("resume_audited", str(report), iteration, severity, phase="checkpoint", data=data)
-            self._context.events.append(event)
+            self._report(str(report), "warning" if report.findings else "info", report.without_scales)
             if not report.findings:
                 logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
             elif self._context.options.strict:
@@ -222,40 +239,6 @@ class ResumeAudit:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-
-class ScaleRestoreCheck:
-    """Finds scales that a resume without a fingerprint lost: the optimizer has stepped, and all scales are new."""
-
-    def __init__(self, context: RunContext, model: ObservedModel) -> None:
-        self._context = context
-        self._model = model
-        self._steps: list[torch.Tensor] | None = None  # of the optimizer, before its first step in the session
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._steps is None and self._model.is_trained_by(optimizer):
-            self._steps = []
-            with self._context.failures.guard("looking for", "the scales of a resume"):
-                self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
-
-    def end_step(self) -> None:
-        steps = max(map(float, self._steps or ()), default=0.0)
-        if steps < 1 or self._context.results.resume is not None:
-            return
-        self._steps = []
-        iteration = self._context.iteration
-        modules = self._model.layers.modules
-        layers = list(modules_by_layer(named for named in modules if any(delayed_states(named.module))))
-        if layers and self._model.hooks.answers.delayed_scaling.unscaled(iteration, modules, ()).issuperset(layers):
-            text = (
-                f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
-                f" delayed scaling are new, in all {many(len(layers), 'layer')}."
-            )
-            data = {"without_scales": layers}
-            self._context.events.append(
-                Event("resume_audited", text, iteration, "warning", phase="checkpoint", data=data)
-            )
-            logger.warning("%s\n%s", text, _REMEDY)
 
 
 def _steps_before(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -285,7 +268,7 @@ class ResumedLoss:
 
     def __init__(self) -> None:
         self.restored: list[float] = []
-        self._recent: deque[Any] = deque(maxlen=_KEPT)
+        self._recent = deque[Any](maxlen=_KEPT)
 
     def note(self, values: Mapping[str, Any]) -> None:
         loss = next((values[name] for name in NAMES if name in values), None)
@@ -302,10 +285,8 @@ class ResumedLoss:
         self.restored = list(map(float, state.get("losses", ())))
         self._recent = deque(self.restored, _KEPT)
 
-    def take_restored(self, values: Mapping[str, Any]) -> list[float]:
-        """Return the losses of the checkpoint once, when the first training loss after the resume is logged."""
-        if not self.restored or not any(is_training_loss(str(name)) for name in values):
-            return []
+    def take_restored(self) -> list[float]:
+        """Return the losses of the checkpoint once."""
         restored = self.restored
         self.restored = []
         return restored

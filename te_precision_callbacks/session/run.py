@@ -13,13 +13,12 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ObservationError, RaisedInTraining, SessionError, is_failure
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.garbage import without_collections
-from te_precision_callbacks.base.ranks import own_rank, world_size
+from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.ranks.together import Ranks, leads
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.config.problems import ConfigError
@@ -46,21 +45,21 @@ from te_precision_callbacks.session.checks import (
     ParameterChecks,
     RuleChecks,
 )
-from te_precision_callbacks.session.collecting import EndingStep, StepCollector, TrainerScalars
+from te_precision_callbacks.session.collecting import EndingStep, StepCollector
 from te_precision_callbacks.session.context import RunContext, RunResults
-from te_precision_callbacks.session.delivery import RunFiles, Sinks, dump_events
+from te_precision_callbacks.session.delivery import Sinks, dump_events
 from te_precision_callbacks.session.endings import ClosingReport, call_on_request, forget_request, uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.session.resume import ResumeAudit, ScaleRestoreCheck, versions
+from te_precision_callbacks.session.resume import ResumeAudit
 from te_precision_callbacks.session.training_loop import (
-    BackwardLoss,
     LoopChecks,
+    TrainerScalars,
     has_gradients,
     hook_optimizers,
     is_in_evaluation,
 )
-from te_precision_callbacks.sinks.step_records import Event, RunInfo, Scalars, Sink, StepRecords, end_of
+from te_precision_callbacks.sinks.step_records import Event, Scalars, Sink, StepRecords, end_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,27 +105,21 @@ class Run:
         model = ObservedModel(context, self.hooks, engine)
         self.model = model
         self._loop_checks = LoopChecks(context, model)
-        self._optimizer_hooks: list[RemovableHandle] = []
+        self._is_hooked = False
         self._updated_at: int | None = None  # the last iteration in which an optimizer has stepped with gradients
-        self._logs_updates = options.config.is_default
-        self._collector = StepCollector(
-            context, self.observation, scalars, model.layers, self.hooks.answers.delayed_scaling
-        )
-        self._trainer_scalars = TrainerScalars(context)
+        self._collector = StepCollector(context, self.observation, scalars, model)
+        self.trainer_scalars = TrainerScalars(context)
         self._every_step = EveryStepCheck(context, self.hooks.every_step)
         self._rules = RuleChecks(context, self._every_step)
         self._contract = ContractCheck(context)
         self._parameters = ParameterChecks(context, model, scalars, self._every_step)
         self.hooks.products.around_backward = self._parameters.watch.clearing.around_backward
-        self.backward_loss = BackwardLoss(failures, self._trainer_scalars)
         self._clipping = ClippingWatch(self._parameters.watch.before_clipping, failures)
         self.overflow = OverflowCheck(context)
-        self._files = RunFiles(context, model.layers.given)
         self._facts = RunFacts(context, model)
-        self._sinks = Sinks(context, [*self._files.sinks, *sinks, *options.sinks])
-        self.resume_audit = ResumeAudit(context, model, self._files.records)
-        self._scale_restore = ScaleRestoreCheck(context, model)
-        self._closing = ClosingReport(context, self._files)
+        self._sinks = Sinks(context, model.layers.given, [*sinks, *options.sinks])
+        self.resume_audit = ResumeAudit(context, model, self._sinks.records)
+        self._closing = ClosingReport(context, self._sinks)
         self._undo = ExitStack()
         for undo in (
             classify.end,
@@ -135,7 +128,7 @@ class Run:
             self._parameters.watch.remove,
             self._clipping.remove,
             self.resume_audit.end,
-            self.backward_loss.remove,
+            self.trainer_scalars.remove,
         ):
             self._undo.callback(undo)
 
@@ -163,26 +156,25 @@ class Run:
         ranks.meet()
         with ranks.together("attaching a session", SessionError, ConfigError, agree=ranks.several):
             self.observation.engine.reduce_over(ranks.messages)
-            self.context.inspector.events.begin(in_full=self._files.writes_all)
-            self._files.attach()
+            self.context.inspector.events.begin(in_full=self._sinks.writes_all)
+            self._sinks.attach()
             self.model.attach(model)
             self._contract.attach(self.model)
             self._parameters.watch.begin(self.iteration)
-            if not self._optimizer_hooks:
-                self._optimizer_hooks += hook_optimizers(self._before_optimizer_step, self._after_optimizer_step)
+            if not self._is_hooked:
+                self._is_hooked = True
+                for hook in hook_optimizers(self._before_optimizer_step, self._after_optimizer_step):
+                    self._undo.callback(hook.remove)
                 self._undo.callback(call_before_scaled_steps(self._before_scaled_step))
-                for handle in self._optimizer_hooks:
-                    self._undo.callback(handle.remove)
             self._clipping.begin()
             self.overflow.attach(model)
         ranks.settle()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         place = len(self.hooks.every_step.ring.order)
-        is_collected = self._logs_updates and bool(self.hooks.answers.watched.due)
+        is_collected = self.context.options.config.is_default and bool(self.hooks.answers.watched.due)
         self._parameters.before_optimizer_step(optimizer, self.iteration, place, is_collected=is_collected)
-        self._scale_restore.before_step(optimizer)
-        self.resume_audit.compare_restored()
+        self.resume_audit.before_step(optimizer)
         if self._rules.stops_for_nonfinite and not self._results.scales_loss and not is_capturing():
             self._stop_before_step(optimizer)
 
@@ -238,7 +230,7 @@ class Run:
                 try:
                     return self._end_step(logging_step)
                 finally:
-                    for thread in self._files.threads:
+                    for thread in self._sinks.threads:
                         thread.catch_up()
         except RaisedInTraining:
             raise
@@ -298,21 +290,20 @@ class Run:
         if self._rules.stops_for_nonfinite and self._updated_at is not None:
             self._rules.begin_step(iteration - self._updated_at)
         # Collect what this rank has seen in the step.
-        self.resume_audit.compare_restored()
-        self._scale_restore.end_step()
-        self._trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
-        self.backward_loss.end_step(iteration, ending.logging_step)
+        self.resume_audit.end_step()
+        self.trainer_scalars.add(iteration, ending.logging_step, self._clipping.take())
+        self.trainer_scalars.end_step(iteration, ending.logging_step)
         self._loop_checks.end_step(in_regions=self.hooks.has_entered_autocast)
         self.context.inspector.report_events()
         stepped = self._parameters.watch.stepped(iteration)
         self._every_step.end_step(iteration, waits=self.observation.engine.has_news, stepped=stepped)
         self.model.end_step()
         self._parameters.watch.updates.end_step()
-        self._start_sinks(together=True)
+        self._sinks.start(together=True)
         # Reduce the statistics over the ranks, and begin the next iteration.
         ranks = self._ranks
         optimizer_steps = self._loop_checks.optimizer_steps
-        wants_losses = ranks.leads and optimizer_steps > 1 and not self._trainer_scalars.has_loss
+        wants_losses = ranks.leads and optimizer_steps > 1 and not self.trainer_scalars.has_loss
         ranks.request(losses=wants_losses, origins=bool(self._every_step.unsent))
         self._contract.begin_step(iteration)
         self._collector.reduce(ending, optimizer_steps)
@@ -339,47 +330,28 @@ class Run:
     def _exchange(self, *, losses: bool, origins: bool) -> None:
         """Send losses and origins of inf and nan to the first rank; all ranks must call this."""
         of_others = self._every_step.exchange_origins(self._ranks) if origins else []
-        shared = self._trainer_scalars.exchange_losses() if losses else []
+        shared = self.trainer_scalars.exchange_losses() if losses else []
         if self._ranks.leads:
             for rank, event in of_others:
                 self._rules.event(event, rank)
-            if shared:
-                self._send_scalars(shared)
-
-    def _start_sinks(self, *, together: bool) -> None:
-        """Start the sinks, unless they have started; ``together``: whether all ranks call this."""
-        if self._sinks.have_started:
-            return
-        if together:
-            self._files.begin(self._sinks)
-        self._sinks.start(
-            RunInfo(
-                log_dir=self._results.log_dir,
-                rank=own_rank(),
-                world_size=world_size(),
-                start_iteration=self.iteration,
-                layers=self._results.layers,
-                versions=dict(versions()),
-                config=self.context.options.config.name,
-            )
-        )
+            self._send(*shared)
 
     def _check_facts(self, iteration: int, *, at_last: bool = False, has_statistics: bool = False) -> None:
-        records = self._files.records
+        records = self._sinks.records
         with self._failures.guard("gathering the facts of", f"iteration {iteration}"):
             adds_eps = self._parameters.adds_eps
             if adds_eps is not None:  # otherwise the optimizer may be gone
                 self._results.adds_eps = adds_eps
-            if not self._facts.has_changed(at_last=at_last, has_statistics=has_statistics):
+            facts = self._facts.take(at_last=at_last, has_statistics=has_statistics)
+            if facts is None:
                 return
-            facts = self._facts.take()
             if records is not None and records.writes_reduced:
                 records.put_facts(facts)
             self._rules.facts(facts, iteration)
             self._send()
 
     def _deliver(self, ending: EndingStep) -> StepRecords | None:
-        self._start_sinks(together=False)
+        self._sinks.start(together=False)
         self.last_logging_step = ending.logging_step
         records = self._collector.read(ending)
         if records is None:
@@ -405,42 +377,37 @@ class Run:
 
     # ------------------------------------------------------------------ events
 
-    def _send(self, *events: Event) -> None:
-        """Send the queued events, and more events, to the sinks and the rules. Findings go only to the sinks."""
+    def _send(self, *items: Event | Scalars) -> None:
+        """Send the queue, and more items, to the sinks and the rules. Findings go only to the sinks."""
         queue = self.context.events
-        queue += events
+        queue += items
         while queue:
-            event = queue.pop(0)
-            self._sinks.send(event)
-            if event.kind != "finding":
-                self._rules.event(event)
+            item = queue.pop(0)
+            self._sinks.send(item)
+            if isinstance(item, Scalars):
+                self._rules.scalars(item)
+            elif item.kind != "finding":
+                self._rules.event(item)
 
     def _send_pending(self, *, at_last: bool = False) -> None:
         self._send(*(Event("observation_failed", text, at, "error") for at, text in self._failures.take()))
-        self._send_scalars(self._trainer_scalars.take(at_once=at_last))
-        self._send()
-
-    def _send_scalars(self, scalars_of_steps: Iterable[Scalars]) -> None:
-        for scalars in scalars_of_steps:
-            self._sinks.send(scalars)
-            self._rules.scalars(scalars)
+        self._send(*self.trainer_scalars.take(at_once=at_last))
 
     # ------------------------------------------------------------------ calls of the script
 
     def flush(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
-        waits = [thread.flush_soon() for thread in self._files.threads]
+        waits = [thread.flush_soon() for thread in self._sinks.threads]
         written = [wait(until) for wait in waits]
         return all(written)
 
     def log(self, values: Mapping[str, Any], logging_step: int | None) -> None:
-        self.backward_loss.note_logged(values)
         iteration = self.iteration
         if logging_step is None:
             logging_step = self.context.logging_step(iteration)
         elif logging_step == self.last_logging_step and iteration:
             iteration -= 1
-        self._trainer_scalars.add(iteration, logging_step, values)
+        self.trainer_scalars.log(iteration, logging_step, values)
 
     def note_checkpoint(self, file: str) -> None:
         """Report a checkpoint to the sinks; ``file`` is empty if unknown."""
@@ -460,7 +427,7 @@ class Run:
     def stop(self, error: BaseException | None, logging_step: int | None) -> None:
         layers = self.model.layers
         ended_by = error or sys.exc_info()[1]
-        explain_failure(ended_by, layers.modules, layers.other_names)
+        explain_failure(ended_by, layers.modules, layers.other_names(self.model.model))
         attached = self.model.attached
         leads_all = own_rank() == 0
         with uninterrupted(), without_collections(), ExitStack() as stack:
@@ -505,11 +472,11 @@ class Run:
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
         iteration = self.iteration
         self._every_step.end_step(iteration, waits=True)
-        self.backward_loss.record()
+        self.trainer_scalars.record_loss()
         self.model.warn_of_refused()
         self._loop_checks.end(error)
-        if not self._files.writes_all and (isinstance(error, KeyboardInterrupt) or not is_failure(error)):
-            self._sinks.skipped = self._files.sinks
+        if not self._sinks.writes_all and (isinstance(error, KeyboardInterrupt) or not is_failure(error)):
+            self._sinks.skips_files = True
         last = self.last_logging_step
         if logging_step is None:
             logging_step = self.context.logging_step(iteration) if last is None else last + 1
@@ -528,9 +495,7 @@ class Run:
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
             before = self._results.coverage.changes
-            self.model.note_order()
-            self.model.note_unobserved()
-            self.model.note_products()
+            self.model.note_step()
             if self._results.coverage.changes != before:
                 self._results.table.leave(self.iteration)
         if self._contract.keeper is None or (error is not None and not attached):
@@ -562,14 +527,14 @@ class Run:
             self._every_step.note_last_nonfinite(iteration)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)
-            if error is None and self._trainer_scalars.are_shared:
+            if error is None and self.trainer_scalars.are_shared:
                 self._exchange(losses=True, origins=True)
             self._check_facts(iteration, at_last=True)
             self._send()
-            if self._files.records is not None:
-                self._files.records.step = iteration
+            if self._sinks.records is not None:
+                self._sinks.records.step = iteration
                 if self._results.iterations.last is not None:
-                    self._files.records.last = self._results.iterations.last
+                    self._sinks.records.last = self._results.iterations.last
             self._rules.event(end_of(error, max(iteration - 1, 0), iteration))
 
     def _warn_never_due(self, error: BaseException | None) -> None:

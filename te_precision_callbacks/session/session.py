@@ -27,8 +27,8 @@ from te_precision_callbacks.session.context import RunResults
 from te_precision_callbacks.session.endings import stop_at_exit
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
 from te_precision_callbacks.session.run import Run
+from te_precision_callbacks.sinks.metrics import Worst
 from te_precision_callbacks.sinks.step_records import LayerInfo, Row, Sink, StepRecords
-from te_precision_callbacks.sinks.worst import Worst
 from te_precision_callbacks.te.package import import_transformer_engine, warn_unless_supported
 
 logger = logging.getLogger(__name__)
@@ -378,7 +378,7 @@ class InspectSession:
         elif not run.is_forked:
             run.log(scalars, logging_step)
             self._resumed_loss.note(scalars)
-            run.restore_losses(self._resumed_loss.take_restored(scalars))
+            run.restore_losses(self._resumed_loss.take_restored())
 
     def follow(self, owner: Any, name: str = "loss", *, total: bool = False) -> None:
         """Record the loss that is passed to ``owner.backward(loss)``, averaged over the micro-batches of a step.
@@ -390,7 +390,7 @@ class InspectSession:
             name: the name of the recorded loss.
             total: record the sum over the micro-batches instead of the mean.
         """
-        self._running("follow()").backward_loss.follow(owner, name, total=total)
+        self._running("follow()").trainer_scalars.follow(owner, name, total=total)
 
     def stop(self, error: BaseException | None = None, logging_step: int | None = None) -> None:
         """End the session, and undo all of its changes. A no-op if the session is not running.
@@ -442,10 +442,10 @@ class InspectSession:
         """
         state: dict[str, Any] = {"iteration": self.iteration, **self._resumed_loss.saved()}
         self._note_checkpoint(file)
-        text = None if self._resume_audit is None else self._resume_audit.text(self.iteration)
-        if text is None:
-            return state
-        return {**state, "fingerprint": text}
+        fingerprint = None if self._resume_audit is None else self._resume_audit.take(self.iteration)
+        if fingerprint is not None:
+            state["fingerprint"] = fingerprint.to_text()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the iteration of a checkpoint, and audit the resume in the first step.

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.devices import is_capturing
-from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.optimizers import after_closure
 from te_precision_callbacks.base.ranks import own_rank
 from te_precision_callbacks.base.replaced import BeforeCalls
+from te_precision_callbacks.base.scalars import is_on_host, is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import NamedModule
-from te_precision_callbacks.session.collecting import TrainerScalars
+from te_precision_callbacks.runs.summary import is_training_loss
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
-from te_precision_callbacks.sinks.step_records import Event
+from te_precision_callbacks.sinks.step_records import Event, Scalars
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,13 @@ _REMEDIES: Mapping[str, str] = {
 }
 _REMEDY = "Call session.step() after each optimizer step."
 
+_MOST_LOSSES = 10_000
+"""Maximum number of losses that a rank keeps for rank 0 between two collection steps."""
+
+_MOST_KEPT = 256
+_LONGEST = 1.0
+"""Number of scalars, and seconds, after which the trainer's scalars are copied to the host."""
+
 
 def is_in_evaluation(modules: Sequence[NamedModule]) -> bool:
     """Return whether all modules are in evaluation mode, and one of them trains; a frozen base does not."""
@@ -59,31 +68,29 @@ def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
         return bool(gradients)
-    flags_of: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # DTensor: this rank's part
-        flags_of.setdefault(own.device, []).append(own.any())
-    return any(bool(torch.stack(flags).any()) for flags in flags_of.values())
+        if own.any():
+            return True
+    return False
 
 
 OptimizerMethod = Callable[[torch.optim.Optimizer], None]
 
 
 def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[RemovableHandle]:
-    """Call methods before and after each step of any optimizer; the hooks hold weak references to them.
+    """Call methods before and after each step of any optimizer.
 
     The backward of a step with a closure, as in Lightning, runs in the step: ``before`` is called after its first one.
     """
-    before_step, after_step = weakref.WeakMethod(before), weakref.WeakMethod(after)
 
     @outside_of_dynamo
     def call_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         waiting = [optimizer]
 
         def act() -> None:
-            bound = before_step()
-            if bound is not None and waiting:
-                bound(waiting.pop())
+            if waiting:
+                before(waiting.pop())
 
         wrapped = after_closure(args, keywords, act)
         if wrapped is None:
@@ -92,8 +99,7 @@ def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[Rem
 
     @outside_of_dynamo
     def call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (bound := after_step()) is not None:
-            bound(optimizer)
+        after(optimizer)
 
     return [register_optimizer_step_pre_hook(call_before), register_optimizer_step_post_hook(call_after)]
 
@@ -113,10 +119,10 @@ class LoopChecks:
         self._context = context
         self._notices = context.notices
         self._model = model
-        self._all_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._all_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._between: list[str] = []
-        self._gaps: deque[tuple[str, ...]] = deque(maxlen=_ALIKE)
+        self._gaps = deque[tuple[str, ...]](maxlen=_ALIKE)
 
     @property
     def has_trained(self) -> bool:
@@ -206,24 +212,100 @@ class LoopChecks:
             logger.warning("%s", f"{text} {ignored}".rstrip())
 
 
-class BackwardLoss:
-    """Records the loss that is passed to an object's ``backward``; it stays on its device."""
+class Loss(NamedTuple):
+    """A training loss that a rank sends to rank 0; the value is text, since JSON has no inf and nan."""
 
-    def __init__(self, failures: ObservationFailures, scalars: TrainerScalars) -> None:
-        self._failures = failures
-        self._scalars = scalars
-        self._name = ""
+    rank: int
+    iteration: int
+    logging_step: int
+    name: str
+    value: str
+
+
+class TrainerScalars:
+    """Buffers the scalars of the training until they are copied to the host.
+
+    These are what the script and the trainer log, and the loss that is passed to an object's ``backward``.
+
+    Attributes:
+        has_loss: whether a training loss was added.
+        are_shared: whether ranks have exchanged losses.
+        losses: training losses that rank 0 may not have: in a pipeline, only the last stage computes the loss.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.has_loss = False
+        self.are_shared = False
+        self.losses = deque[Loss](maxlen=_MOST_LOSSES)
+        self._context = context
+        self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # by iteration and logging step
+        self._kept_since = 0.0
+        self._loss_name = ""
         self._is_total = False
-        self._sum: torch.Tensor | None = None
-        self._count = 0
-        self._last: tuple[int, int, torch.Tensor] | None = None
+        self._loss_sum: torch.Tensor | None = None
+        self._loss_count = 0
+        self._last_loss: tuple[int, int, torch.Tensor] | None = None
         self._script_logs = False
         self._hook: BeforeCalls | None = None
+
+    def add(self, iteration: int, logging_step: int, values: Mapping[str, Any]) -> None:
+        if not self._kept:
+            self._kept_since = time.monotonic()
+        for name, value in values.items():
+            if is_scalar(value):
+                self.has_loss |= is_training_loss(str(name))
+                of_step = self._kept.setdefault((iteration, logging_step), {})
+                of_step[str(name)] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            elif self._context.notices.first(f"scalar {name}"):
+                shape = getattr(value, "shape", None)
+                what = repr(value) if shape is None else f"a tensor of shape {tuple(shape)}"
+                logger.warning("log(): %r must be a number or a one-element tensor, not %s. Skipped.", name, what)
+
+    def exchange_losses(self) -> list[Scalars]:
+        """Return the mean losses over the ranks that have one. All ranks must call this."""
+        self.are_shared = True
+        own = list(self.losses)
+        self.losses.clear()
+        of_steps = group_by_key(
+            ((loss.iteration, loss.logging_step, loss.name), float(loss.value))
+            for loss in self._context.ranks.pool(own, "losses", Loss)
+        )
+        scalars = []
+        for (iteration, logging_step, name), values in sorted(of_steps.items()):
+            scalars.append(Scalars(iteration, logging_step, {name: sum(values) / len(values)}))
+        return scalars
+
+    def take(self, *, at_once: bool) -> list[Scalars]:
+        """Return the scalars since the last call.
+
+        Scalars on a GPU are returned only now and then, since copying them in each step would wait for the device.
+
+        Args:
+            at_once: return them now.
+        """
+        kept = self._kept
+        values = [value for of_step in kept.values() for value in of_step.values()]
+        is_early = len(values) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
+        if is_early and not at_once and not all(map(is_on_host, values)):
+            return []
+        self._kept = {}
+        scalars = []
+        with self._context.failures.guard("reading", "the trainer metrics"):
+            numbers = iter(to_floats(values))
+            for (iteration, logging_step), of_step in kept.items():
+                read = {name: next(numbers) for name in of_step}
+                scalars.append(Scalars(iteration, logging_step, read))
+                for name, number in () if self._context.ranks.leads else read.items():
+                    if is_training_loss(name):
+                        self.losses.append(Loss(own_rank(), iteration, logging_step, name, repr(number)))
+        return scalars
+
+    # ------------------------------------------------------------------ the loss of backward()
 
     def follow(self, owner: Any, name: str, *, total: bool) -> None:
         """Begin, unless another object is followed; see :meth:`InspectSession.follow`."""
         if self._hook is None:
-            self._name = name
+            self._loss_name = name
             self._is_total = total
             self._hook = BeforeCalls(owner, "backward", self._note)
 
@@ -231,24 +313,26 @@ class BackwardLoss:
         if self._hook is not None:
             self._hook.remove()
 
-    def note_logged(self, scalars: Mapping[str, Any]) -> None:
-        self._script_logs |= self._name in scalars
+    def log(self, iteration: int, logging_step: int, values: Mapping[str, Any]) -> None:
+        """Add the scalars that the script logs."""
+        self._script_logs |= self._loss_name in values
+        self.add(iteration, logging_step, values)
 
     def end_step(self, iteration: int, logging_step: int) -> None:
         """End a step; record the loss of the step before, since a script may log its own loss after ``step()``."""
-        self.record()
-        if self._sum is not None:
-            loss = self._sum if self._is_total else self._sum / self._count
-            self._last = iteration, logging_step, loss
-        self._sum = None
-        self._count = 0
+        self.record_loss()
+        if self._loss_sum is not None:
+            loss = self._loss_sum if self._is_total else self._loss_sum / self._loss_count
+            self._last_loss = iteration, logging_step, loss
+        self._loss_sum = None
+        self._loss_count = 0
 
-    def record(self) -> None:
+    def record_loss(self) -> None:
         """Record the loss of the last step, if the script does not log its loss."""
-        if self._last is not None and not self._script_logs:
-            iteration, logging_step, loss = self._last
-            self._scalars.add(iteration, logging_step, {self._name: loss})
-        self._last = None
+        if self._last_loss is not None and not self._script_logs:
+            iteration, logging_step, loss = self._last_loss
+            self.add(iteration, logging_step, {self._loss_name: loss})
+        self._last_loss = None
 
     @outside_of_dynamo
     def _note(self, *losses: Any, **keywords: Any) -> None:
@@ -256,7 +340,9 @@ class BackwardLoss:
         loss = losses[0] if losses else keywords.get("loss", keywords.get("tensor"))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex() or is_capturing():
             return
-        with self._failures.guard("reading", "the loss of backward()"):
+        with self._context.failures.guard("reading", "the loss of backward()"):
             value = loss.detach().reshape(()).to(torch.float32, copy=True)
-            self._sum = value if self._sum is None else self._sum + value.to(self._sum.device, non_blocking=True)
-            self._count += 1
+            self._loss_sum = (
+                value if self._loss_sum is None else self._loss_sum + value.to(self._loss_sum.device, non_blocking=True)
+            )
+            self._loss_count += 1

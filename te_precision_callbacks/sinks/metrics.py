@@ -36,28 +36,109 @@ A sink passes metrics to loggers; some loggers need a conversion of histograms::
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import re
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
 from te_precision_callbacks.sinks.step_records import Row, Sink, StepRecords, row_of
-from te_precision_callbacks.sinks.worst import ByLayer, comparable_values, worst_first, worst_of_all
-from te_precision_callbacks.statistics.series import Family, Series
+from te_precision_callbacks.statistics.series import Family, Series, SeriesTable, Summaries
 from te_precision_callbacks.statistics.table import EXPONENT_EDGES
 
 logger = logging.getLogger(__name__)
 
+ValueT = TypeVar("ValueT")
+
+WORST_OF_ALL: Mapping[str, str] = {
+    "underflows%": "worst_underflows%",
+    "overflows%": "worst_overflows%",
+    "sqnr_db": "worst_sqnr_db",
+    "nonfinite_num": "nonfinite_num",
+}
+"""Statistic -> last part of a metric's name. The metric is its worst value over all layers, tensors, recipes, element
+formats and directions."""
 
 MOST_SERIES = 2_000
 PLACES = 50
 LATER_PLACES = 50
+
+
+ByLayer = Mapping[str, float]
+"""Layer -> value."""
+
+_Place = TypeVar("_Place", bound=Hashable)
+
+
+def comparable_values(records: StepRecords) -> Mapping[Family, ByLayer]:
+    """Return the values of a step that count as worst values: without delayed scaling's first step."""
+    if not records.unscaled:
+        return records.families
+    families = dict(records.families)
+    for family, values in families.items():
+        if family.is_of_delayed_scaling:
+            families[family] = {layer: value for layer, value in values.items() if layer not in records.unscaled}
+    return families
+
+
+def worst_of_all(families: Mapping[Family, ByLayer]) -> dict[str, float]:
+    """Return the metrics of :data:`WORST_OF_ALL`, given the result of :func:`comparable_values`."""
+    worst: dict[str, tuple[float, float]] = {}  # badness and value
+    for family, values in families.items():
+        key = family.request and WORST_OF_ALL.get(family.request.statistic.name)
+        if key:
+            rated = [(family.badness(value), value) for value in values.values()]
+            worst[key] = max([worst.get(key, (-math.inf, math.nan)), *rated])
+    # An SQNR of inf is never the worst: the quantized tensor is exact.
+    return {key: value for key, (badness, value) in worst.items() if badness > -math.inf}
+
+
+class Worst(NamedTuple):
+    """The worst value of a series, and the first debug iteration with this value."""
+
+    row: Row
+    iteration: int
+
+
+class RunStatistics:
+    """Keeps the last value of each series of a run, and the worst value of series with a worse direction."""
+
+    def __init__(self, table: SeriesTable) -> None:
+        self._table = table
+        self._summaries = Summaries()
+
+    def add(self, records: StepRecords) -> None:
+        # After an interruption, the next step adds the new series.
+        self._summaries.grow([series.family for series in self._table.since(len(self._summaries.rows))])
+        first_step = np.zeros(len(records), bool)
+        if records.unscaled:
+            first_step[:] = [self._table[number].layer in records.unscaled for number in records.series.tolist()]
+        iterations = np.full(len(records), records.iteration)
+        self._summaries.rows["count"][records.series] = 1
+        self._summaries.note_values(records.series, iterations, np.frombuffer(records.values), first_step)
+
+    def last(self) -> Iterator[Row]:
+        rows = self._summaries.rows
+        for number in np.flatnonzero(rows["count"]).tolist():
+            yield row_of(self._table[number], float(rows["latest"][number]))
+
+    def worst(self) -> Iterator[Worst]:
+        rows = self._summaries.rows
+        for number in np.flatnonzero(rows["worst_at"] >= 0).tolist():
+            if self._table[number].family.has_direction:
+                yield Worst(row_of(self._table[number], float(rows["worst"][number])), int(rows["worst_at"][number]))
+
+
+def worst_first(most: int, family: Family, values: Mapping[_Place, float]) -> list[_Place]:
+    """Return the keys of the worst values, at most ``most``, worst first."""
+    return heapq.nlargest(most, values, key=lambda place: family.badness(values[place]))
 
 
 class SeriesChoice:
@@ -66,51 +147,40 @@ class SeriesChoice:
     def __init__(self) -> None:
         self.crowded = False
         self._logged: dict[Family, set[str]] = {}
-        self._count = 0
 
     def take(self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer]) -> None:
         """Choose among the series of a step.
 
         Args:
             families: the values of the step; for histograms, any value.
-            comparable: the result of :func:`~te_precision_callbacks.sinks.worst.comparable_values`.
+            comparable: the result of :func:`comparable_values`.
         """
-        new = {family: values.keys() - self.logged_layers(family) for family, values in families.items()}
         if not self.crowded:
-            self._count += sum(map(len, new.values()))
-            self.crowded = self._count > MOST_SERIES
-        if not self.crowded:
-            for family, layers in new.items():
-                self._logged.setdefault(family, set()).update(layers)
-            return
+            logged = dict(self._logged)
+            for family, values in families.items():
+                logged[family] = self.logged_layers(family) | values.keys()
+            self.crowded = sum(map(len, logged.values())) > MOST_SERIES
+            if not self.crowded:
+                self._logged = logged
+                return
         # Counts and histograms have no worst layers: use the layers that other statistics of the tensor selected.
         for family in sorted(families, key=_has_no_order):
-            if not new[family]:
-                continue
             values = comparable[family]
             if _has_no_order(family):
-                self._add(family, self._most_logged(family.tensor, values), PLACES)
-                continue
-            worst = worst_first(PLACES, family, values)
-            self._add(family, worst, PLACES)
-            lost = [layer for layer in worst if family.badness(values[layer]) == math.inf]
-            self._add(family, lost, PLACES + LATER_PLACES)
+                worst = sorted(values, key=self._layers_of(family.tensor).__contains__, reverse=True)
+            else:
+                worst = worst_first(PLACES, family, values)
+            layers = self._logged.setdefault(family, set())
+            for layer in worst:
+                is_lost = family.badness(values[layer]) == math.inf
+                if len(layers) < PLACES + is_lost * LATER_PLACES:
+                    layers.add(layer)
 
     def logged_layers(self, family: Family) -> Set[str]:
         return self._logged.get(family, frozenset())
 
-    def _add(self, family: Family, layers: Iterable[str], most: int) -> None:
-        logged = self._logged.setdefault(family, set())
-        for layer in layers:
-            if len(logged) < most:
-                logged.add(layer)
-
-    def _most_logged(self, tensor: str, layers: Iterable[str]) -> list[str]:
-        logged: Counter[str] = Counter()
-        for family, known in self._logged.items():
-            if family.tensor == tensor:
-                logged.update(known)
-        return sorted(layers, key=lambda layer: -logged[layer])
+    def _layers_of(self, tensor: str) -> set[str]:
+        return set().union(*(layers for family, layers in self._logged.items() if family.tensor == tensor))
 
 
 def _has_no_order(family: Family) -> bool:
@@ -121,20 +191,15 @@ LogFilter = str | Sequence[str] | Callable[[str], bool] | None
 """Patterns with ``*`` and ``?``, of which a metric name must match one; or a predicate of the name; or None."""
 
 
-def metric_name(prefix: str, row: Row) -> str:
+def metric_name(prefix: str, series: Series) -> str:
     """Return ``te.<layer>/<tensor>/<statistic>``, or with a GEMM ``te.<layer>/<tensor>/<gemm>/<statistic>``."""
-    group = f"{prefix}.{row.layer}" if prefix and row.layer else prefix or row.layer
-    return "/".join(filter(None, (group, row.tensor, row.gemm, row.statistic)))
-
-
-def series_name(prefix: str, series: Series) -> str:
-    return metric_name(prefix, row_of(series, 0.0))
+    family = series.family
+    group = ".".join(filter(None, (prefix, series.layer)))
+    return "/".join(filter(None, (group, family.tensor, family.gemm, family.statistic)))
 
 
 def overall_name(prefix: str, name: str) -> str:
-    if prefix:
-        return f"{prefix}/{name}"
-    return name
+    return "/".join(filter(None, (prefix, name)))
 
 
 class MetricSelection:
@@ -171,47 +236,51 @@ class MetricSelection:
     def _choose(self, records: StepRecords) -> None:
         if self._last is records:
             return
-        families = records.families
         comparable = comparable_values(records)
         prefix = ".".join(filter(None, (self._prefix, "local" if records.local else "")))
-        metrics = dict(self._overall(families, comparable, prefix))
+        metrics = dict(self._overall(records.families, comparable, prefix))
         metrics[overall_name(prefix, "findings")] = float(sum(records.findings.values()))
         for rule, count in records.findings.items():
             metrics[overall_name(prefix, f"findings/{rule}")] = float(count)
-        histograms = {records.table[number]: counts for number, counts in records.histograms.items()}
-        wanted = self._wanted
-        if wanted is None:
-            self._note_series(families, comparable, histograms)
-            for family, by_layer in families.items():
-                logged = self._series.logged_layers(family)
-                chosen = ((layer, value) for layer, value in by_layer.items() if layer in logged)
-                metrics |= {series_name(prefix, Series(layer, family)): value for layer, value in chosen}
-            logged_histograms = [each for each in histograms if each.layer in self._series.logged_layers(each.family)]
-            self._histograms = {series_name(prefix, each): histograms[each] for each in logged_histograms}
-        else:
-            names = (series_name(prefix, records.table[number]) for number in records.series.tolist())
-            metrics |= zip(names, records.values, strict=True)
-            metrics = {name: value for name, value in metrics.items() if wanted(name)}
-            named = {series_name(prefix, each): counts for each, counts in histograms.items()}
-            self._histograms = {name: counts for name, counts in named.items() if wanted(name)}
-        self._metrics = metrics
+        if self._wanted is None:
+            self._take_series(records, comparable)
+        metrics |= self._named(prefix, records.table, zip(records.series.tolist(), records.values, strict=True))
+        self._histograms = self._filtered(self._named(prefix, records.table, records.histograms.items()))
+        self._metrics = self._filtered(metrics)
         self._last = records
-        if self._warns_if_none and len(records) and self._notices.first("the result of log_filter=") and not metrics:
+        if (
+            self._warns_if_none
+            and len(records)
+            and self._notices.first("the result of log_filter=")
+            and not self._metrics
+        ):
             logger.warning(
                 "log_filter= matches none of the %d metrics of iteration %d, such as %r, so the loggers get none. To"
                 " turn metrics off, set log_filter=[].",
                 len(records),
                 records.iteration,
-                series_name(prefix, records.table[int(records.series[0])]),
+                metric_name(prefix, records.table[int(records.series[0])]),
             )
 
-    def _note_series(
-        self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], histograms: Iterable[Series]
-    ) -> None:
-        without_values: dict[Family, dict[str, float]] = {}
-        for series in histograms:
-            without_values.setdefault(series.family, {})[series.layer] = 0.0
-        self._series.take({**families, **without_values}, {**comparable, **without_values})
+    def _named(self, prefix: str, table: SeriesTable, values: Iterable[tuple[int, ValueT]]) -> dict[str, ValueT]:
+        """Return the values of the chosen series, by name; with a filter, of all series."""
+        named = {}
+        for number, value in values:
+            series = table[number]
+            if self._wanted is not None or series.layer in self._series.logged_layers(series.family):
+                named[metric_name(prefix, series)] = value
+        return named
+
+    def _filtered(self, named: dict[str, ValueT]) -> dict[str, ValueT]:
+        wanted = self._wanted
+        return named if wanted is None else {name: value for name, value in named.items() if wanted(name)}
+
+    def _take_series(self, records: StepRecords, comparable: Mapping[Family, ByLayer]) -> None:
+        histograms: dict[Family, dict[str, float]] = {}
+        for number in records.histograms:
+            series = records.table[number]
+            histograms.setdefault(series.family, {})[series.layer] = 0.0
+        self._series.take({**records.families, **histograms}, {**comparable, **histograms})
         if self._series.crowded and self._notices.first("crowded"):
             logger.warning(
                 "More than %d series: for each statistic, the trainer's loggers get only known series, the %d worst"
@@ -225,9 +294,7 @@ class MetricSelection:
     def _overall(
         self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], prefix: str
     ) -> Iterator[tuple[str, float]]:
-        # In the first step of delayed scaling, shares are not meaningful: log 0, so that alerts have a value.
-        shares = (key for key in worst_of_all(families) if key.endswith("%"))
-        for key, value in {**dict.fromkeys(shares, 0.0), **worst_of_all(comparable)}.items():
+        for key, value in worst_of_all(comparable).items():
             yield overall_name(prefix, key), value
         for family, by_layer in families.items():
             values = [value for layer, value in by_layer.items() if layer]
@@ -236,7 +303,7 @@ class MetricSelection:
             if len(values) < self._layers_of[family]:
                 continue
             known = [value for value in values if not math.isnan(value)] or [math.nan]
-            name = overall_name(prefix, series_name("all", Series("", family)))
+            name = overall_name(prefix, metric_name("all", Series("", family)))
             for part, of_layers in (("min", min), ("median", statistics.median), ("max", max)):
                 yield f"{name}/{part}", of_layers(known)
 
@@ -244,18 +311,13 @@ class MetricSelection:
 def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:
     if log_filter is None or callable(log_filter):
         return log_filter
-    patterns = log_filter
-    if isinstance(log_filter, str):
-        patterns = [log_filter]
+    patterns = [log_filter] if isinstance(log_filter, str) else log_filter
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(
             "log_filter= takes patterns such as ['*/activation/*'] or a function of the metric's name, not"
             f" {log_filter!r}."
         )
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-ValueT = TypeVar("ValueT")
 
 
 def names_for_mlflow(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
@@ -298,11 +360,10 @@ def add_to_tensorboard(writer: Any, name: str, counts: Sequence[float], step: in
 
 def wandb_histogram(counts: Sequence[float]) -> Any:
     """Convert counts by exponent to a ``wandb.Histogram`` over powers of two."""
-    import numpy
     import wandb
 
     filled, edges = _filled(counts)
-    return wandb.Histogram(np_histogram=(numpy.array(filled), numpy.array(edges)))
+    return wandb.Histogram(np_histogram=(np.array(filled), np.array(edges)))
 
 
 class LoggerSink(Sink):

@@ -3,21 +3,36 @@
 <log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log
     <time> - INFO - fc1_activation_max   iteration=000002   value=4.318804740905762
 
+A log is an append-only, locked text file with a size limit, for use in one thread. If another process is writing the
+file, ``<name>.1`` is used. At the limit, the log ends.
+
 A line ends with ``rank=<rank>`` if its value is local although statistics are reduced over ranks. A run in an earlier
 run's folder appends to the file, after a line that names the process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from decimal import Decimal
+from pathlib import Path
 
-from te_precision_callbacks.sinks.log_file import LogFile, LogJob, time_now
+from te_precision_callbacks.base.errors import PrecisionDebugError
+from te_precision_callbacks.base.files import AppendedFile
 from te_precision_callbacks.sinks.step_records import RunInfo, StepRecords
 from te_precision_callbacks.sinks.writer_thread import Wait, WriterThread
 from te_precision_callbacks.statistics.series import SeriesTable, log_name
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 22
+"""Size in bytes of the buffer of a log."""
 
 EVENTS_FOLDER = "nvdlfw_inspect_logs"
 
@@ -47,6 +62,116 @@ def format_value(value: float) -> str:
     if "e" in text:
         return format(Decimal(text), "f")
     return text
+
+
+class LogFileError(PrecisionDebugError, OSError): ...
+
+
+def claim(path: Path) -> AppendedFile:
+    """Open a file for appending, unbuffered, and lock it.
+
+    If another running process has locked it, ``<name>.1``, ``<name>.2`` and so on are tried. On a file system without
+    locks, every file counts as free.
+    """
+    for count in itertools.count():
+        name = path.name + (f".{count}" if count else "")
+        file = AppendedFile(path.with_name(name), "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            continue
+        except OSError as error:
+            logger.info("%s: %s. If two runs write into the folder at once, their lines are mixed.", path, error)
+        if count:
+            logger.warning("Another process is writing %s; this process writes %s instead.", path, name)
+        break
+    return file
+
+
+def time_now() -> str:
+    now = datetime.now()
+    return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+
+
+LogJob = Callable[[], Iterable[str]]
+"""Returns texts of whole lines; called in the log's thread."""
+
+
+class LogFile:
+    """A log file. Not thread-safe.
+
+    Args:
+        path: the file, which is created with its folder at the first write.
+        limit: maximum size in bytes; 0 for no limit.
+        advice: a sentence on how to raise the limit, or empty.
+    """
+
+    def __init__(self, path: Path, limit: int, advice: str) -> None:
+        self._path = path
+        self._limit = limit
+        self._advice = advice
+        self._file: AppendedFile | None = None
+        self._size = 0
+        self._is_full = False
+        self._lines = bytearray()
+
+    def take(self, job: LogJob) -> bool:
+        for text in job():
+            self.append(text)
+        return True
+
+    def append(self, text: str) -> None:
+        self._lines += text.encode(errors="backslashreplace")
+        if len(self._lines) >= _CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the lines; raises LogFileError."""
+        data = bytes(self._lines)
+        self._lines = bytearray()
+        if not data or self._is_full:
+            return
+        try:
+            file = self._current()
+            if self._limit and self._size + len(data) > self._limit:
+                data = data[: data.rfind(b"\n", 0, max(0, self._limit - self._size)) + 1]
+                self._is_full = True
+                logger.warning(
+                    "%s has reached its limit of %s bytes and is closed. %s",
+                    file.name,
+                    f"{self._limit:,}",
+                    self._advice,
+                )
+            self._size += file.write(data)
+        except OSError as error:
+            raise LogFileError(
+                f"{self._path} cannot be written: {error}. The run continues without this log. Set log_dir= to a disk"
+                " with free space that supports appending."
+            ) from error
+
+    def _current(self) -> AppendedFile:
+        """Return the open file; on opening an existing file, mark the start of the new part."""
+        if self._file is not None:
+            return self._file
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = claim(self._path)
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        if self._size:
+            mark = f"{time_now()} - INFO - Here another run begins, of process {os.getpid()}.\n".encode()
+            if os.pread(file.fileno(), 1, self._size - 1) != b"\n":  # the earlier process was killed while writing
+                mark = b"\n" + mark
+            self._size += file.write(mark)
+        return file
+
+    def leave(self) -> None:
+        if self._file is not None:
+            file = self._file
+            self._file = None
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+            file.close()
 
 
 class StatisticsLog:

@@ -69,8 +69,8 @@ class WriterThread(Generic[JobT]):
         self._writing = writing
         self._max_queued = max_queued
         self._process = os.getpid()
-        self._jobs: deque[tuple[JobT, int]] = deque()
-        self._flush_requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # reentrant, for signal handlers
+        self._jobs = deque[tuple[JobT, int]]()
+        self._flush_requests = queue.SimpleQueue[threading.Event]()  # reentrant, for signal handlers
         self._is_to_finish = False
         self._is_late = False
         self._thread: threading.Thread | None = None
@@ -97,30 +97,24 @@ class WriterThread(Generic[JobT]):
         if self.failure is not None or os.getpid() != self._process:
             return True
         if count and self.queued > self._max_queued:
-            self._drop(count, self.queued)
+            self._dropped.append(count)
+            if len(self._dropped) == 1:
+                logger.warning(
+                    "The disk is slower than the training: %s values are waiting for the %s, so the %s values of this"
+                    " step, and maybe of later steps, are dropped. The total is logged when the session ends.",
+                    f"{self.queued:,}",
+                    self._what,
+                    f"{count:,}",
+                )
             return False
         self._jobs.append((job, count))
         self._given += count
         if self._thread is None:
-            self._start()
+            thread = threading.Thread(target=self._run, name=f"te-precision {self._what}", daemon=True)
+            with contextlib.suppress(RuntimeError):  # at the end of the interpreter, where finish() writes
+                thread.start()
+                self._thread = thread
         return True
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=f"te-precision {self._what}", daemon=True)
-        with contextlib.suppress(RuntimeError):  # at the end of the interpreter, where finish() writes
-            thread.start()
-            self._thread = thread
-
-    def _drop(self, count: int, queued: int) -> None:
-        self._dropped.append(count)
-        if len(self._dropped) == 1:
-            logger.warning(
-                "The disk is slower than the training: %s values are waiting for the %s, so the %s values of this"
-                " step, and maybe of later steps, are dropped. The total is logged when the session ends.",
-                f"{queued:,}",
-                self._what,
-                f"{count:,}",
-            )
 
     def flush_soon(self) -> Wait:
         """Make the thread write queued jobs now, and return what waits for it; it does not wait after a failure.

@@ -8,8 +8,7 @@ docs/check.md describes the model and its agreement with measured times.
 """
 
 from te_precision_callbacks.speed.devices import Device, SpeedError, device_named, known_devices
-from te_precision_callbacks.speed.expected import ProductTime, Times
-from te_precision_callbacks.speed.step import StepTimes, estimate_step
+from te_precision_callbacks.speed.expected import ProductTime, StepTimes, Times, estimate_step
 
 __all__ = [
     "Device",

@@ -34,8 +34,7 @@ except ImportError as error:
     raise TransformerEngineUnavailableError(cause, needed_by) from error
 
 from te_precision_callbacks.accelerate import convert_to_te
-from te_precision_callbacks.transformers.arguments import PrecisionDebugOption, TrainingArguments
 from te_precision_callbacks.transformers.callback import PrecisionDebugTrainerCallback
-from te_precision_callbacks.transformers.trainer import Trainer
+from te_precision_callbacks.transformers.trainer import PrecisionDebugOption, Trainer, TrainingArguments
 
 __all__ = ["PrecisionDebugOption", "PrecisionDebugTrainerCallback", "Trainer", "TrainingArguments", "convert_to_te"]

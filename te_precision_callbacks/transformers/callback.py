@@ -9,26 +9,27 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import safetensors
 import torch
+from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
-from te_precision_callbacks.accelerate.debugger import scales_loss
-from te_precision_callbacks.accelerate.unconverted import expects_low_precision, warn_of_unconverted
+from te_precision_callbacks.accelerate.unconverted import expects_low_precision, scales_loss, warn_of_unconverted
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
 from te_precision_callbacks.session.resume import losses_before
 from te_precision_callbacks.sinks import MetricSelection
+from te_precision_callbacks.te.state import delayed_states
 from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
-from te_precision_callbacks.transformers.restoring import restore_states
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,7 @@ _SKIPPED = ("epoch", "step", "total_flos")
 _NUMBERS = {"learning_rate": "lr"}
 """Names in the Trainer's logs that are no numbers of the training, and the session's name of another."""
 
-_TRAININGS: weakref.WeakKeyDictionary[InspectSession, tuple[TrainerState, Reporting | None]]
-_TRAININGS = weakref.WeakKeyDictionary()
+_TRAININGS = weakref.WeakKeyDictionary[InspectSession, tuple[TrainerState, Reporting | None]]()
 """The session of each training -> its state, which is new in each training, and its reporting."""
 
 
@@ -287,3 +287,51 @@ def _end_former_training(former: InspectSession, state: TrainerState) -> bool:
         reporting.is_open = False  # its integrations may already log the new training
     former.stop(SessionError("Another training started before this one ended."))
     return True
+
+
+def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint: Path) -> None:
+    """Load the FP8 state of converted layers from a checkpoint's folder, before the first forward.
+
+    Read from transformers 4.57 to 5.23: ``Trainer.train`` loads the weights of a checkpoint before
+    ``accelerator.prepare`` replaces layers by layers of Transformer Engine, and skips their ``_extra_state`` as
+    "unexpected". It can be loaded after ``prepare``.
+
+    Layers that already have a state are skipped. The state of delayed scaling is a pickle, which Transformer Engine
+    loads only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. A warning lists state that was not restored.
+    """
+    if accelerator.fp8_backend != "TE":
+        return
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    stateless: dict[str, torch.nn.Module] = {}
+    for name, module in plain.named_modules():
+        keeps_state = type(module).set_extra_state is not torch.nn.Module.set_extra_state
+        if keeps_state and not any(delayed_states(module)):
+            stateless[f"{name}._extra_state"] = module
+    restored = 0
+    try:
+        # In one file, or in parts.
+        for path in sorted(checkpoint.glob("model*.safetensors")) or sorted(checkpoint.glob("pytorch_model*.bin")):
+            for key, state in _read_tensors(path, stateless.keys()).items():
+                if state.numel():
+                    stateless[key].set_extra_state(state)
+                    restored += 1
+    except Exception as error:
+        logger.warning(
+            "The scales and amax histories of %d of %d converted layers were not restored from %s: %s. Training"
+            " continues with new scales for these layers.",
+            len(stateless) - restored,
+            len(stateless),
+            checkpoint,
+            error,
+        )
+        return
+    if restored:
+        logger.info("Restored the scales and amax histories of %d converted layers from %s.", restored, checkpoint)
+
+
+def _read_tensors(path: Path, keys: Set[str]) -> Mapping[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in keys & set(file.keys())}
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return {key: loaded[key] for key in keys & loaded.keys()}

@@ -79,32 +79,29 @@ class _IntegrationSink(LoggerSink):
         """Log at the step of the trainer's metrics; a no-op after the training."""
         if not self._reporting.is_open:
             return
+        event = self._reporting.event
+        integration = self._integration
         try:
-            self._log(self._reporting.event, metrics, step)
+            if isinstance(integration, MLflowCallback):
+                metrics = names_for_mlflow(metrics)
+            if metrics:
+                state = event.state
+                if state.global_step != step:  # the current step was not completed
+                    state = copy.copy(state)
+                    state.global_step = step
+                named = {_OwnName(name): value for name, value in metrics.items()}
+                integration.on_log(event.args, state, event.control, logs=named, **event.keywords)
+            if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
+                # The integration logs from several threads, which create a folder for each name in a store of local
+                # files. If two threads create the same folder, MLflow 3.17 loses the step of one.
+                self._known |= metrics.keys()
+                integration._ml_flow.flush_async_logging()
             for name, counts in histograms.items():
-                integration = self._integration
                 if isinstance(integration, TensorBoardCallback) and integration.tb_writer is not None:
                     add_to_tensorboard(integration.tb_writer, name, counts, step)
                 elif isinstance(integration, WandbCallback):
                     # Like the integration: wandb's step counts calls, and train/global_step is the x axis.
                     integration._wandb.log({name: wandb_histogram(counts), "train/global_step": step})
         except Exception as error:
-            name = type(self._integration).__name__
+            name = type(integration).__name__
             raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
-
-    def _log(self, event: TrainerEvent, metrics: dict[str, float], step: int) -> None:
-        integration = self._integration
-        if isinstance(integration, MLflowCallback):
-            metrics = names_for_mlflow(metrics)
-        if metrics:
-            state = event.state
-            if state.global_step != step:  # the current step was not completed
-                state = copy.copy(state)
-                state.global_step = step
-            named = {_OwnName(name): value for name, value in metrics.items()}
-            integration.on_log(event.args, state, event.control, logs=named, **event.keywords)
-        if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
-            # The integration logs from several threads, which create a folder for each name in a store of local files.
-            # If two threads create the same folder, MLflow 3.17 loses the step of one.
-            self._known |= metrics.keys()
-            integration._ml_flow.flush_async_logging()

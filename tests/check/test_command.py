@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from te_precision_callbacks import cli
 from te_precision_callbacks.accelerate import convert_to_te
 from te_precision_callbacks.base.vocabulary import GEMMS
+from te_precision_callbacks.check.checked_model import FindingKind
 from te_precision_callbacks.check.factory import ModelFactoryError, build_model
-from te_precision_callbacks.check.findings import FindingKind
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import feature
 from tests.coverage.test_coverage import llama as llama_of
@@ -249,7 +249,7 @@ def test_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
             "--observe= must be 'debug', 'fused' or 'auto', not 'fast'",
         ),
         ("config.yaml --model my_models:build --require fp8", "--require= has 'fp8'"),
-        ("config.yaml --model my_models:build --tokens 0", "0 is less than 1"),
+        ("config.yaml --model my_models:build --tokens 0", "Invalid value for '--tokens'"),
         ("config.yaml --model my_models:build --require 'fp9 >= 1%'", "no precision 'fp9'. Did you mean 'fp8'"),
         ("config.yaml --model my_models:build --recipe mxfp", "There is no recipe 'mxfp'. Did you mean 'mxfp8'?"),
         (

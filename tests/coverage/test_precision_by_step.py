@@ -16,6 +16,7 @@ from te_precision_callbacks import cli
 from te_precision_callbacks.base.vocabulary import recipe_of
 from te_precision_callbacks.cli import app
 from te_precision_callbacks.config import ConfigError
+from te_precision_callbacks.coverage import other_steps as module
 from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, context, running_session
@@ -253,7 +254,8 @@ def trained(folder: Path, sections: dict[str, Any], recipes: list[Any]) -> Inspe
 
 
 def other_steps(session: InspectSession) -> list[str]:
-    return [str(steps) for steps in session._results.other_steps()]
+    results = session._results
+    return list(map(str, module.other_steps(results.coverage.by_span())))
 
 
 def high(*intervals: list[int]) -> dict[str, Any]:
@@ -499,7 +501,7 @@ def test_a_path_that_begins_later_or_has_ended(
     session = train(8, batches, log_dir=tmp_path)
     assert session.coverage(with_head).share("fp8") == pytest.approx(WITH_HEAD)
     assert session.coverage(without).share("fp8") == 1
-    assert ("steps 0 to 3" if without else "step 0") in "".join(map(str, session._results.other_steps()))
+    assert ("steps 0 to 3" if without else "step 0") in "".join(other_steps(session))
 
 
 def test_a_contract_about_a_path_that_begins_later(tmp_path: Any) -> None:

@@ -19,8 +19,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_run
 from te_precision_callbacks.runs.tables import REDUCED, STEP0
-from te_precision_callbacks.sinks.metrics import SeriesChoice
-from te_precision_callbacks.sinks.worst import comparable_values
+from te_precision_callbacks.sinks.metrics import SeriesChoice, comparable_values
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import (

@@ -186,7 +186,7 @@ def meet_again(folder: Path) -> dict[str, Any]:
     running = Training(folder, require=None, sinks=[keeper])
     errors = [running.attach()]
     for number in range(50):
-        with failing(ObservedModel, "note_order", dist.get_rank() == 1 and number == 2):
+        with failing(ObservedModel, "note_step", dist.get_rank() == 1 and number == 2):
             errors.append(running.step())
     running.session.stop()
     local = [records.local for records in keeper.steps]

@@ -382,7 +382,7 @@ def test_exceptions_survive_copies_and_pickle(kinds: dict[str, type[PrecisionDeb
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(ObservedModel, "note_order"), pytest.param(Ranks, "reconnect", marks=pytest.mark.extended)],
+    [(ObservedModel, "note_step"), pytest.param(Ranks, "reconnect", marks=pytest.mark.extended)],
     ids=["in the step", "after it"],
 )
 def test_a_step_raises_what_was_asked_for_and_nothing_else(
@@ -423,7 +423,7 @@ def test_a_strict_session_raises_its_own_exception(
     """And one without a text is reported too."""
     errors = {name: made(kinds[name]) for name in ("RanksLostError", "ConfigError", "RunError")}
     for name, error in {**errors, r"Wordless \(without a message\)": Wordless()}.items():
-        with mock.patch.object(ObservedModel, "note_order", side_effect=error):
+        with mock.patch.object(ObservedModel, "note_step", side_effect=error):
             with pytest.raises(ObservationError, match=name):
                 observed(tmp_path, statistics(), steps=1, records="off", strict=True)
 

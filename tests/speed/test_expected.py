@@ -23,8 +23,7 @@ from te_precision_callbacks.speed import (
     known_devices,
 )
 from te_precision_callbacks.speed.devices import Constants
-from te_precision_callbacks.speed.expected import cast_bytes, cast_time, gemm_ms, time_products
-from te_precision_callbacks.speed.step import show
+from te_precision_callbacks.speed.expected import cast_bytes, cast_time, gemm_ms, show, time_products
 
 B300, H200 = device_named("b300"), device_named("h200")
 CURRENT = "fp8_current_scaling"

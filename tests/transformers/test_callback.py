@@ -447,7 +447,7 @@ def test_layers_that_accelerate_converts_get_the_state_of_the_checkpoint(
         untrusted.delenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
         callback = resumed(tmp_path, llama(of_te=False))
     assert [text.startswith(MISSING) for text in findings(callback.session.resume_report)] == [True]
-    (refused,) = [record.message for record in caplog.records if record.name.endswith("transformers.restoring")]
+    (refused,) = [record.message for record in caplog.records if record.name.endswith("transformers.callback")]
     assert "of 8 of 8 converted layers were not restored" in refused
     assert "set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in refused
 

@@ -37,7 +37,7 @@ from te_precision_callbacks.runs.summary import (
     why_nothing_to_show,
 )
 from te_precision_callbacks.runs.tables import REDUCED, facts_at_end
-from te_precision_callbacks.sinks.worst import worst_first
+from te_precision_callbacks.sinks.metrics import worst_first
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.series import Family, badness, family_of, sign_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS

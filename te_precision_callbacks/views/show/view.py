@@ -33,7 +33,7 @@ from te_precision_callbacks.runs.summary import (
     precision_shares,
 )
 from te_precision_callbacks.runs.tables import Subject
-from te_precision_callbacks.sinks.worst import worst_first
+from te_precision_callbacks.sinks.metrics import worst_first
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
 from te_precision_callbacks.statistics.names import Request, logged_request
 from te_precision_callbacks.statistics.series import Family, family_of
