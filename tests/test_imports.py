@@ -207,7 +207,7 @@ def test_te_alone_knows_the_modules_of_transformer_engine() -> None:
 
 # Module -> what changes at its level: the run of now, seams, caches. All else that changes belongs to a run.
 CHANGES = {
-    "session.session": {"_last_started"},  # the session of this process
+    "session.session": {"_live"},  # the session of this process
     "transformers.callback": {"_TRAININGS"},  # trainings that a Trainer has left without closing
     "overflow.grad_scalers": {"_listeners"},  # the listeners to torch's GradScaler
     "overflow.detector": {"_DETECTORS"},  # the detectors of this process, which detect_overflow() tells

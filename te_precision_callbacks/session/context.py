@@ -22,7 +22,6 @@ from te_precision_callbacks.sinks.step_records import Event, LayerInfo, Scalars
 from te_precision_callbacks.statistics.series import SeriesTable
 
 
-@dataclass
 class RunResults:
     """The results of a run, which its parts write and the session shows.
 
@@ -36,30 +35,26 @@ class RunResults:
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
     """
 
-    log_dir: Path
-    iteration: int
-    started_at: str = ""
-    counts_from: int = 0
-    integration: str = "session"
-    gives_way: bool = False
-    iterations: Iterations = field(default_factory=Iterations)
-    layers: tuple[LayerInfo, ...] = ()
-    expects_low: str = ""
-    filters_loss: bool = False
-    table: StepTable = field(init=False)
-    coverage: CoverageHistory = field(init=False)
-    series: SeriesTable = field(default_factory=SeriesTable)
-    statistics: RunStatistics = field(init=False)
-    resume: ResumeReport | None = None
-    diagnosis: Diagnosis = field(default_factory=Diagnosis)
-    whole_run: Verdict | None = None
-    scales_loss: bool = False
-    adds_eps: bool | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, log_dir: Path, iteration: int) -> None:
+        self.log_dir = log_dir
+        self.iteration = iteration
+        self.started_at = ""
+        self.counts_from = 0
+        self.integration = "session"
+        self.gives_way = False
+        self.iterations = Iterations()
+        self.layers: tuple[LayerInfo, ...] = ()
+        self.expects_low = ""
+        self.filters_loss = False
         self.table = StepTable(self.iterations)
         self.coverage = CoverageHistory(self.table)
+        self.series = SeriesTable()
         self.statistics = RunStatistics(self.series)
+        self.resume: ResumeReport | None = None
+        self.diagnosis = Diagnosis()
+        self.whole_run: Verdict | None = None
+        self.scales_loss = False
+        self.adds_eps: bool | None = None
 
     def coverage_at(self, iteration: int) -> Coverage:
         """Return this rank's matrix products of an iteration.

@@ -39,6 +39,7 @@ from te_precision_callbacks.runs.fingerprints import (
 )
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
+from te_precision_callbacks.runs.summary import is_training_loss
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Severity
@@ -285,8 +286,10 @@ class ResumedLoss:
         self.restored = list(map(float, state.get("losses", ())))
         self._recent = deque(self.restored, _KEPT)
 
-    def take_restored(self) -> list[float]:
-        """Return the losses of the checkpoint once."""
+    def take_restored(self, values: Mapping[str, Any]) -> list[float]:
+        """Return the losses of the checkpoint once, when the first training loss after the resume is logged."""
+        if not any(is_training_loss(str(name)) for name in values):
+            return []
         restored = self.restored
         self.restored = []
         return restored

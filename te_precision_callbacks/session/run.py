@@ -45,9 +45,8 @@ from te_precision_callbacks.session.checks import (
     ParameterChecks,
     RuleChecks,
 )
-from te_precision_callbacks.session.collecting import EndingStep, StepCollector
 from te_precision_callbacks.session.context import RunContext, RunResults
-from te_precision_callbacks.session.delivery import Sinks, dump_events
+from te_precision_callbacks.session.delivery import EndingStep, Sinks, StepCollector, dump_events
 from te_precision_callbacks.session.endings import ClosingReport, call_on_request, forget_request, uninterrupted
 from te_precision_callbacks.session.facts import RunFacts
 from te_precision_callbacks.session.model import ObservedModel

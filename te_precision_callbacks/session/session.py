@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ logger = logging.getLogger(__name__)
 _SAVED = frozenset({"iteration", "fingerprint", "losses"})
 """Possible keys of :meth:`InspectSession.state_dict`."""
 
-_last_started: weakref.ref[InspectSession] | None = None
-"""The last session that was started in this process; only one runs at a time."""
+_live: InspectSession | None = None
+"""The running session of this process; only one runs at a time."""
 
 
 def running_session() -> InspectSession | None:
@@ -45,10 +44,7 @@ def running_session() -> InspectSession | None:
 
     In a notebook, ``running_session().stop()`` ends a session that no variable refers to.
     """
-    session = None if _last_started is None else _last_started()
-    if session is not None and session.running:
-        return session
-    return None
+    return _live
 
 
 class InspectSession:
@@ -278,10 +274,10 @@ class InspectSession:
             TransformerEngineUnavailableError: Transformer Engine cannot be imported.
             FeatureLoadError: a feature could not be loaded.
         """
-        global _last_started
+        global _live
         if self.running:
             raise SessionError("This session is already running. Call stop() first, or create a new session.")
-        other = running_session()
+        other = _live
         if other is not None and other._results.gives_way:
             other.stop()
         elif other is not None:
@@ -301,7 +297,7 @@ class InspectSession:
         run = Run(self._options, sinks, results, self._classify)
         self._run = run
         self._resume_audit = run.resume_audit
-        _last_started = weakref.ref(self)
+        _live = self
         try:
             run.start(stop_at_exit(self.stop))
             if self._model is not None:
@@ -378,7 +374,7 @@ class InspectSession:
         elif not run.is_forked:
             run.log(scalars, logging_step)
             self._resumed_loss.note(scalars)
-            run.restore_losses(self._resumed_loss.take_restored())
+            run.restore_losses(self._resumed_loss.take_restored(scalars))
 
     def follow(self, owner: Any, name: str = "loss", *, total: bool = False) -> None:
         """Record the loss that is passed to ``owner.backward(loss)``, averaged over the micro-batches of a step.
@@ -402,6 +398,7 @@ class InspectSession:
             logging_step: the logging step of these statistics. None: the step after the last one; in a run without a
                 step, the default of :meth:`step`.
         """
+        global _live
         run = self._run
         if run is None or run.is_forked:
             return
@@ -409,7 +406,7 @@ class InspectSession:
             run.stop(error, logging_step)
         finally:
             if not run.live:  # otherwise Ctrl-C came before anything was undone, and stop() may be called again
-                self._run = None
+                self._run = _live = None
 
     def flush(self, seconds: float = 3.0) -> bool:
         """Write the statistics log and the records of all complete steps now, instead of every two seconds.

@@ -122,7 +122,7 @@ class LoopChecks:
         self._all_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._between: list[str] = []
-        self._gaps = deque[tuple[str, ...]](maxlen=_ALIKE)
+        self._gaps = deque[list[str]](maxlen=_ALIKE)
 
     @property
     def has_trained(self) -> bool:
@@ -153,9 +153,9 @@ class LoopChecks:
             ran = "forward" if in_regions else "nothing"
             self._between.append("backward" if has_backward else ran)
             return
-        self._gaps.append(tuple(self._between))
-        self._between.clear()
-        gap = self._gaps[-1]
+        gap = self._between
+        self._between = []
+        self._gaps.append(gap)
         if list(self._gaps) != [gap] * _ALIKE or len(set(gap)) != 1 or gap[0] == "forward":
             return
         if self._notices.first("further steps"):

@@ -41,7 +41,7 @@ import logging
 import math
 import re
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
@@ -141,49 +141,8 @@ def worst_first(most: int, family: Family, values: Mapping[_Place, float]) -> li
     return heapq.nlargest(most, values, key=lambda place: family.badness(values[place]))
 
 
-class SeriesChoice:
-    """Selects the series of a run that go to loggers; ``crowded`` after more than :data:`MOST_SERIES` series."""
-
-    def __init__(self) -> None:
-        self.crowded = False
-        self._logged: dict[Family, set[str]] = {}
-
-    def take(self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer]) -> None:
-        """Choose among the series of a step.
-
-        Args:
-            families: the values of the step; for histograms, any value.
-            comparable: the result of :func:`comparable_values`.
-        """
-        if not self.crowded:
-            logged = dict(self._logged)
-            for family, values in families.items():
-                logged[family] = self.logged_layers(family) | values.keys()
-            self.crowded = sum(map(len, logged.values())) > MOST_SERIES
-            if not self.crowded:
-                self._logged = logged
-                return
-        # Counts and histograms have no worst layers: use the layers that other statistics of the tensor selected.
-        for family in sorted(families, key=_has_no_order):
-            values = comparable[family]
-            if _has_no_order(family):
-                worst = sorted(values, key=self._layers_of(family.tensor).__contains__, reverse=True)
-            else:
-                worst = worst_first(PLACES, family, values)
-            layers = self._logged.setdefault(family, set())
-            for layer in worst:
-                is_lost = family.badness(values[layer]) == math.inf
-                if len(layers) < PLACES + is_lost * LATER_PLACES:
-                    layers.add(layer)
-
-    def logged_layers(self, family: Family) -> Set[str]:
-        return self._logged.get(family, frozenset())
-
-    def _layers_of(self, tensor: str) -> set[str]:
-        return set().union(*(layers for family, layers in self._logged.items() if family.tensor == tensor))
-
-
-def _has_no_order(family: Family) -> bool:
+def _has_no_order(values: tuple[Family, ByLayer]) -> bool:
+    family = values[0]
     return family.request is not None and family.request.statistic.is_count and not family.has_direction
 
 
@@ -207,7 +166,7 @@ class MetricSelection:
 
     Args:
         prefix: first part of all names.
-        log_filter: selects the names that go to the loggers. None for all, within the limits of :class:`SeriesChoice`.
+        log_filter: selects the names that go to the loggers. None for all, within the limits of this module.
 
     Raises:
         OptionError: ``log_filter`` is neither patterns nor a function.
@@ -217,7 +176,8 @@ class MetricSelection:
         self._prefix = prefix
         self._wanted = _predicate(log_filter)
         self._warns_if_none = log_filter is not None and log_filter not in ([], ())
-        self._series = SeriesChoice()
+        self._crowded = False
+        self._logged: dict[Family, set[str]] = {}
         self._notices = Notices()
         self._layers_of: dict[Family, int] = {}
         self._last: StepRecords | None = None
@@ -267,7 +227,7 @@ class MetricSelection:
         named = {}
         for number, value in values:
             series = table[number]
-            if self._wanted is not None or series.layer in self._series.logged_layers(series.family):
+            if self._wanted is not None or series.layer in self._logged.get(series.family, ()):
                 named[metric_name(prefix, series)] = value
         return named
 
@@ -276,12 +236,19 @@ class MetricSelection:
         return named if wanted is None else {name: value for name, value in named.items() if wanted(name)}
 
     def _take_series(self, records: StepRecords, comparable: Mapping[Family, ByLayer]) -> None:
+        """Choose among the series of a step."""
         histograms: dict[Family, dict[str, float]] = {}
         for number in records.histograms:
             series = records.table[number]
             histograms.setdefault(series.family, {})[series.layer] = 0.0
-        self._series.take({**records.families, **histograms}, {**comparable, **histograms})
-        if self._series.crowded and self._notices.first("crowded"):
+        if not self._crowded:
+            logged = dict(self._logged)
+            for family, values in {**records.families, **histograms}.items():
+                logged[family] = self._logged.get(family, set()) | values.keys()
+            if sum(map(len, logged.values())) <= MOST_SERIES:
+                self._logged = logged
+                return
+            self._crowded = True
             logger.warning(
                 "More than %d series: for each statistic, the trainer's loggers get only known series, the %d worst"
                 " layers, up to %d that get worse later, and min, median and max over layers. The statistics log has"
@@ -290,6 +257,18 @@ class MetricSelection:
                 PLACES,
                 LATER_PLACES,
             )
+        # Counts and histograms have no worst layers: use the layers that other statistics of the tensor selected.
+        for family, values in sorted({**comparable, **histograms}.items(), key=_has_no_order):
+            layers = self._logged.setdefault(family, set())
+            if _has_no_order((family, values)):
+                others = (chosen for other, chosen in self._logged.items() if other.tensor == family.tensor)
+                worst = sorted(values, key=set().union(*others).__contains__, reverse=True)
+            else:
+                worst = worst_first(PLACES, family, values)
+            for layer in worst:
+                is_lost = family.badness(values[layer]) == math.inf
+                if len(layers) < PLACES + is_lost * LATER_PLACES:
+                    layers.add(layer)
 
     def _overall(
         self, families: Mapping[Family, ByLayer], comparable: Mapping[Family, ByLayer], prefix: str

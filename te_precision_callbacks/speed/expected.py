@@ -115,7 +115,7 @@ class Times:
         return cls(high_ms, low_ms, cast_ms, high_ms / low_ms, why)
 
     def figures(self) -> dict[str, float | None]:
-        figures = {"high_ms": self.high_ms, "low_ms": self.low_ms, "cast_ms": self.cast_ms, "speedup": self.speedup}
+        figures = {name: value for name, value in vars(self).items() if name != "why_no_gain"}
         return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 

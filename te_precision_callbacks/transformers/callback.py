@@ -1,15 +1,16 @@
-"""The callback for the Hugging Face Trainer.
+"""The callback for the Hugging Face Trainer, and its sinks.
 
 The Trainer has no event for a failed training; the one in ``trainer.py`` closes debug callbacks then.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,18 +19,30 @@ import safetensors
 import torch
 from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    MLflowCallback,
+    TensorBoardCallback,
+    WandbCallback,
+)
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from typing_extensions import Unpack
 
 from te_precision_callbacks.accelerate.unconverted import expects_low_precision, scales_loss, warn_of_unconverted
-from te_precision_callbacks.base.errors import OptionError
+from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.config.loading import ConfigSource
 from te_precision_callbacks.options import SessionKeywords, SessionOptions
 from te_precision_callbacks.session import InspectSession, SessionError, running_session
 from te_precision_callbacks.session.resume import losses_before
-from te_precision_callbacks.sinks import MetricSelection
+from te_precision_callbacks.sinks.metrics import (
+    LoggerSink,
+    MetricSelection,
+    add_to_tensorboard,
+    names_for_mlflow,
+    wandb_histogram,
+)
 from te_precision_callbacks.te.state import delayed_states
-from te_precision_callbacks.transformers.reporting import Reporting, TrainerEvent
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +87,92 @@ def refuse_data_parallel(args: TrainingArguments) -> None:
         )
 
 
+class ReportingError(PrecisionDebugError, RuntimeError):
+    """A reporting integration failed to log a step's statistics."""
+
+
+class TrainerEvent(NamedTuple):
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    keywords: Mapping[str, Any]
+
+
+class Reporting:
+    """The sinks of a training on the main process, one for each reporting integration of a trainer (``report_to``).
+
+    An integration is a callback of a class in transformers' ``INTEGRATION_TO_CALLBACK``. Its ``on_log`` is called, so
+    steps and processes are the same as for the trainer's metrics; no other callback gets statistics. Most integrations
+    prefix every name with ``train/``, which would add thousands of charts to the group of the loss; statistics keep
+    their names, ``te.<layer>/...``. Closed integrations do not receive statistics.
+    """
+
+    def __init__(self, handler: CallbackHandler, event: TrainerEvent, select: MetricSelection) -> None:
+        classes: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
+        integrations = [callback for callback in handler.callbacks if isinstance(callback, classes)]
+        self.is_open = True
+        self.event = event
+        self.sinks = [_IntegrationSink(integration, self, select) for integration in integrations]
+
+
+class _OwnName(str):
+    """A metric's name that ignores the prefix ``train/`` of an integration.
+
+    transformers 5.23.0, ``integrations/integration_utils.py: rewrite_logs``, computes ``"train/" + name``; ``__radd__``
+    of a subclass of str takes precedence. Other ways of renaming still work.
+    """
+
+    def __radd__(self, other: str) -> str:
+        return str(self)
+
+
+class _IntegrationSink(LoggerSink):
+    """Sends metrics to an integration of the Trainer, such as TensorBoard or W&B."""
+
+    def __init__(self, integration: TrainerCallback, reporting: Reporting, select: MetricSelection) -> None:
+        super().__init__(select)
+        self._integration = integration
+        self._reporting = reporting
+        self._known: set[str] = set()
+
+    def log(self, metrics: dict[str, float], histograms: Mapping[str, Sequence[float]], step: int) -> None:
+        """Log at the step of the trainer's metrics; a no-op after the training."""
+        if not self._reporting.is_open:
+            return
+        event = self._reporting.event
+        integration = self._integration
+        try:
+            if isinstance(integration, MLflowCallback):
+                metrics = names_for_mlflow(metrics)
+            if metrics:
+                state = event.state
+                if state.global_step != step:  # the current step was not completed
+                    state = copy.copy(state)
+                    state.global_step = step
+                named = {_OwnName(name): value for name, value in metrics.items()}
+                integration.on_log(event.args, state, event.control, logs=named, **event.keywords)
+            if isinstance(integration, MLflowCallback) and not metrics.keys() <= self._known:
+                # The integration logs from several threads, which create a folder for each name in a store of local
+                # files. If two threads create the same folder, MLflow 3.17 loses the step of one.
+                self._known |= metrics.keys()
+                integration._ml_flow.flush_async_logging()
+            for name, counts in histograms.items():
+                if isinstance(integration, TensorBoardCallback) and integration.tb_writer is not None:
+                    add_to_tensorboard(integration.tb_writer, name, counts, step)
+                elif isinstance(integration, WandbCallback):
+                    # Like the integration: wandb's step counts calls, and train/global_step is the x axis.
+                    integration._wandb.log({name: wandb_histogram(counts), "train/global_step": step})
+        except Exception as error:
+            name = type(integration).__name__
+            raise ReportingError(f"{name} could not log statistics: {type(error).__name__}: {error}") from error
+
+
 _SKIPPED = ("epoch", "step", "total_flos")
 _NUMBERS = {"learning_rate": "lr"}
 """Names in the Trainer's logs that are no numbers of the training, and the session's name of another."""
 
-_TRAININGS = weakref.WeakKeyDictionary[InspectSession, tuple[TrainerState, Reporting | None]]()
+_TRAININGS: weakref.WeakKeyDictionary[InspectSession, tuple[TrainerState, Reporting | None]]
+_TRAININGS = weakref.WeakKeyDictionary()
 """The session of each training -> its state, which is new in each training, and its reporting."""
 
 
@@ -309,12 +403,13 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
             stateless[f"{name}._extra_state"] = module
     restored = 0
     try:
-        # In one file, or in parts.
-        for path in sorted(checkpoint.glob("model*.safetensors")) or sorted(checkpoint.glob("pytorch_model*.bin")):
-            for key, state in _read_tensors(path, stateless.keys()).items():
-                if state.numel():
-                    stateless[key].set_extra_state(state)
-                    restored += 1
+        for path in checkpoint.glob("model*.safetensors"):  # in one file, or in parts
+            with safetensors.safe_open(path, framework="pt") as file:
+                for key in stateless.keys() & set(file.keys()):
+                    state = file.get_tensor(key)
+                    if state.numel():
+                        stateless[key].set_extra_state(state)
+                        restored += 1
     except Exception as error:
         logger.warning(
             "The scales and amax histories of %d of %d converted layers were not restored from %s: %s. Training"
@@ -327,11 +422,3 @@ def restore_states(accelerator: Accelerator, model: torch.nn.Module, checkpoint:
         return
     if restored:
         logger.info("Restored the scales and amax histories of %d converted layers from %s.", restored, checkpoint)
-
-
-def _read_tensors(path: Path, keys: Set[str]) -> Mapping[str, torch.Tensor]:
-    if path.suffix == ".safetensors":
-        with safetensors.safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in keys & set(file.keys())}
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return {key: loaded[key] for key in keys & loaded.keys()}

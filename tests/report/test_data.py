@@ -19,7 +19,7 @@ from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.diagnosis import diagnose
 from te_precision_callbacks.runs import RecordedRun, UnknownSubjectError, open_run
 from te_precision_callbacks.runs.tables import REDUCED, STEP0
-from te_precision_callbacks.sinks.metrics import SeriesChoice, comparable_values
+from te_precision_callbacks.sinks.metrics import MetricSelection
 from te_precision_callbacks.statistics.series import family_of
 from te_precision_callbacks.views.report import ReportError, write_report
 from te_precision_callbacks.views.report.data import (
@@ -266,10 +266,10 @@ def test_the_report_names_the_same(trained: Trained) -> None:
 def test_loggers_choose_the_same(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("te_precision_callbacks.sinks.metrics.MOST_SERIES", 1)
     monkeypatch.setattr("te_precision_callbacks.sinks.metrics.PLACES", 4)
-    choice, records = SeriesChoice(), trained.keeper.steps[-1]
-    choice.take(records.families, comparable_values(records))
-    assert set(LOSSY_NAMES) <= choice.logged_layers(family_of("weight", "underflows%"))
-    assert choice.logged_layers(family_of("weight", "sqnr_db")) == set(by_hand(trained.run, "sqnr_db", "weight")[:4])
+    metrics = MetricSelection()(trained.keeper.steps[-1])
+    assert {f"te.{layer}/weight/underflows%" for layer in LOSSY_NAMES} <= metrics.keys()
+    worst = {f"te.{layer}/weight/sqnr_db" for layer in by_hand(trained.run, "sqnr_db", "weight")[:4]}
+    assert {name for name in metrics if name.startswith("te.") and name.endswith("/weight/sqnr_db")} == worst
 
 
 @pytest.mark.parametrize(
