@@ -20,13 +20,7 @@ def flat_config(sections: Sequence[Section], features: Sequence[NamespacedFeatur
     """Flatten enabled sections, with registered names of features, to text that is the same in every process."""
     flat: dict[str, str] = {}
     for section, resolved in zip(sections, features, strict=True):
-        selector = section.selector
-        layers = {
-            "exact_layer_names": selector.exact_names and sorted(selector.exact_names),
-            "layer_name_regex_pattern": selector.pattern and selector.pattern.pattern,
-            "layer_numbers": None if selector.numbers is None else sorted(selector.numbers),
-            "layer_types": selector.types,
-        }
+        layers = {key: sorted(map(str, entries)) for key, entries in section.selector.entries.items()}
         flat.update(_flat(section.name, {"layers": layers, **resolved}))
     return flat
 

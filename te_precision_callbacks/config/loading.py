@@ -24,7 +24,7 @@ from te_precision_callbacks.config.planning import (
 )
 from te_precision_callbacks.config.problems import ConfigError, Problems
 from te_precision_callbacks.config.schemas import UPSTREAM_FEATURE, known_features
-from te_precision_callbacks.config.selection import SELECTOR_KEYS, LayerSelector
+from te_precision_callbacks.config.selection import EXACT, SELECTOR_KEYS, LayerSelector
 from te_precision_callbacks.config.yaml_text import Places, read_yaml
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
             f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
         )
     place = functools.partial(places, name, "layers")
-    selector = LayerSelector((), None, None, None, place)  # selects nothing
+    selector = LayerSelector({EXACT: ()}, place)  # selects nothing
     if body.get("enabled") is False:
         return Section(name, False, selector, {}, places)
     if "layers" not in body and any(name in features for features in known.values()):

@@ -149,7 +149,7 @@ def draft(
             if key != EXACT:
                 idle.append(text)
                 continue
-            if upstream is not None and upstream.by_name((selector.exact_names or ())[entry]):
+            if upstream is not None and upstream.find(EXACT, selector.entries[EXACT][entry]):
                 text += f" {_BY_UPSTREAM}, such as this name."
             missing.append(text + _AS_WARNING)
     merged: dict[tuple[int, ...], NamespacedFeatures] = {}

@@ -8,7 +8,6 @@ model's layers before the run, so it cannot raise in a forward.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,6 +85,23 @@ class LayerIndex:
     def _by_name(self) -> Mapping[str, Sequence[int]]:
         return group_by_key((name, position) for position, names in enumerate(self._names) for name in names)
 
+    def find(self, key: str, entry: Any) -> Sequence[int]:
+        """Return the layers that an entry of a selector's key selects."""
+        positions = range(len(self.layers))
+        if key == EXACT:
+            return self._by_name.get(entry, ())
+        if key == NUMBERS:
+            first, last = entry
+            return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
+        if key == PATTERN:
+            end = None
+            if _NEGATIVE.search(entry.pattern):  # an alias may lack the excluded text
+                end = 1
+            return [at for at in positions if any(map(entry.search, self._names[at][:end]))]
+        if entry == "all":
+            return positions
+        return [at for at in positions if entry in self._types[at] or any(entry in name for name in self._names[at])]
+
     def near(self, word: str, key: str) -> list[str]:
         names = self.layer_names
         if key == EXACT:
@@ -99,32 +115,17 @@ class LayerIndex:
             near = [*nearest(word, names), *near]
         return list(dict.fromkeys(near))
 
-    def is_class(self, word: str) -> bool:
-        return any(word in types for types in self._types)
-
-    def is_part(self, word: str) -> bool:
-        return any(f".{word}." in f".{name}." for name in self.layer_names)
-
-    def by_name(self, name: str) -> Sequence[int]:
-        return self._by_name.get(name, ())
-
-    def by_number(self, first: int, last: int) -> Sequence[int]:
-        return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
-
-    def by_type(self, word: str) -> Sequence[int]:
-        positions = range(len(self.layers))
-        if word == "all":
-            return positions
-        return [at for at in positions if word in self._types[at] or any(word in name for name in self._names[at])]
-
-    def matching(self, pattern: re.Pattern[str]) -> Sequence[int]:
-        """Return the layers with a matching name or alias. For patterns with a negative look-around, aliases are
-        ignored, since they may lack the excluded text.
-        """
-        end = None
-        if _NEGATIVE.search(pattern.pattern):
-            end = 1
-        return [at for at, names in enumerate(self._names) if any(map(pattern.search, names[:end]))]
+    def as_type(self, word: str, key: str) -> str:
+        """Return a hint if a word of another key is a class, or a part of a name; else an empty text."""
+        what = ""
+        if any(word in types for types in self._types):
+            what = "a class"
+        elif key == EXACT and any(f".{word}." in f".{name}." for name in self.layer_names):
+            what = "a part of the name"
+        if not what or key == TYPES:
+            return ""
+        layers = many(len(self.find(TYPES, word)), "layer")
+        return f" {shown(word)} is {what} of {layers}. To select them, write {TYPES}: [{word}]."
 
 
 def index_by_upstream_names(layers: Sequence[Layer]) -> list[LayerIndex]:
@@ -139,12 +140,9 @@ def index_by_upstream_names(layers: Sequence[Layer]) -> list[LayerIndex]:
 
 @dataclass(frozen=True)
 class LayerSelector:
-    """A ``layers`` block; ``numbers`` are ranges with both ends included."""
+    """A ``layers`` block: the entries of its keys that have an effect. Numbers are ranges with both ends included."""
 
-    exact_names: tuple[str, ...] | None
-    pattern: re.Pattern[str] | None
-    numbers: tuple[tuple[int, int], ...] | None
-    types: tuple[str, ...] | None
+    entries: Mapping[str, Sequence[Any]]
     place: Where
 
     @classmethod
@@ -157,7 +155,7 @@ class LayerSelector:
         if not block:
             raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_KEYS_IN_WORDS}.")
         problems = Problems()
-        parsed: dict[str, Any] = {}
+        parsed: dict[str, Sequence[Any]] = {}
         for key, value in block.items():
             if key not in SELECTOR_KEYS:
                 hint = suggestion(str(key), SELECTOR_KEYS)
@@ -166,19 +164,16 @@ class LayerSelector:
             with problems.collecting():
                 parsed[key] = _PARSERS[key](key, value, place)
         problems.raise_any()
-        _warn_of_idle_keys(block, place)
-        return cls(parsed.get(EXACT), parsed.get(PATTERN), parsed.get(NUMBERS), parsed.get(TYPES), place)
+        for alone in (EXACT, PATTERN):
+            if alone in parsed:
+                _warn_of_idle_keys(block, alone, place)
+                return cls({alone: parsed[alone]}, place)
+        return cls({key: parsed[key] for key in (TYPES, NUMBERS) if key in parsed}, place)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
-        if self.exact_names is not None:
-            return sorted(set().union(*map(index.by_name, self.exact_names)))
-        if self.pattern is not None:
-            return index.matching(self.pattern)
         selected = set(range(len(index.layers)))
-        if self.types is not None:
-            selected &= set().union(*map(index.by_type, self.types))
-        if self.numbers is not None:
-            selected &= set().union(*itertools.starmap(index.by_number, self.numbers))
+        for key, entries in self.entries.items():
+            selected &= set().union(*(index.find(key, entry) for entry in entries))
         return sorted(selected)
 
     def choose(self, indexes: Sequence[LayerIndex]) -> LayerIndex:
@@ -191,44 +186,39 @@ class LayerSelector:
         """Return whether nvidia-dlfw-inspect's names select other layers; layers without its numbers are ignored."""
         ours = set(self.select(index))
         theirs = set(self.select(upstream))
-        if self.exact_names is None and self.pattern is None and self.numbers is not None:
-            ours &= set(upstream.by_number(0, LARGEST_NUMBER))
+        if NUMBERS in self.entries:
+            ours &= set(upstream.find(NUMBERS, (0, LARGEST_NUMBER)))
         return bool(theirs) and ours != theirs
 
     def idle_entries(self, index: LayerIndex) -> Iterator[tuple[str, int, str]]:
         """Yield entries that match no layer or exceed the layer numbers: key, index in its list, and the problem."""
-        if self.exact_names is not None:
-            for number, name in enumerate(self.exact_names):
-                if not index.by_name(name):
-                    meant = "".join(f" Did you mean {close!r}?" for close in index.near(name, EXACT)[:1])
-                    yield EXACT, number, f"there is no layer {shown(name)}.{_as_type(name, EXACT, index) or meant}"
-        elif self.pattern is None:
-            for number, word in enumerate(self.types or ()):
-                if not index.by_type(word):
-                    text = f"no layer's name or class contains {shown(word)}."
-                    if close := index.near(word, TYPES)[:5]:
+        for key, entries in self.entries.items():
+            for number, entry in enumerate(entries):
+                text = ""
+                is_idle = not index.find(key, entry)
+                if key == NUMBERS:
+                    text = _why_no_number(entry, is_idle, index.numbers)
+                elif is_idle and key == EXACT:
+                    meant = "".join(f" Did you mean {close!r}?" for close in index.near(entry, EXACT)[:1])
+                    text = f"there is no layer {shown(entry)}.{index.as_type(entry, EXACT) or meant}"
+                elif is_idle and key == TYPES:
+                    text = f"no layer's name or class contains {shown(entry)}."
+                    if close := index.near(entry, TYPES)[:5]:
                         text += f" Similar: {', '.join(map(shown, close))}."
-                    yield TYPES, number, text
-            for number, (first, last) in enumerate(self.numbers or ()):
-                beyond = last < _WITHOUT_END and index.numbers and last > index.numbers[-1]
-                if beyond or not index.by_number(first, last):
-                    yield NUMBERS, number, _no_number(first, last, index)
+                if text:
+                    yield key, number, text
 
     def instead(self, index: LayerIndex) -> str:
         """Return a hint for a block that selects nothing; empty if nothing is similar."""
-        key = TYPES
-        words = list(self.types or ())
-        if self.exact_names is not None:
-            key = EXACT
-            words = list(self.exact_names)
-        elif self.pattern is not None:
-            key = PATTERN
-            words = _WORD.findall(self.pattern.pattern)
         hint = ""
         near: dict[str, None] = {}
-        for word in words[:MOST_SHOWN]:
-            hint += _as_type(word, key, index)
-            near |= dict.fromkeys(index.near(word, key))
+        for key, entries in self.entries.items():
+            words = [] if key == NUMBERS else list(entries)
+            if key == PATTERN:
+                words = _WORD.findall(entries[0].pattern)
+            for word in words[:MOST_SHOWN]:
+                hint += index.as_type(word, key)
+                near |= dict.fromkeys(index.near(word, key))
         if near and not hint:
             return f" Similar names: {', '.join(map(repr, list(near)[:5]))}."
         return hint
@@ -246,37 +236,30 @@ def _as_number(numbers: Sequence[str]) -> int | None:
     return None
 
 
-def _as_type(word: str, key: str, index: LayerIndex) -> str:
-    if key == TYPES or not (index.is_class(word) or (key == EXACT and index.is_part(word))):
-        return ""
-    what = "a part of the name"
-    if index.is_class(word):
-        what = "a class"
-    layers = many(len(index.by_type(word)), "layer")
-    return f" {shown(word)} is {what} of {layers}. To select them, write {TYPES}: [{word}]."
-
-
-def _no_number(first: int, last: int, index: LayerIndex) -> str:
-    if not index.numbers:
-        return "no layer has a number in its name."
+def _why_no_number(span: tuple[int, int], is_idle: bool, numbers: Sequence[int]) -> str:
+    """Return the problem of a range of layer numbers without layers, or beyond them; empty if there is none."""
+    first, last = span
     what = f"no layer has a number from {first} to {last}"
-    if index.by_number(first, last):
+    if not is_idle:
+        if last >= _WITHOUT_END or last <= numbers[-1]:
+            return ""
         what = f"'{first}-{last}' exceeds the layer numbers"
-    return f"{what}. The numbers go from {index.numbers[0]} to {index.numbers[-1]}."
+    if not numbers:
+        return "no layer has a number in its name."
+    return f"{what}. The numbers go from {numbers[0]} to {numbers[-1]}."
 
 
-def _warn_of_idle_keys(block: Mapping[str, Any], place: Where) -> None:
-    rules, *others = filter(block.__contains__, SELECTOR_KEYS)
-    if rules not in (EXACT, PATTERN):
-        return
-    for key in others:
-        logger.warning(
-            "%s: %r has no effect beside %r, which takes precedence, as in nvidia-dlfw-inspect. Remove one of the two.",
-            place(key),
-            key,
-            rules,
-        )
-    if rules == PATTERN and not block[PATTERN]:
+def _warn_of_idle_keys(block: Mapping[str, Any], alone: str, place: Where) -> None:
+    for key in SELECTOR_KEYS:
+        if key in block and key != alone:
+            logger.warning(
+                "%s: %r has no effect beside %r, which takes precedence, as in nvidia-dlfw-inspect. Remove one of the"
+                " two.",
+                place(key),
+                key,
+                alone,
+            )
+    if alone == PATTERN and not block[PATTERN]:
         logger.warning(
             "%s: %r is empty, which matches every name and selects all layers. If you want all layers, write %s:"
             " [all].",
@@ -299,11 +282,11 @@ def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _pattern(key: str, value: Any, place: Where) -> re.Pattern[str]:
+def _pattern(key: str, value: Any, place: Where) -> tuple[re.Pattern[str]]:
     if not isinstance(value, str):
         raise ConfigError(f"{place(key)}: {key!r} must be one regular expression, not {shown(value)}.")
     try:
-        return re.compile(value)
+        return (re.compile(value),)
     except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"{place(key)}: {key!r} {shown(value)} is not a regular expression: {error}.") from error
 
@@ -335,7 +318,7 @@ def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-_PARSERS: Mapping[str, Callable[[str, Any, Where], Any]] = {
+_PARSERS: Mapping[str, Callable[[str, Any, Where], Sequence[Any]]] = {
     EXACT: _strings,
     PATTERN: _pattern,
     NUMBERS: _numbers,
