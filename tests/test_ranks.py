@@ -23,11 +23,7 @@ import torch.distributed as dist
 from te_precision_callbacks.base.ranks import group, meeting, messages
 from te_precision_callbacks.base.ranks.group import devices
 from te_precision_callbacks.base.ranks.meeting import MeetingFailed, RankPlace, next_keys, refuse
-from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _from_json, _Reconnection
-
-
-def name(rank: int) -> str:
-    return f"rank {rank}"
+from te_precision_callbacks.base.ranks.messages import Departure, Messages, RanksLostError, _Reconnection
 
 
 def on_all(size: int, run: Callable[[int], Any]) -> list[Any]:
@@ -277,9 +273,15 @@ def test_a_stranger_holds_nobody_up(tmp_path: Path) -> None:
     assert max(forked(tmp_path, 2, run, is_open=False)) < 8
 
 
-def test_messages_are_not_unpickled() -> None:
-    with pytest.raises(ValueError, match="utf-8"):
-        _from_json(pickle.dumps(["text"]), str)
+@pytest.mark.processes
+def test_messages_are_not_unpickled(tmp_path: Path) -> None:
+    def run(sent: Messages) -> Any:
+        if sent.rank:
+            return sent.pool(["text"], "names", "to name", str)
+        return sent.merge("names", "to name", np.empty(0), 0, pickle.dumps(["text"]))
+
+    _, error = forked(tmp_path, 2, run)
+    assert isinstance(error, ValueError)
 
 
 # ---------------------------------------------------------------------- meetings
@@ -295,16 +297,16 @@ def test_later_ranks_learn_why_a_rank_refused_to_meet(failing: int) -> None:
     """It waits for nobody, and nobody for it, however slow the others are; and in the next meeting all are there."""
     store = dist.HashStore()
     refuse(next_keys(store, failing), "rank has no room")
-    others = [RankPlace(rank, 3, name) for rank in range(3) if rank != failing]
+    others = [RankPlace(rank, 3, f"rank {rank}") for rank in range(3) if rank != failing]
     for error in on_all(2, lambda number: met(store, others[number], 20)):
         assert repr(error) == "MeetingFailed('rank has no room')"
-    assert on_all(3, lambda rank: met(store, RankPlace(rank, 3, name), 20)) == [True] * 3
+    assert on_all(3, lambda rank: met(store, RankPlace(rank, 3, f"rank {rank}"), 20)) == [True] * 3
 
 
 def test_a_rank_that_has_lost_its_patience_is_not_waited_for() -> None:
     """Rank 0 comes when rank 1 has given up; and after a meeting that rank 1 came late for, all meet again."""
     store = dist.HashStore()
-    places = [RankPlace(rank, 2, name) for rank in range(2)]
+    places = [RankPlace(rank, 2, f"rank {rank}") for rank in range(2)]
     for rank, wait in ((1, 0.1), (0, 20), (0, 0.1), (1, 20)):
         with pytest.raises(MeetingFailed, match=r"not all ranks arrived within 0\.1 s"):
             met(store, places[rank], wait)
@@ -320,7 +322,7 @@ def test_a_rank_with_another_version_does_not_connect(monkeypatch: pytest.Monkey
             monkeypatch.setattr(meeting, "PROTOCOL", 4)
         else:
             threading.Timer(0.2, at.set).start()
-        return met(store, RankPlace(rank, 2, name), 20)
+        return met(store, RankPlace(rank, 2, f"rank {rank}"), 20)
 
     for error in on_all(2, run):
         assert isinstance(error, MeetingFailed)
@@ -334,7 +336,7 @@ def test_ranks_come_together_in_the_same_step_without_waiting(order: tuple[int, 
     for parted_at in range(9):
         met: dict[int, int] = {}
         store = dist.HashStore()
-        ranks = [(RankPlace(rank, 3, name), _Reconnection(store)) for rank in order]
+        ranks = [(RankPlace(rank, 3, f"rank {rank}"), _Reconnection(store)) for rank in order]
         for _, item in ranks:
             item.put_off()
         for step in range(parted_at, parted_at + 100):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,11 +45,11 @@ class MeetingFailed(Exception): ...
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank in its group; ``name`` formats a rank for messages."""
+    """A rank in its group, and its name for messages."""
 
     rank: int
     size: int
-    name: Callable[[int], str]
+    name: str
 
 
 def shared_store(prefix: str) -> Any:
@@ -86,8 +85,7 @@ def meet(keys: Any, at: RankPlace, wait: float, longest: float, why: str) -> Gro
     _wait_for_all(keys, _ARRIVED, at, wait, f"not all ranks arrived within {wait:g} s", why)
     if keys.add("versions", 0) != PROTOCOL * at.size:
         raise MeetingFailed(
-            f"the ranks have different versions of te-precision-callbacks ({at.name(at.rank)} has message version"
-            f" {PROTOCOL})"
+            f"the ranks have different versions of te-precision-callbacks ({at.name} has message version {PROTOCOL})"
         )
     group = Group(prefixed_store("gloo", keys), at.rank, at.size, listening, CONNECTING, longest)
     try:
@@ -120,7 +118,7 @@ def _wait_for_all(keys: Any, phase: str, at: RankPlace, wait: float, missing: st
             break
         if warns and waited > WAITING:
             warns = False
-            who = at.name(at.rank).capitalize()
+            who = at.name.capitalize()
             logger.warning("%s has waited %g s for the other ranks, %s together with them.", who, WAITING, why)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

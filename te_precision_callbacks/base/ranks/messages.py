@@ -2,7 +2,7 @@
 
 A message starts with a header of fixed size, which contains values and their negatives, and is reduced by maximum. If
 kinds and sizes are equal on all ranks, the payload follows: values are summed, or reduced by maximum; texts that differ
-are gathered on rank 0, which broadcasts their union. Texts are JSON: nothing is unpickled.
+are gathered on rank 0, which broadcasts their union. A text has a line of JSON for each entry: nothing is unpickled.
 
 A rank that fails writes the reason into the store, and closes its group. The other ranks detect this in their current
 or next message, and leave too. If a rank hangs, the others leave after a timeout.
@@ -80,6 +80,7 @@ class Departure:
     """The reason why a rank has left.
 
     Attributes:
+        rank: its rank in the run.
         kind: the class name of the rank's exception, if any.
         raises: whether the rank raises this exception to its caller, so that all ranks should raise it.
     """
@@ -88,6 +89,11 @@ class Departure:
     text: str
     kind: str = ""
     raises: bool = False
+
+    def __str__(self) -> str:
+        if self.kind:
+            return f"Rank {self.rank} has failed: {self.text}"
+        return self.text
 
 
 class Requests(NamedTuple):
@@ -109,8 +115,8 @@ class Requests(NamedTuple):
 class RanksLostError(ReductionError):
     """The ranks no longer exchange messages; ``departure`` is the first rank's departure, if known."""
 
-    def __init__(self, departure: Departure, message: str = "") -> None:
-        super().__init__(message or departure.text)
+    def __init__(self, departure: Departure) -> None:
+        super().__init__(str(departure))
         self.departure = departure
 
 
@@ -137,20 +143,17 @@ class Messages:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.meetings = 0
-        self.departure = Departure(self.rank, "the ranks are not connected yet")
+        self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
+        self.departure = Departure(self._ranks[self.rank], "the ranks are not connected yet")
         self.requests = Requests()
         self.requested: Requests | None = None
         self._purpose = purpose
-        self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
-        self._at = RankPlace(self.rank, self.size, self.name)
+        self._at = RankPlace(self.rank, self.size, f"rank {self._ranks[self.rank]}")
         self._group: Group | None = None
         self._keys: Any = None
         self._count = 0
         self.timeout = EXCHANGING
         self._reconnection: _Reconnection | None = None
-
-    def name(self, rank: int) -> str:
-        return f"rank {self._ranks[rank]}"
 
     @property
     def is_open(self) -> bool:
@@ -172,24 +175,22 @@ class Messages:
             self.close()
             self._reconnection = None
             if not has_other_ranks(self.group):
-                raise RanksLostError(Departure(self.rank, "The process group is fake, so there are no other ranks"))
+                raise MeetingFailed("the process group is fake, so there are no other ranks")
             wait = _meeting_timeout(self.group)
             keys = self._new_meeting()
             self._connect(keys, wait, why)
             self.timeout = min(max(wait, EXCHANGING), FIRST_STEP)
-        except RanksLostError as error:
-            raise self._disconnect(error.departure.text) from error
-        except Exception as error:  # all ranks must raise
-            self.decline(error, keys)
-            raise self._disconnect(f"The ranks could not connect: {_reason(error)}") from error
         except BaseException as error:
             self.decline(error, keys)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            self.part(f"The ranks could not connect: {_reason(error)}")  # all ranks must raise
+            raise RanksLostError(self.departure) from error
 
     def decline(self, error: BaseException, keys: Any = None) -> None:
         """Refuse to connect because of a failure; ``keys`` are the keys of the meeting, if it has begun."""
         reason = _reason(error)
-        own = reason if isinstance(error, MeetingFailed) else f"{self.name(self.rank)} has failed ({reason})"
+        own = reason if isinstance(error, MeetingFailed) else f"{self._at.name} has failed ({reason})"
         with contextlib.suppress(Exception):
             refuse(self._new_meeting() if keys is None else keys, own)
 
@@ -208,10 +209,6 @@ class Messages:
         self._count = 0
         self.meetings += 1
 
-    def _disconnect(self, why: str) -> RanksLostError:
-        self._leave(Departure(self.rank, why))
-        return self._lost()
-
     def leave(self, error: BaseException, *, raises: bool = False) -> None:
         """Leave the group because of a failure, so that the other ranks leave too.
 
@@ -220,15 +217,15 @@ class Messages:
         """
         if self._group is not None:
             own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
-            self._leave(Departure(self.rank, own, type(error).__name__, raises))
+            self.part(own, type(error).__name__, raises=raises)
 
-    def part(self, why: str, *, for_good: bool) -> None:
-        """Leave the group, on all ranks at the same time and for the same reason.
+    def part(self, why: str, kind: str = "", *, raises: bool = False, for_good: bool = False) -> None:
+        """Leave the group; see :class:`Departure`.
 
         Args:
             for_good: never reconnect.
         """
-        self._leave(Departure(self.rank, why))
+        self._leave(Departure(self._ranks[self.rank], why, kind, raises))
         if for_good:
             self._reconnection = None
 
@@ -239,7 +236,7 @@ class Messages:
             self._reconnection.put_off()
 
     def close(self) -> None:
-        self._close(Departure(self.rank, f"{self.name(self.rank).capitalize()} has ended its session"))
+        self._close(Departure(self._ranks[self.rank], f"{self._at.name.capitalize()} has ended its session"))
 
     def _close(self, departure: Departure) -> None:
         group = self._group
@@ -250,44 +247,43 @@ class Messages:
             if group.is_whole:  # this rank is the first to leave; after another rank, the store may be gone
                 self._keys.set(_LEFT, json.dumps(asdict(departure) | {"text": departure.text[:_LONGEST_TEXT]}))
         except Exception as error:
-            logger.info("%s cannot report why it left: %s.", self.name(self.rank).capitalize(), _reason(error))
+            logger.info("%s cannot report why it left: %s.", self._at.name.capitalize(), _reason(error))
         finally:
             group.close()
 
     # ------------------------------------------------------------------ messages
 
-    def merge(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"", of: Any = None) -> bytes:
-        """Reduce values over the ranks, in place, and return the union of their texts.
+    def merge(self, kind: str, why: str, numbers: Numbers, sums: int, text: bytes = b"") -> bytes:
+        """Reduce values over the ranks, in place, and return the union of the lines of their texts.
 
         Args:
             kind: the kind of message, equal on all ranks.
             why: the purpose, for a warning: "to reduce statistics".
             numbers: a contiguous array.
             sums: number of leading values that are summed; the others are reduced by maximum.
-            text: a JSON list of entries.
-            of: the type of the entries.
 
         Raises:
             RanksLostError: the ranks are disconnected.
         """
         group = self._group
         if group is None:
-            raise self._lost()
+            raise RanksLostError(self.departure)
         self._count += 1
         try:
             finish = functools.partial(group.finish, functools.partial(next, self._wait(why)))
-            union = self._exchange(group, finish, kind, numbers, sums, text, of)
+            union = _exchange(group, finish, kind, numbers, sums, text)
             if self._reconnection is not None:
                 self.timeout = EXCHANGING
             return union
+        except _OutOfStep as error:
+            self.part(str(error))
+            raise RanksLostError(self.departure) from error
         except Exception as error:
-            if isinstance(error, RanksLostError):
-                self._leave(error.departure)
-            elif type(error) is RuntimeError or isinstance(error, dist.DistError):  # from gloo or the store
+            if type(error) is RuntimeError or isinstance(error, dist.DistError):  # from gloo or the store
                 self._leave(self._departure_of_another(error))
             else:  # this rank failed
                 self.leave(error)
-            raise self._lost() from error
+            raise RanksLostError(self.departure) from error
         except BaseException as error:
             self.leave(error)
             raise
@@ -295,11 +291,11 @@ class Messages:
     def _wait(self, why: str) -> Iterator[None]:
         """Warn once which ranks are late, and end the wait for a message when one has left or failed.
 
-        Each step of the iterator is a check, and may raise RanksLostError.
+        Each step of the iterator is a check, and may raise _OutOfStep.
         """
         begun = time.monotonic()
         count = str(self._count)
-        who = self.name(self.rank).capitalize()
+        who = self._at.name.capitalize()
         patience = min(meeting.WAITING, self.timeout)
         while time.monotonic() - begun < patience / 2:
             yield
@@ -310,8 +306,7 @@ class Messages:
             logger.warning("%s has waited %g s for %s, %s.", who, patience, self._late_ranks(count), why)
         while time.monotonic() - begun < self.timeout:
             yield
-        text = f"{who} has waited {self.timeout:g} s for {self._late_ranks(count)}, {why}"
-        raise RanksLostError(Departure(self.rank, text))
+        raise _OutOfStep(f"{who} has waited {self.timeout:g} s for {self._late_ranks(count)}, {why}")
 
     def _late_ranks(self, count: str) -> str:
         """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
@@ -330,64 +325,26 @@ class Messages:
 
     def pool(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
         """Return the union of all ranks' entries, lower ranks first; ``of`` is their type, which pydantic parses."""
-        text = _to_json(own, of)
-        entries: list[Entry] = _from_json(self.merge(kind, why, np.empty(0), 0, text, of), of)
-        return entries
+        adapter = _adapter(of)
+        # inf and nan are in the notation of Python's json
+        lines = dict.fromkeys(json.dumps(adapter.dump_python(entry, mode="json")) for entry in own)
+        union = self.merge(kind, why, np.empty(0), 0, "\n".join(lines).encode())
+        return [adapter.validate_python(json.loads(line)) for line in union.splitlines()]
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
         """Return global rank -> numbers; only for error messages, since the message grows with the number of ranks."""
         own = self._ranks[self.rank], tuple(numbers)
         return dict(sorted(self.pool([own], kind, why, tuple[int, tuple[int, ...]])))
 
-    def _exchange(
-        self, group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes, of: Any
-    ) -> bytes:
-        maxima = numbers[sums:]
-        # nan is the largest, since gloo's maximum may drop a nan.
-        ranked = _in_order(np.where(np.isnan(maxima), np.nan, maxima).view(np.int64))
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        equal = zlib.crc32(kind.encode()), sums, ranked.size, digest
-        header = np.zeros(_HEADER + _HEADER_MAXIMA, np.int64)
-        header[:_HEADER] = *equal, *(-number for number in equal), len(text)
-        header[_HEADER : _HEADER + ranked.size] = ranked[:_HEADER_MAXIMA]
-        group.reduce(header, dist.ReduceOp.MAX)
-        finish()
-        alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
-        if not alike[:-1].all():
-            raise RanksLostError(
-                Departure(
-                    self.rank,
-                    "The ranks are at different points of the training. Call step() on all ranks, after the same"
-                    " optimizer steps",
-                )
-            )
-        if sums:
-            group.reduce(numbers[:sums], dist.ReduceOp.SUM)
-        if ranked.size > _HEADER_MAXIMA:
-            group.reduce(ranked[_HEADER_MAXIMA:], dist.ReduceOp.MAX)
-        finish()
-        ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
-        numbers[sums:] = _in_order(ranked).view(np.float64)
-        if alike[-1]:
-            return text
-        return _union(group, finish, text, int(header[_HEADER - 1]), of)
-
     def _departure_of_another(self, error: Exception) -> Departure:
         try:
             if self._keys.check([_LEFT]):
-                return TypeAdapter(Departure).validate_json(self._keys.get(_LEFT))
+                return Departure(**json.loads(self._keys.get(_LEFT)))
         except Exception as failure:  # of the store, which may be gone with the rank
             logger.info("It is unknown why a rank left: %s.", _reason(failure))
         line = str(error).partition("\n")[0]
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
-        return Departure(self.rank, f"A rank is no longer reachable: {why}")
-
-    def _lost(self) -> RanksLostError:
-        departure = self.departure
-        text = departure.text
-        if departure.kind:
-            text = f"{self.name(departure.rank).capitalize()} has failed: {text}"
-        return RanksLostError(departure, text)
+        return Departure(self._ranks[self.rank], f"A rank is no longer reachable: {why}")
 
     # ------------------------------------------------------------------ reconnecting
 
@@ -413,19 +370,13 @@ class Messages:
             self._connect(attempts.keys_of_attempt(), RECONNECTING, "to reconnect")
         except Exception as error:  # the store may be gone, or a rank
             self.decline(error, attempts.keys_of_attempt())
-            logger.info(
-                "%s could not reconnect to the other ranks: %s.", self.name(self.rank).capitalize(), _reason(error)
-            )
-            self._leave(Departure(self.rank, _reason(error)))
+            logger.info("%s could not reconnect to the other ranks: %s.", self._at.name.capitalize(), _reason(error))
+            self.part(_reason(error))
             return None
-        try:
-            wait = self.timeout
-            self.timeout = RECONNECTING
+        self.timeout = RECONNECTING  # of the first message
+        with contextlib.suppress(RanksLostError):
             return int(self.largest("again", "to continue together", iteration))
-        except Exception:
-            return None
-        finally:
-            self.timeout = wait
+        return None
 
 
 class _Reconnection:
@@ -488,27 +439,44 @@ def _reason(error: BaseException) -> str:
 
 @functools.cache
 def _adapter(of: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(list[of])
+    return TypeAdapter(of)
 
 
-def _to_json(entries: Iterable[Hashable], of: Any) -> bytes:
-    """Serialize entries as JSON, without duplicates; inf and nan in the notation of Python's json."""
-    return json.dumps(_adapter(of).dump_python(list(dict.fromkeys(entries)), mode="json")).encode()
+class _OutOfStep(Exception):
+    """Other ranks are late, or send another message."""
 
 
-def _from_json(text: bytes, of: Any) -> list[Any]:
-    entries: list[Any] = _adapter(of).validate_python(json.loads(text))
-    return entries
-
-
-def _union(group: Group, finish: Callable[[], None], text: bytes, longest: int, of: Any) -> bytes:
-    padded = np.frombuffer(text.ljust(longest), np.uint8).copy()  # JSON may have trailing spaces
-    gathered = group.gather(padded)
+def _exchange(group: Group, finish: Callable[[], None], kind: str, numbers: Numbers, sums: int, text: bytes) -> bytes:
+    maxima = numbers[sums:]
+    # nan is the largest, since gloo's maximum may drop a nan.
+    ranked = _in_order(np.where(np.isnan(maxima), np.nan, maxima).view(np.int64))
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    equal = zlib.crc32(kind.encode()), sums, ranked.size, digest
+    header = np.zeros(_HEADER + _HEADER_MAXIMA, np.int64)
+    header[:_HEADER] = *equal, *(-number for number in equal), len(text)
+    header[_HEADER : _HEADER + ranked.size] = ranked[:_HEADER_MAXIMA]
+    group.reduce(header, dist.ReduceOp.MAX)
     finish()
-    union = b""
-    if gathered:
-        texts = dict.fromkeys(array.tobytes() for array in gathered)
-        union = _to_json(itertools.chain.from_iterable(_from_json(own, of) for own in texts), of)
+    alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
+    if not alike[:-1].all():
+        raise _OutOfStep(
+            "The ranks are at different points of the training. Call step() on all ranks, after the same optimizer"
+            " steps"
+        )
+    if sums:
+        group.reduce(numbers[:sums], dist.ReduceOp.SUM)
+    if ranked.size > _HEADER_MAXIMA:
+        group.reduce(ranked[_HEADER_MAXIMA:], dist.ReduceOp.MAX)
+    finish()
+    ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
+    numbers[sums:] = _in_order(ranked).view(np.float64)
+    if alike[-1]:
+        return text
+    padded = text.ljust(int(header[_HEADER - 1]), b"\n")
+    gathered = group.gather(np.frombuffer(padded, np.uint8).copy())
+    finish()
+    lines = itertools.chain.from_iterable(array.tobytes().splitlines() for array in gathered)
+    union = b"\n".join(dict.fromkeys(filter(None, lines)))
     size = np.array([len(union)])
     group.broadcast(size)
     finish()

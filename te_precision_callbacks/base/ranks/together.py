@@ -67,7 +67,7 @@ class Ranks:
     @property
     def leads(self) -> bool:
         """Return whether this rank writes and logs for all ranks; without reduction, each rank does."""
-        return not self.several or torch.distributed.get_rank(self._group) == 0
+        return leads(self._group, reduce=self._reduce)
 
     # ------------------------------------------------------------------ connecting and leaving
 
@@ -150,9 +150,9 @@ class Ranks:
 
     def _handle_lost_ranks(self, doing: str, error: RanksLostError) -> None:
         departure = error.departure
-        if departure.raises and self._errors and self.messages is not None:
+        if departure.raises and self._errors:
             kind = next((error for error in self._errors if error.__name__ == departure.kind), self._errors[0])
-            raise kind(f"On {self.messages.name(departure.rank)}: {departure.text}") from None
+            raise kind(f"On rank {departure.rank}: {departure.text}") from None
         self._report(doing, "together with the other ranks", error)
 
     # ------------------------------------------------------------------ exchanges
