@@ -88,7 +88,7 @@ class RecordSink(EventSink):
         place: the segment. Rank 0 creates it when there is content, and puts it into the store for ranks that do not
             reduce with rank 0.
         last, step: the last iteration, and the iteration that the end has interrupted, set at the end; -1 before.
-        has_content: whether anything was written besides the start and the end.
+        has_content: whether there is anything to write besides the start and the end.
     """
 
     def __init__(self, log_dir: Path, limit: int = DEFAULT_LIMIT) -> None:
@@ -109,7 +109,7 @@ class RecordSink(EventSink):
         self._last_step: StepJob | None = None
         self._latest = 0
         self._is_full = False
-        self._before: list[Event | Scalars | FactTables] = []
+        self._before: list[Job] = []
         self.has_content = False
         self._notices = Notices()
         self._last_records: StepRecords | None = None
@@ -141,28 +141,35 @@ class RecordSink(EventSink):
     def start(self, run: RunInfo) -> None:
         self._run = run
         self._info = run
-        self._put(
-            Event(
-                "segment_started", f"The session starts at debug iteration {run.start_iteration}.", run.start_iteration
-            )
-        )
+        if self.writes_reduced:
+            first = run.start_iteration
+            self._put(Event("segment_started", f"The session starts at debug iteration {first}.", first))
         self.thread.flush_soon()  # a process that is killed soon leaves a run, and not an earlier one as the last
 
     def put_facts(self, facts: FactTables) -> None:
-        self._put(facts)
+        if self.writes_reduced:
+            self.has_content = self.has_content or len(facts.tables["gemms"]) > 0
+            self._put(facts)
 
     def write(self, records: StepRecords) -> None:
         self._raise_failure()
         if records is self._last_records:
             return
         self._last_records = records
-        job = StepJob(records, time.time())
-        if self._run is not None and not self.thread.put(job, len(records)) and self._notices.first("slow"):
+        if self._run is None or not (self.writes_reduced or _local_mask(records).any()):
+            return
+        self.has_content = self.has_content or len(records) > 0
+        if not self.thread.put(StepJob(records, time.time()), len(records)) and self._notices.first("slow"):
             text = "The disk is slower than the training, so values of some steps are not recorded."
             self._put(Event("observation_failed", text, records.iteration, "warning"))
 
     def event(self, event: Event) -> None:
-        self._put(event)
+        is_of_all = event.kind == "contract_checked" or bool(event.data.get("of_all"))
+        is_of_all |= event.kind == "finding" and not event.data.get("ranks")
+        is_own = event.severity != "info" or event.kind in ("dump_written", "last_steps")
+        if self.writes_reduced or (is_own and (self.is_alone or not is_of_all)):
+            self.has_content = True
+            self._put(event)
 
     def scalars(self, scalars: Scalars) -> None:
         if self.writes_reduced:
@@ -170,6 +177,9 @@ class RecordSink(EventSink):
 
     def close(self, error: BaseException | None) -> None:
         """Wait until everything is written; after an interruption, a second call continues to wait."""
+        # An end without a failure, such as by a signal, is the same on all ranks.
+        is_own = self.writes_reduced or (isinstance(error, Exception) and not isinstance(error, SessionError))
+        self.has_content = self.has_content or (error is not None and is_own)
         self._put(End(error, self.last, self.step))
         self._run = None
         self.thread.finish()
@@ -192,14 +202,11 @@ class RecordSink(EventSink):
     # ------------------------------------------------------------------ in the sink's thread
 
     def take(self, job: Job) -> bool:
-        if self._writer is None and self._concerns(job):
-            if self.place is None:
-                # These alone do not create a run, nor do scalars that a trainer logs without a step.
-                if isinstance(job, Scalars) or not _is_content(job):
-                    if isinstance(job, Event | Scalars | FactTables):
-                        self._before.append(job)
-                    return True
-                self.place = self._find_place()
+        if self._writer is None:
+            if not self.has_content and (self._info.rank or self.place is None):
+                self._before.append(job)
+                return True
+            self.place = self.place or self._find_place()
             if self.place is None:
                 return False  # retry until rank 0 has a segment
             if self._info.rank == 0 and self.keys is not None:
@@ -209,12 +216,11 @@ class RecordSink(EventSink):
             for earlier in self._before:
                 self._write(earlier, self._writer)
             self._before.clear()
-        if self._writer is not None and (isinstance(job, End) or self._concerns(job)):
-            self._write(job, self._writer)
-            self.has_content = self.has_content or _is_content(job)
+        self._write(job, self._writer)
         return True
 
     def _find_place(self) -> Place | None:
+        """Return the segment of rank 0, which it has perhaps not put into the store yet."""
         if self._info.rank == 0:
             return self.begin()
         self._searching_since = self._searching_since or time.monotonic()
@@ -245,6 +251,7 @@ class RecordSink(EventSink):
                 self._latest = max(job.iteration, self._latest)
                 self._write_event(job, writer)
             case Scalars(iteration, logging_step):
+                self.has_content = True  # of a run that exists: a trainer logs scalars also without a step
                 self._latest = max(iteration, self._latest)
                 step = {"iteration": iteration, "logging_step": logging_step}
                 writer.add("scalars", ({**step, "name": name, "value": job.values[name]} for name in job.values))
@@ -353,34 +360,6 @@ class RecordSink(EventSink):
                 self._writer.put_lost(self.thread.failure)
             self._writer.leave()
             untrace_sigterm(self._writer.own)
-
-    def _concerns(self, job: Job) -> bool:
-        if self.writes_reduced:
-            return True
-        if isinstance(job, StepJob):
-            return bool(_local_mask(job.records).any())
-        if isinstance(job, End):
-            # An end without a failure, such as by a signal, is the same on all ranks.
-            return isinstance(job.error, Exception) and not isinstance(job.error, SessionError)
-        if not isinstance(job, Event):
-            return False
-        is_of_all = job.kind == "contract_checked" or bool(job.data.get("of_all"))
-        is_of_all |= job.kind == "finding" and not job.data.get("ranks")
-        if is_of_all and not self.is_alone:
-            return False
-        return job.severity != "info" or job.kind in ("dump_written", "last_steps")
-
-
-def _is_content(job: Job) -> bool:
-    if isinstance(job, FactTables):
-        return len(job.tables["gemms"]) > 0
-    if isinstance(job, Event):
-        return job.kind not in ("segment_started", "segment_ended")
-    if isinstance(job, StepJob):
-        return len(job.records) > 0
-    if isinstance(job, End):
-        return job.error is not None
-    return isinstance(job, Scalars)
 
 
 def _local_mask(records: StepRecords) -> Mask:
