@@ -41,9 +41,11 @@ def variables_read(tree: ast.AST) -> Iterator[str]:
             yield node.value
         elif isinstance(node, ast.Subscript | ast.Call):
             is_call = isinstance(node, ast.Call)
-            reader = ast.unparse(node.func if is_call else node.value)
             name = (node.args[0] if node.args else None) if is_call else node.slice
-            if reader.endswith(("getenv", "environ", "environ.get")) and isinstance(name, ast.Constant):
+            if not isinstance(name, ast.Constant):
+                continue
+            reader = ast.unparse(node.func if is_call else node.value)
+            if reader.endswith(("getenv", "environ", "environ.get")):
                 yield name.value
 
 

@@ -31,6 +31,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """Those of a tree, which several tests go through."""
+    return list(ast.walk(tree))
+
+
 IMPORTERS = {"import_module", "__import__", "find_spec", "resolve_name"}
 
 
@@ -47,7 +53,7 @@ def beginning(node: ast.expr) -> str:
 
 def imports(tree: ast.AST) -> Iterator[str]:
     """What a file imports anywhere, finds, or takes from ``sys.modules``: modules, and names in modules."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -184,7 +190,7 @@ OF_TE = frozenset({"fp8_meta", "_fp8_metas", "_fp8_workspaces", "scaling_fwd", "
 
 
 def names_in(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Name | ast.ClassDef):
@@ -225,7 +231,7 @@ CHANGES = {
 
 def changing(tree: ast.Module) -> Iterator[str]:
     """Names at the level of a module that functions assign to, and containers that begin empty."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Global):
             yield from node.names
     for node in tree.body:

@@ -21,7 +21,7 @@ from tests.search.models import RECIPES, Net, batches
 
 
 def train(rank: int, folder: Path, *, searches: bool) -> tuple[list[float], Any]:
-    model = DistributedDataParallel(Net(RECIPES["delayed"](), blocks=2), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(Net(RECIPES["delayed"](), blocks=1), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = batches(rank)
 
