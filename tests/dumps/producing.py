@@ -1,22 +1,9 @@
-"""Dumps of quantized tensors in every format, and the numbers they must be read back as. A separate process.
+"""Dumps of quantized tensors in every format, and the numbers they must be read back as."""
 
-    python -m tests.dumps.producing 10.0 FOLDER
-
-writes for each tensor NAME.safetensors; for each direction NAME.rowwise.npy with its numbers, read by
-:mod:`tests.dumps.independent`; and facts.json with the tensors' facts in memory.
-"""
-
-import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from te_precision_callbacks import reference
-
-if __name__ == "__main__":
-    reference.install(capability=(int(float(sys.argv[1])), 0))
 
 import numpy as np
 import torch
@@ -25,6 +12,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.module import linear
 
 from te_precision_callbacks import dumps
+from tests.capability import stand_for
 from tests.dumps import independent
 from tests.quantizers import quantizer
 
@@ -130,7 +118,10 @@ def produce(name: str, tensor: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def main(capability: str, folder: Path) -> None:
+def produced(capability: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Write for each tensor NAME.safetensors, and for each direction NAME.rowwise.npy with its numbers, read by
+    :mod:`tests.dumps.independent`; return the tensors' facts in memory."""
+    stand_for((int(float(capability)), 0))
     facts = {}
     for name, make in QUANTIZERS[capability].items():
         facts[name] = produce(name, make(optimize_for_gemm=True)(source(name)), folder)
@@ -138,8 +129,4 @@ def main(capability: str, folder: Path) -> None:
         for operand, tensor, columnwise in operands_of_training(name):
             case = f"{name}.{operand}"
             facts[case] = produce(case, tensor, folder) | {"columnwise": columnwise}
-    (folder / "facts.json").write_text(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    return facts

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.dumps.producing import BLACKWELL, HOPPER, OPERANDS, QUANTIZERS, RECIPES
+from tests.capability import any_capability
+from tests.dumps.producing import BLACKWELL, HOPPER, OPERANDS, QUANTIZERS, RECIPES, produced
 from tests.reference.processes import python
 
 pytestmark = pytest.mark.processes
@@ -63,19 +64,6 @@ READER = """
 """
 
 
-def produced(capability: str, folder: Path) -> Facts:
-    done = python(
-        f"""
-        import runpy, sys
-        sys.argv = ["producing", {capability!r}, {str(folder)!r}]
-        runpy.run_module("tests.dumps.producing", run_name="__main__")
-    """,
-        TE_PRECISION_REFERENCE_CAPABILITY=capability,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "facts.json").read_text())
-
-
 def read_all(folder: Path) -> dict[str, Facts]:
     read = python(READER.replace("sys.argv[1]", repr(str(folder))))
     assert read.returncode == 0, read.stderr
@@ -94,9 +82,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Facts, Fac
         if not made.exists():
             folder = tmp_path_factory.mktemp("dumps")
             facts = {}
-            for capability in (HOPPER, BLACKWELL):
-                (folder / capability).mkdir()
-                facts[capability] = produced(capability, folder / capability)
+            with any_capability():
+                for capability in (HOPPER, BLACKWELL):
+                    (folder / capability).mkdir()
+                    facts[capability] = produced(capability, folder / capability)
             read = read_all(folder)
             made.write_text(json.dumps({capability: (facts[capability], read[capability]) for capability in facts}))
     return {capability: tuple(pair) for capability, pair in json.loads(made.read_text()).items()}

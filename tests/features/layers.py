@@ -1,19 +1,15 @@
-"""Layers under every recipe, watched by LogFp8TensorStats and LogNvfp4TensorStats side by side.
+"""Layers under every recipe, watched by LogFp8TensorStats and LogNvfp4TensorStats side by side."""
 
-    python layers.py CAPABILITY FOLDER RECIPE...    # writes FOLDER/<recipe>.json: what :func:`observed` returns
-
-A recipe that only another GPU has needs another process, since the reference backend stands for one GPU in a process.
-"""
-
-import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as te_recipes
 
-from te_precision_callbacks import reference
+from te_precision_callbacks.session import InspectSession
+from tests.conftest import Keeper
 from tests.engine.exact import BLOCK_STATISTICS
 
 ROWS, INPUTS, OUTPUTS = 96, 160, 96
@@ -48,12 +44,6 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def observed(recipe_name: str | None, folder: Path) -> dict[str, Any]:
     """``"<tensor> <statistic>"`` -> value, of one step of a ``Linear``; histograms as bin -> count."""
-    import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe as te_recipes
-
-    from te_precision_callbacks.session import InspectSession
-    from tests.conftest import Keeper
-
     recipe = getattr(te_recipes, recipe_name)() if recipe_name else None
     given = tensors()
     torch.manual_seed(0)
@@ -82,10 +72,3 @@ def observed(recipe_name: str | None, folder: Path) -> dict[str, Any]:
     for (_, tensor, statistic), counts in records.vectors.items():
         results[f"{tensor} {statistic}"] = {str(place): count for place, count in enumerate(counts) if count}
     return results
-
-
-if __name__ == "__main__":
-    reference.install(capability=tuple(map(int, sys.argv[1].split("."))))
-    for name in sys.argv[3:]:
-        result = observed(name, Path(sys.argv[2], name))
-        Path(sys.argv[2], f"{name}.json").write_text(json.dumps(result))

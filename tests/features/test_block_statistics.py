@@ -1,6 +1,5 @@
 """Layers under each recipe: statistics of their blocks and under other formats, and the pages' statements."""
 
-import json
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -13,11 +12,11 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format
 
 from te_precision_callbacks.session import InspectSession
+from tests.capability import any_capability, stand_for
 from tests.conftest import Keeper, feature
 from tests.engine import recipes
 from tests.engine.recipes import Pair, by_block, quantize
 from tests.features import layers
-from tests.reference.processes import REPOSITORY, python
 
 on_the_cpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the layers compute on the CPU, with the reference backend of two GPUs"
@@ -31,17 +30,12 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Found]:
     folder = tmp_path_factory.mktemp("layers")
-    done = python(
-        f"""
-        import runpy, sys
-        sys.argv = ["layers.py", "10.0", {str(folder)!r}, "MXFP8BlockScaling", "NVFP4BlockScaling"]
-        runpy.run_module("tests.features.layers", run_name="__main__")
-        """,
-        cwd=REPOSITORY,
-    )
-    assert done.returncode == 0, done.stderr
-    here = {name: layers.observed(name, folder / str(name)) for name in LAYERS[:3]}
-    return here | {name: json.loads((folder / f"{name}.json").read_text()) for name in LAYERS[3:]}
+    results = {}
+    with any_capability():
+        for name in LAYERS:
+            stand_for((9, 0) if name in LAYERS[:3] else (10, 0))
+            results[name] = layers.observed(name, folder / str(name))
+    return results
 
 
 @cache
@@ -60,7 +54,6 @@ def assert_same(found: Any, value: Any, name: str) -> None:
 
 
 @on_the_cpu
-@pytest.mark.processes
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_every_format_at_once(found: dict[str | None, Found], layer: str | None) -> None:
     for recipe in layers.BLOCK_RECIPES:
@@ -74,7 +67,6 @@ def test_every_format_at_once(found: dict[str | None, Found], layer: str | None)
 
 
 @on_the_cpu
-@pytest.mark.processes
 @pytest.mark.parametrize("layer", OWN)
 def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str) -> None:
     for tensor in ["activation", "weight"]:
@@ -86,7 +78,6 @@ def test_the_layers_own_blocks(found: dict[str | None, Found], layer: str) -> No
 
 
 @on_the_cpu
-@pytest.mark.processes
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_statistics_of_gradients_equal_the_definitions(found: dict[str | None, Found], layer: str | None) -> None:
     """FP8 elements are E4M3, also of a layer with E5M2 gradients; NVFP4's are rounded at random."""

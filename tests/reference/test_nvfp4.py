@@ -1,8 +1,9 @@
 """NVFP4 through Transformer Engine's own quantizer: against the formats' definitions, and TE's pure-torch reference."""
 
+import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from te_precision_callbacks.reference import extension as tex
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from tests.capability import extension_of
 from tests.combinations import grouped
+from tests.forked import ranks
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy as expected
-from tests.reference.processes import answers
 
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
@@ -228,14 +229,14 @@ def test_what_upstream_refuses_is_refused(
 
 @pytest.mark.processes
 def test_amax_is_reduced_over_a_group(tmp_path: Path) -> None:
-    code = """
-    import sys
-    from te_precision_callbacks import reference
-    reference.install(capability=(10, 0))
+    code = f"""
+    import json, sys
     import torch
     from transformer_engine.pytorch import NVFP4Quantizer
-    rank = {rank}
-    torch.distributed.init_process_group("gloo", init_method="file://{file}", rank=rank, world_size=2)
+    from tests.capability import stand_for
+    stand_for((10, 0))
+    rank = int(sys.argv[1])
+    torch.distributed.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
     group = torch.distributed.group.WORLD
     source = torch.full((16, 16), 3.0 / (1 + rank), dtype=torch.bfloat16)
     plain = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=group)(source)
@@ -245,10 +246,12 @@ def test_amax_is_reduced_over_a_group(tmp_path: Path) -> None:
     answer = [q._amax_rowwise.item() for q in (plain, rht)] + [q._amax_columnwise.item() for q in (plain, rht, alone)]
     answer.append(plain.dequantize().unique().tolist())
     torch.distributed.destroy_process_group()
+    print(json.dumps(answer))
     """
-    with ThreadPoolExecutor(2) as pool:
-        ranks = list(pool.map(lambda rank: answers(code.format(rank=rank, file=tmp_path / "store")), range(2)))
-    assert ranks[0][:4] == ranks[1][:4]
-    assert ranks[0][:3] == [3.0, 3.0, 3.0]
-    assert ranks[0][3] == ranks[0][4] > ranks[1][4]
-    assert (ranks[0][5], ranks[1][5]) == ([3.0], [1.5])
+    ended = ranks(Path("-c"), [[dedent(code), str(rank)] for rank in range(2)])
+    assert not any(rank.returncode for rank in ended), ended[0].stderr
+    first, second = (json.loads(rank.stdout) for rank in ended)
+    assert first[:4] == second[:4]
+    assert first[:3] == [3.0, 3.0, 3.0]
+    assert first[3] == first[4] > second[4]
+    assert (first[5], second[5]) == ([3.0], [1.5])
