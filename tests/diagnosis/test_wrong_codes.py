@@ -1,5 +1,6 @@
 """Quantizers whose codes and scales do not fit their input, found by the squared error of real layers' tensors."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformer_engine.common import recipe as recipes
 from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
-from tests.combinations import half
+from tests.combinations import half, sampled
 from tests.conftest import feature
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
@@ -191,7 +192,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize(("recipe", "inputs"), [(recipe, inputs) for recipe in RECIPES for inputs in INPUTS])
+@pytest.mark.parametrize(("recipe", "inputs"), sampled(itertools.product(RECIPES, INPUTS)))
 def test_healthy_quantizers(recipe: str, inputs: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     dtype = torch.float32 if recipe in ("current", "block") else torch.bfloat16

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 from te_precision_callbacks.diagnosis import Finding, Verdict
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
-from tests.combinations import half
+from tests.combinations import half, sampled
 from tests.conftest import Keeper, feature, statistics
 from tests.diagnosis.planted import trained
 from tests.diagnosis.test_parameters import Masters
@@ -88,7 +88,7 @@ def frozen(folder: Path, net: torch.nn.Module, recipe: Any, **keywords: Any) -> 
 COPIES = ("at once", "late", "never", "zeroed", "wrong shard")
 
 
-@pytest.mark.parametrize(("name", "copies"), half(RECIPES, COPIES))
+@pytest.mark.parametrize(("name", "copies"), sampled(half(RECIPES, COPIES)))
 def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
     recipe = RECIPES[name]()
     net = model(recipe)
