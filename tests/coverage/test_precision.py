@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +17,10 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugError
 from te_precision_callbacks.base.vocabulary import GEMMS, recipe_of
 from te_precision_callbacks.session import GemmPrecision, InspectSession, running_session
-from tests.combinations import half, pairs
+from tests.capability import stand_for
+from tests.combinations import half, pairs, sampled
 from tests.conftest import feature, statistics
 from tests.coverage.test_coverage import Net
-from tests.forked import executable
 from tests.instrumentation.gemm_spy import (
     ALWAYS,
     AUTOCAST,
@@ -43,7 +42,6 @@ from tests.instrumentation.gemm_spy import (
     wrong,
 )
 from tests.instrumentation.steps import stepped
-from tests.reference.processes import run
 
 FP8 = DelayedScaling()
 
@@ -230,26 +228,20 @@ def cases(recipes: list[str]) -> dict[str, list[tuple[Any, ...]]]:
     return {what: [args for args in product if can_run(*args)] for what, product in results.items()}
 
 
-HERE = [(what, args) for what, item in cases(HOPPER).items() for args in item]
+OF_BLACKWELL = cases(BLACKWELL)
+CASES = [
+    *(((9, 0), args) for of_kind in cases(HOPPER).values() for args in of_kind),
+    *(((10, 0), args) for args in OF_BLACKWELL["modules"][::2]),
+    *(((10, 0), args) for kind in ("features", "schedules", "gradients") for args in OF_BLACKWELL[kind][::3]),
+    *(((10, 0), args) for args in OF_BLACKWELL["checkpoints"]),
+]
 
 
-@pytest.mark.parametrize(("what", "args"), HERE, ids=[" ".join(map(str, args)) for _, args in HERE])
-def test_no_operand_is_told_wrongly(what: str, args: tuple[Any, ...]) -> None:
+@pytest.mark.usefixtures("any_gpu")
+@pytest.mark.parametrize(("capability", "args"), sampled(CASES), ids=[" ".join(map(str, args)) for _, args in CASES])
+def test_no_operand_is_told_wrongly(capability: tuple[int, int], args: tuple[Any, ...]) -> None:
+    stand_for(capability)
     assert case(*args) == []
-
-
-@pytest.mark.processes
-def test_nor_under_the_recipes_of_another_gpu() -> None:
-    """In a separate process, since the reference backend stands for one GPU in a process."""
-    of_kind = cases(BLACKWELL)
-    every = [*of_kind["modules"][::2], *of_kind["features"][::3], *of_kind["schedules"][::3], *of_kind["checkpoints"]]
-    every += of_kind["gradients"][::3]
-    texts = [json.dumps(args) for args in every]
-    done = run([executable(), "-m", "tests.instrumentation.gemm_spy", *texts])
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert list(result) == texts
-    assert not {text: wrong for text, wrong in result.items() if wrong}
 
 
 @pytest.mark.parametrize("freq", [1, 10])

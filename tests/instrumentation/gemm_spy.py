@@ -1,15 +1,11 @@
 """Operands passed to the extension's GEMMs, against ``session.precision`` and the events of a tap.
 
-    python -m tests.instrumentation.gemm_spy CASE...      # as JSON: case -> wrong reports
-
 The spy is at the entries of the extension, below all of Transformer Engine's Python, and independent of sessions:
 the GEMM follows from the layout, and the layer from the shapes of the two tensors, which differ in all layers.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from te_precision_callbacks import reference
-
-if __name__ == "__main__":
-    reference.install(capability=(10, 0))
-
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -383,7 +373,3 @@ def products_of(table: StepTable) -> list[Product]:
 
 def layers_of(events: list[GemmEvent]) -> list[str]:
     return [f"{event.layer} {event.gemm}" for event in events]
-
-
-if __name__ == "__main__":
-    print(json.dumps({text: case(*json.loads(text)) for text in sys.argv[1:]}))
