@@ -25,7 +25,7 @@ from transformer_engine.common.recipe import (
 
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
 from tests.capability import any_capability, stand_for
-from tests.combinations import half, pairs
+from tests.combinations import half, pairs, sampled
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy
 
@@ -322,10 +322,10 @@ class BlockWrite(Write):
 
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype"),
-    [
-        (*case, (torch.bfloat16, torch.float32)[number % 2])
+    sampled(
+        (*case, (torch.bfloat16, torch.float32)[number // 2 % 2])
         for number, case in enumerate(half(BLOCK_MODULES, BLOCK_RECIPES))
-    ],
+    ),
 )
 def test_bytes_of_blocks(name: str, recipe: str, dtype: torch.dtype, writes: list[BlockWrite], stand_for: Any) -> None:
     capability, make = BLOCK_RECIPES[recipe]
@@ -451,11 +451,11 @@ class Nvfp4Write(Write):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     # Transformer Engine's LayerNormMLP has no backward in another precision.
-    [
+    sampled(
         (n, r)
         for n, r in half(MODULES, NVFP4_RECIPES)
         if "backward" not in r or n not in ("LayerNormMLP", "TransformerLayer")
-    ],
+    ),
 )
 def test_bytes_of_nvfp4(name: str, recipe: str, writes: list[Nvfp4Write], stand_for: Any) -> None:
     stand_for((10, 0))

@@ -130,25 +130,25 @@ BEFORE = {"input": "the batch", "between": "the GEMM of mlp.fc2", "output": "the
 @pytest.mark.parametrize(
     ("recipe", "place", "step", "batch"),
     [
-        ("nvfp4", "output", 8, 1),
-        ("delayed", "between", 7, 0),
-        ("none", "input", 6, 1),
-        ("block", "between", 7, 0),
-        ("mxfp8", "input", 6, 1),
-        ("current", "output", 8, 1),
+        ("nvfp4", "output", 4, 1),
+        ("delayed", "between", 3, 0),
+        ("none", "input", 3, 1),
+        ("block", "between", 3, 0),
+        ("mxfp8", "input", 3, 1),
+        ("current", "output", 4, 1),
     ],
 )
 def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: int, tmp_path: Path) -> None:
     """In steps without collection."""
     stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
-    session = train(Blocks(recipe), step + 3, tmp_path, nan_at(place, step, batch), batches=2)
+    session = train(Blocks(recipe), step + 2, tmp_path, nan_at(place, step, batch), batches=2)
     finding = only(session, "nonfinite")
     layer, tensor = FIRST_OF[place]
     assert (finding.layers, finding.tensor) == ((layer,), tensor)
     assert (finding.since, finding.severity) == (step, "error")
     assert f"in micro-batch {batch} of step {step}" in finding.seen
     assert BEFORE[place] in finding.remedy
-    assert finding.until == step + 2, "the weights are nan from then on"
+    assert finding.until == step + 1, "the weights are nan from then on"
     recorded = [(found.seen, found.until) for found in diagnose(tmp_path) if found.rule == "nonfinite"]
     assert recorded == [(finding.seen, finding.until)]
 
@@ -656,6 +656,8 @@ PLANTED = {
     ),
 }
 FURTHER = {
+    "a layer's output is multiplied by 0",
+    "a layer is skipped, and back",
     "a weight is zeroed",
     "delayed scaling clips an inf",
     "every tenth step is without low precision",
@@ -686,7 +688,7 @@ def test_a_change_and_its_finding(name: str, tmp_path: Path) -> None:
     [
         ("weight-jump", 66, {"rate": lambda step: 1e-2 * math.cos(step % 32 / 32 * math.pi / 2)}),
         ("hole", 50, {"calls": lambda step: {"enabled": step % 4 != 0}}),
-        ("hole", 34, {"calls": lambda step: {"enabled": step < 20}}),
+        pytest.param("hole", 34, {"calls": lambda step: {"enabled": step < 20}}, marks=pytest.mark.extended),
         ("frozen-layer", 40, {"at": lambda step, _, model: model.linear.requires_grad_(step % 3 != 1) and None}),
         ("uncalled-layer", 40, {"calls": lambda step: {"skips": step % 3 == 0 or step > 30}}),
     ],
@@ -717,9 +719,9 @@ def test_a_weight_that_exists_only_quantized_is_read_from_its_codes(recipe: str,
         codes = model.linear.weight
         (codes._data if recipe != "block" else codes._rowwise_data).zero_()
 
-    train(model, 26, tmp_path, after=in_step(22, zero), calls=calls)
+    train(model, 6, tmp_path, after=in_step(3, zero), calls=calls)
     numbers = last_magnitudes(json.loads(show(tmp_path, "--last-steps", "--json")))
-    assert sizes[23] == 0
+    assert sizes[4] == 0
     assert numbers["linear", "weight"] == pytest.approx(sizes, rel=5e-3)
 
 
@@ -970,11 +972,11 @@ def test_an_iteration_with_several_steps_of_the_optimizer(what: str, steps: int,
     model = Blocks("current")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with InspectSession(log_dir=tmp_path, model=model) as session:
-        for iteration in range(9):
+        for iteration in range(5):
             for step in range(steps):
                 optimizer.zero_grad()
                 model(torch.randn(32, 64)).square().mean().backward()
-                is_planted = (iteration, step) == (6, 0)
+                is_planted = (iteration, step) == (3, 0)
                 assert model.linear.weight.grad is not None
                 if is_planted and what == "gradient":
                     model.linear.weight.grad[0, 0] = math.nan
@@ -983,16 +985,16 @@ def test_an_iteration_with_several_steps_of_the_optimizer(what: str, steps: int,
                     torch.nn.init.constant_(model.linear.weight[0], math.nan)
             session.step()
     finding = only(session, "nonfinite")
-    assert finding.since == 6
+    assert finding.since == 3
     if what == "gradient":
         assert str(finding).startswith("gradient of linear: the gradient of linear.weight has inf or nan")
     elif steps == 1:
-        assert "1 parameter has inf or nan after the update of step 6, first linear.weight" in finding.seen
+        assert "1 parameter has inf or nan after the update of step 3, first linear.weight" in finding.seen
     elif steps == 2:
         assert (finding.layers, finding.tensor) == (("linear",), "weight")
         assert "what wrote the weights" in finding.remedy
     else:
-        assert finding.seen.endswith("layers have inf or nan after a step of an optimizer in step 6")
+        assert finding.seen.endswith("layers have inf or nan after a step of an optimizer in step 3")
     assert [found.seen for found in diagnose(tmp_path) if found.rule == "nonfinite"] == [finding.seen]
 
 
