@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Also where the tests run; who only hands them to workers imports no torch, and has them forked from one process
     that has imported all."""
     quick.pytest_configure(config)
+    gc.set_threshold(20_000, 20, 20)  # imports and trees of sources are large, and there for good
     os.environ.setdefault("TE_PRECISION_QUIET", "1")  # the lines with the verdict, which few tests check
     if hasattr(config, "workerinput"):  # forked, so these are a program that forks
         sys.executable = sys.orig_argv[0]

@@ -30,12 +30,14 @@ Request = dict[str, Any]
 
 def serve(owner: int, listener: socket.socket, module: str) -> Request:
     """Fork a process for each request. Returns in that process alone."""
+    gc.disable()  # what imports make stays
     importlib.import_module(module)
     assert threading.active_count() == 1, "a thread is not there after a fork"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # such as torch's, which takes its operators out of the dispatcher, one after another
     gc.collect()
     gc.freeze()
+    gc.enable()
 
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
