@@ -259,6 +259,11 @@ class TransformerEngineAPI(UpstreamAPI):
             return None
         if not isinstance(returned, torch.Tensor) and not hasattr(returned, "dequantize"):
             raise call.error_for(layer, returned, "a tensor or a quantized tensor")
+        given = arguments["tensor"]
+        if returned.size() != given.size():
+            raise call.error_for(layer, returned, f"the shape of the tensor that it was given, {tuple(given.shape)}")
+        if tensor in RESULT.values() and returned.dtype != given.dtype:
+            raise call.error_for(layer, returned, f"a tensor of {given.dtype}, as the {tensor} that it was given")
         dtype = arguments["dtype"]
         if dtype is None or getattr(returned, "dtype", dtype) == dtype:
             return returned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import weakref
@@ -20,9 +21,10 @@ from te_precision_callbacks.accelerate.unconverted import (
 )
 from te_precision_callbacks.base.errors import OptionError
 from te_precision_callbacks.base.notices import Notices
+from te_precision_callbacks.base.optimizers import held_ids
 from te_precision_callbacks.base.replaced import BeforeCalls
 from te_precision_callbacks.config.loading import ConfigSource
-from te_precision_callbacks.layers.naming import Model, modules_of
+from te_precision_callbacks.layers.naming import Model, modules_of, parameters_of
 from te_precision_callbacks.options import SessionKeywords, SessionOptions, StepOn, read_step_on, step_number
 from te_precision_callbacks.session import InspectSession, SessionError
 from te_precision_callbacks.sinks import MetricSelection, StepRecords
@@ -188,6 +190,12 @@ class PrecisionDebugger:
             self._logged = BeforeCalls(self._accelerator, "log", self._note_logged)
             if self._next_iteration is not None:
                 session.iteration = self._next_iteration
+            elif self._options.start_step is None and _has_stepped(self._accelerator, self._model):
+                logger.warning(
+                    "The optimizer has already stepped, but the debug iteration starts at 0. To continue the count,"
+                    " create the PrecisionDebugger before accelerator.load_state(), use one PrecisionDebugger for all"
+                    " blocks, or set start_step=."
+                )
             if self._checkpoint is not None:
                 session.load_fingerprint(self._checkpoint)
                 self._checkpoint = None
@@ -332,3 +340,12 @@ class PrecisionDebugger:
     def _note_logged(self, values: Any, step: Any = None, *_: Any, **__: Any) -> None:
         if isinstance(values, Mapping):
             self._session.log(values, step if isinstance(step, int) else None)
+
+
+def _has_stepped(accelerator: Accelerator, model: Model) -> bool:
+    """Return whether an optimizer of the model has a state. The accelerator also keeps optimizers of earlier models."""
+    own = set(map(id, parameters_of(model)))
+    optimizers = [other for other in accelerator._optimizers if not own.isdisjoint(held_ids(other))]
+    entries = itertools.chain.from_iterable(getattr(other, "state", {}).values() for other in optimizers)
+    # Most optimizers count steps in their state; some, such as Adagrad, create the state at step 0.
+    return any(not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0 for entry in entries if entry)

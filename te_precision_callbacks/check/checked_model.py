@@ -349,7 +349,7 @@ class _Check:
         return [key for key, changed in fused.items() if not changed]
 
     def _recipe_problems(self, acting: Mapping[str, Sequence[Section]]) -> Iterator[PlanFinding]:
-        """Yield the features that need another recipe."""
+        """Yield the features that need another recipe, and layers that raise in their first forward with this one."""
         name = recipe_text(self._recipe)
         needing = []
         for layer, sections in acting.items():
@@ -362,6 +362,18 @@ class _Check:
                 f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {name or 'none'}."
             )
             yield PlanFinding("recipe", text, tuple(names))
+        # Read from Transformer Engine 2.20.2: pytorch/module/linear.py and grouped_linear.py.
+        saving: list[str] = []
+        for named in self._modules if self._recipe is not None and self._recipe.delayed() else ():
+            trains = any(weight.requires_grad and weight.ndim > 1 for weight in named.module.parameters())
+            if trains and getattr(named.module, "save_original_input", False):
+                saving += named.names
+        if saving:
+            text = (
+                f"{join_names(saving)}: Transformer Engine refuses save_original_input=True with delayed scaling. Set"
+                " it to False, or use Float8CurrentScaling."
+            )
+            yield PlanFinding("recipe", text, tuple(saving))
 
     def _shape_problems(self, coverage: Coverage) -> Iterator[PlanFinding]:
         """Yield sizes and dtypes that GEMMs in low precision do not support.

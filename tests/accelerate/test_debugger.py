@@ -320,23 +320,32 @@ def test_a_damaged_file_does_not_stop_a_resume(
 
 
 @pytest.mark.usefixtures("trusted_checkpoints")
-def test_a_debugger_that_was_made_too_late_counts_from_0(tmp_path: Path, keeper: Keeper) -> None:
-    def with_a_state() -> Any:
+def test_a_debugger_that_was_made_too_late_says_so(
+    tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    def with_a_state(kind: Any) -> Any:
         accelerator, model, _, loader = fresh(gradient_accumulation_steps=2)
-        return accelerator, model, accelerator.prepare(torch.optim.AdamW(model.parameters())), loader
+        return accelerator, model, accelerator.prepare(kind(model.parameters())), loader
 
-    accelerator, *loop = with_a_state()
+    accelerator, *loop = with_a_state(torch.optim.Adagrad)
+    with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path):
+        assert "accelerator.load_state()" not in caplog.text, "Adagrad's state is there from the beginning"
+
+    accelerator, *loop = with_a_state(torch.optim.AdamW)
     with PrecisionDebugger(accelerator, loop[0], statistics(), log_dir=tmp_path) as debugger:
         run(accelerator, debugger, *loop)
         accelerator.save_state(str(tmp_path / "checkpoint"), safe_serialization=False)
     state = json.loads((tmp_path / "checkpoint" / STATE_FILE).read_text())
     assert state == {"iteration": 3, "step_on": "optimizer_step"}
+    assert "accelerator.load_state()" not in caplog.text
 
-    accelerator, *loop = with_a_state()
+    accelerator, *loop = with_a_state(torch.optim.AdamW)
     accelerator.load_state(str(tmp_path / "checkpoint"))
     for begins, keywords in ((0, {}), (3, {"start_step": 3})):
+        caplog.clear()
         with PrecisionDebugger(
             accelerator, loop[0], statistics(), log_dir=tmp_path, sinks=[keeper], **keywords
         ) as debugger:
             run(accelerator, debugger, *loop)
         assert keeper.iterations[-3:] == [begins, begins + 1, begins + 2]
+        assert ("create the PrecisionDebugger before accelerator.load_state()" in caplog.text) == (not keywords)

@@ -23,7 +23,7 @@ from te_precision_callbacks.coverage.coverage import Reason
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.te import package as te_package
 from tests.check.running import BF16, RECIPES, gpu_with
-from tests.combinations import half
+from tests.combinations import half, pairs
 from tests.conftest import feature
 
 WATCHED = {"s": feature("LogTensorStats", ["all"], tensors=["weight"], stats=["max"])}
@@ -425,3 +425,39 @@ def test_without_a_model_the_config_alone_is_checked(tmp_path: Path) -> None:
     assert "has no enabled feature" in said
     assert "which is a GEMM, not a tensor" in said
     assert len(json.loads(CliRunner().invoke(cli.app, ["check", str(path), "--json"]).stdout)["notes"]) == 2
+
+
+# ---------------------------------------------------------------------- what Transformer Engine refuses
+
+
+@pytest.mark.parametrize(
+    ("recipe", "trains", "grouped"),
+    pairs(
+        [recipes.DelayedScaling(), recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()],
+        [True, False],
+        [False, True],
+    ),
+)
+def test_save_original_input_is_refused_where_the_run_raises(
+    tmp_path: Path, recipe: Any, trains: bool, grouped: bool
+) -> None:
+    if grouped:
+        model: Any = te.GroupedLinear(2, 32, 32, save_original_input=True)
+        arguments: tuple[Any, ...] = (torch.randn(64, 32, requires_grad=True), [32, 32])
+    else:
+        model = te.Linear(32, 32, save_original_input=True)
+        arguments = (torch.randn(64, 32, requires_grad=True),)
+    if not trains:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("weight" not in name)
+    with gpu_with("mxfp8"):
+        planned = check(model, recipe=recipe, tokens=64)
+        te.quantization.FP8GlobalStateManager.reset()
+        try:
+            with te.autocast(enabled=True, recipe=recipe):
+                model(*arguments).sum().backward()
+            error = ""
+        except (AssertionError, ValueError) as raised:
+            error = str(raised)
+    refused = [finding for finding in planned.findings if "save_original_input" in finding.text]
+    assert bool(refused) == ("save_original_input" in error)

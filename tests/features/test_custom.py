@@ -335,6 +335,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "inspect_tensor_postquantize": ("inspect_tensor_postquantize", lambda **_: 1, "expected nothing"),
     "modify_tensor text": ("modify_tensor", lambda **_: "text", "expected a tensor or a quantized tensor"),
     "modify_tensor None": ("modify_tensor", lambda **_: None, "expected a tensor"),
+    "modify_tensor shape": ("modify_tensor", lambda tensor, **_: tensor[:-1], "expected the shape of the tensor"),
     "modify_tensor list": ("modify_tensor", lambda tensor, **_: [tensor], "expected a tensor"),
 }
 
