@@ -419,7 +419,7 @@ def module_tree(model: Model) -> list[tuple[object, ...]]:
     tensors would be compared element by element.
     """
     return [
-        (module, id(compiled_call(module)), *module._modules, *map(id, module._parameters.values()))
+        (module, id(compiled_call(module)), *module._modules.keys(), *map(id, module._parameters.values()))
         for module in modules_of(model)
     ]
 
