@@ -106,8 +106,17 @@ def _tensors_of(row: ModuleRow, forward: Callable[..., Any]) -> FindTensors:
     if row.groups:
         inp, splits, first = map(positions.__getitem__, names)
         return lambda arguments: _tensors_of_experts(arguments[inp], _rows(arguments[splits]), arguments[first:])
-    places = row.arguments().items()
-    return lambda arguments: plain_tensors({place: arguments[positions[name]] for name, place in places})
+    places = [(positions[name], place) for name, place in row.arguments().items()]
+
+    def find(arguments: Sequence[Any]) -> PlainTensors:
+        tensors: PlainTensors = {}
+        for position, place in places:
+            tensor = arguments[position]
+            if type(tensor) in PLAIN or _is_plain_subclass(tensor):
+                tensors[place] = tensor
+        return tensors
+
+    return find
 
 
 def _missing(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
@@ -144,6 +153,10 @@ def gradients(ctx: Any, gradient: Any, layers: int) -> PlainTensors:
 def plain_tensors(tensors: PlainTensors) -> PlainTensors:
     plain: PlainTensors = {}
     for key, tensor in tensors.items():
-        if type(tensor) in PLAIN or (isinstance(tensor, torch.Tensor) and not is_quantized(tensor)):
+        if type(tensor) in PLAIN or _is_plain_subclass(tensor):
             plain[key] = tensor
     return plain
+
+
+def _is_plain_subclass(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and not is_quantized(tensor)

@@ -404,9 +404,11 @@ class GemmTap:
             entered.position = -1
             before = entered.events
             if entered.high is not None and find_tensors is not None:
-                entered.high = {}
-                with self._guard("finding the tensors of", entered.layers[0]):
+                try:  # no guard: it would cost three calls in each forward
                     entered.high = find_tensors((ctx, *arguments))
+                except Exception as error:
+                    entered.high = {}
+                    self._report("finding the tensors of", entered.layers[0], error)
             outer = state.running
             state.running = entered
             try:
@@ -452,9 +454,11 @@ class GemmTap:
                     if entered.kind is ForwardKind.EVALUATION and self._products is not None:
                         self._products.note_backward_in_evaluation(entered.module)
                 if entered.high is not None:
-                    entered.high = {}
-                    with self._guard("finding the tensors of", entered.layers[0]):
+                    try:
                         entered.high = gradients(ctx, arguments[0], len(entered.layers))
+                    except Exception as error:
+                        entered.high = {}
+                        self._report("finding the tensors of", entered.layers[0], error)
                 if not modes_are_active():
                     return upstream(ctx, *arguments)
                 with hide_operators():
