@@ -34,7 +34,7 @@ class MatrixProduct(NamedTuple):
     Attributes:
         a, b: the operands.
         sizes: n, m, k, and the number of products.
-        sequences: the sizes of packed sequences; ``sizes`` are then those of the packed tensors.
+        sequences: the sizes of packed sequences; ``sizes`` are then the sizes of the packed tensors.
     """
 
     a: torch.Tensor

@@ -260,7 +260,7 @@ class ModelCalls:
 
 
 def _form(leaf: Any) -> Any:
-    """Return what of a part of the input affects products, except for the value of an integer."""
+    """Return the properties of a part of the input that affect products, except for the value of an integer."""
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if leaf is None or isinstance(leaf, (bool, str)):
@@ -269,7 +269,7 @@ def _form(leaf: Any) -> Any:
 
 
 def leaves(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the parts of a value that are no containers, also those of the attributes of objects."""
+    """Yield the parts of a value that are no containers, also of the attributes of objects."""
     parts: Iterable[Any] | None = None
     if isinstance(value, Mapping):
         parts = value.values()

@@ -460,7 +460,7 @@ class SeeingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         watcher: receives the operators.
-        only_reducing: whether it receives only those of :data:`REDUCING`.
+        only_reducing: whether it receives only operators of :data:`REDUCING`.
     """
 
     supports_higher_order_operators = True

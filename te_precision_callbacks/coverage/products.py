@@ -105,9 +105,9 @@ class PlacedProduct(NamedTuple):
 
 
 def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[PlacedProduct]:
-    """Sum the calls of a step by product, given each call's product and how often it ran.
+    """Sum the calls of a step by product, from each call's product and its number of runs.
 
-    Products of Transformer Engine with other recipes or formats are products of their own.
+    Products of Transformer Engine with other recipes or formats are other products.
     """
     by_name = group_by_key(
         ((call.layer, call.gemm, call.backward, call.recipe, call.recipe and call.formats), (call, times))

@@ -66,7 +66,7 @@ class LayerFacts:
 
     @property
     def reason(self) -> tuple[str, str]:
-        """Why its forward product is in high precision: the name of the reason, and details; empty if it is not."""
+        """The name of the reason for a forward product in high precision, and details; empty without one."""
         return self.reasons.get("fprop", ("", ""))
 
     @property
@@ -257,7 +257,7 @@ class Facts:
 
     @property
     def unobserved(self) -> str:
-        """Why the first layer that is not observed is not; empty without one."""
+        """The reason of the first layer that is not observed; empty without one."""
         return next((layer.refused for layer in self if layer.refused and not layer.has_run), "")
 
     @property

@@ -8,9 +8,9 @@ A row of the table of rules has a shape with its data and thresholds:
 - :class:`Reported`: an event of the run;
 - :class:`Changed`: a sudden change, as the watch of every step reports it, such as layers that it misses.
 
-Three more are beside their rows: :class:`~te_precision_callbacks.diagnosis.rules.training.Logged`, a number that the
-trainer logs, :class:`~te_precision_callbacks.diagnosis.rules.parameters.ParameterRule`, a problem of parameters, and
-:class:`~te_precision_callbacks.diagnosis.rules.quantized.ScaleCheck`, a scale compared with its amax.
+Three more are in the modules of their rows: :class:`~te_precision_callbacks.diagnosis.rules.training.Logged`, a number
+that the trainer logs, :class:`~te_precision_callbacks.diagnosis.rules.parameters.ParameterRule`, a problem of
+parameters, and :class:`~te_precision_callbacks.diagnosis.rules.quantized.ScaleCheck`, a scale compared with its amax.
 """
 
 from __future__ import annotations

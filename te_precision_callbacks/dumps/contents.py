@@ -130,7 +130,7 @@ class Quantized:
 
     @property
     def directions(self) -> dict[bool, Direction]:
-        """Whether columnwise -> the data of a direction."""
+        """False or True (columnwise) -> the data of a direction."""
         both = {False: self.rowwise, True: self.columnwise}
         return {columnwise: direction for columnwise, direction in both.items() if direction is not None}
 

@@ -168,12 +168,12 @@ class _Presence:
 
 
 class _Spike(NamedTuple):
-    """A spike that begins in a tensor of the forward.
+    """A spike that begins in the forward.
 
     Attributes:
         step: its first one, as counted here.
         number: of its first tensor.
-        least: the logarithm of the magnitude with which this tensor is still in it.
+        least: the logarithm of the least magnitude that belongs to it.
     """
 
     change: Change

@@ -40,7 +40,7 @@ NamedTorchModule = tuple[str, torch.nn.Module]
 
 
 def _detect_scope(place: _Node) -> str:
-    """Return the pipeline stage and the expert group of a rank, without those that numbers in the path already show;
+    """Return the pipeline stage and the expert group of a rank, without the numbers that the path already shows;
     empty if unknown, or equal on all ranks."""
     parameters = [parameter for parameter in place.module._parameters.values() if parameter is not None]
     stage, experts = _megatron_scope(parameters)

@@ -280,7 +280,7 @@ class ObservedModel:
         self.note_step()
 
     def note_step(self) -> None:
-        """Note the order of the layers, and what a step has run."""
+        """Note the order of the layers, unobserved layers, and the products of a step."""
         known = sum(map(len, self._results.table.order))
         if known != self._ordered:
             self._ordered = known

@@ -225,7 +225,7 @@ class Loss(NamedTuple):
 class TrainerScalars:
     """Buffers the scalars of the training until they are copied to the host.
 
-    These are what the script and the trainer log, and the loss that is passed to an object's ``backward``.
+    The script and the trainer log them; the loss may also be passed to an object's ``backward``.
 
     Attributes:
         has_loss: whether a training loss was added.

@@ -351,7 +351,7 @@ class _Curve:
         return self._least >= 0 and self._start[0] > 0 and self._zeros <= MOST_ZEROS * self._count
 
     def fallen(self) -> Sighting | None:
-        """The sighting of a rise after which the last losses are near the level before it again; else None."""
+        """The sighting of a rise that has ended, with the last losses near the level before it; else None."""
         last = list(self._losses)[-LASTS:]
         level = self._level
         usual = max(self._start[0], RISES[-1][2] * level)
