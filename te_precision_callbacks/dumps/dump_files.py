@@ -232,7 +232,10 @@ def list_dumps(folder: str | os.PathLike[str]) -> Listing:
     foreign: list[Foreign] = []
     paths = [folder]
     if folder.is_dir():
-        paths = sorted(folder.rglob(f"*{SUFFIX}"))
+        unreadable: list[OSError] = []
+        walk = os.walk(folder, onerror=unreadable.append)
+        paths = sorted(Path(parent, name) for parent, _, names in walk for name in names if name.endswith(SUFFIX))
+        foreign += (Foreign(Path(error.filename), f"cannot be read: {error.strerror}") for error in unreadable)
     for path in paths:
         try:
             with _open(path) as file:
