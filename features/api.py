@@ -439,7 +439,9 @@ def _answer(call: _Call, layer: str, arguments: Mapping[str, Any]) -> Decision:
 def _describe(returned: Any) -> str:
     if isinstance(returned, torch.Tensor):
         return f"a {type(returned).__name__} of {returned.dtype} and shape {tuple(returned.shape)}"
-    return f"a {type(returned).__name__}" if isinstance(returned, (tuple, list)) else repr(returned)
+    if isinstance(returned, (tuple, list)):
+        return f"a {type(returned).__name__}"
+    return repr(returned)
 
 
 def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:
@@ -449,7 +451,9 @@ def _fail(text: str, options: Mapping[str, Any], layer: str) -> None:
 def _own_method(feature: Any, api_name: str) -> Any:
     """Return a method of a feature; None without it, and for Transformer Engine's default."""
     method = getattr(feature, api_name, None)
-    return None if getattr(method, "__func__", method) is getattr(TEDefaultFeatures, api_name) else method
+    if getattr(method, "__func__", method) is getattr(TEDefaultFeatures, api_name):
+        return None
+    return method
 
 
 def _accepted_arguments(method: Any, passed: Collection[str]) -> frozenset[str] | None:

@@ -364,7 +364,7 @@ class _Check:
             yield PlanFinding("recipe", text, tuple(names))
         # Read from Transformer Engine 2.20.2: pytorch/module/linear.py and grouped_linear.py.
         saving: list[str] = []
-        for named in self._modules if self._recipe is not None and self._recipe.delayed() else ():
+        for named in self._modules if name == "fp8_delayed_scaling" else ():
             trains = any(weight.requires_grad and weight.ndim > 1 for weight in named.module.parameters())
             if trains and getattr(named.module, "save_original_input", False):
                 saving += named.names

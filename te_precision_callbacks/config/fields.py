@@ -197,7 +197,9 @@ def is_list(field: FieldInfo) -> bool:
 
 def names(field: FieldInfo) -> tuple[str, ...]:
     kind = _type_of_entry(field)
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return ()
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -240,4 +242,6 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
 
 def _type_of_entry(field: FieldInfo) -> Any:
     kind = _plain(field.annotation)[0]
-    return get_args(kind)[0] if get_origin(kind) is list else kind
+    if get_origin(kind) is list:
+        return get_args(kind)[0]
+    return kind

@@ -86,12 +86,16 @@ class Finding:
         named = self.layers if len(self.layers) <= _MOST_NAMES else self.layers[:1]
         more = len(self.layers) - len(named)
         names = fold_for_sentence(*named) + (f" and {many(more, 'more layer')}" if more else "")
-        return f"{self.tensor} of {names}" if self.tensor else names
+        if self.tensor:
+            return f"{self.tensor} of {names}"
+        return names
 
     @property
     def gemm(self) -> str | None:
         """The GEMM with the tensor as its result: ``fprop``, ``dgrad`` or ``wgrad``; None for other tensors."""
-        return self.tensor if self.tensor in GEMMS else None
+        if self.tensor in GEMMS:
+            return self.tensor
+        return None
 
     @property
     def seen_in_words(self) -> str:
@@ -265,7 +269,9 @@ class Verdict(Sequence[Finding]):
         if self.wrong:
             return "problems found"
         is_lacking = self.is_partial or not self.checked or any(rule.essential for rule in self.not_checked)
-        return "not enough checked" if is_lacking else "no problems found"
+        if is_lacking:
+            return "not enough checked"
+        return "no problems found"
 
     @property
     def healthy(self) -> bool:

@@ -192,4 +192,6 @@ def _recorded_finding(data: Mapping[str, Any]) -> list[Finding]:
     except (TypeError, KeyError):
         return []
     found_again = {row.title for row in (_ON_NUMBERS if finding.ranks else ROWS)}
-    return [finding] if finding.severity in SEVERITIES and finding.title not in found_again else []
+    if finding.severity in SEVERITIES and finding.title not in found_again:
+        return [finding]
+    return []

@@ -47,7 +47,9 @@ class Extremes:
         """``nans`` or ``infs``; empty if all elements are finite."""
         if math.isnan(self.high):
             return "nans"
-        return "infs" if math.isinf(self.low) or math.isinf(self.high) else ""
+        if math.isinf(self.low) or math.isinf(self.high):
+            return "infs"
+        return ""
 
     def format(self, number: float) -> str:
         return self.unknown or f"{number:.2e}"
@@ -116,7 +118,9 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.abs()
     is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
     is_unsigned = not tensor.is_signed() and tensor.itemsize > 1
-    return tensor.float() if is_float8 or is_unsigned else tensor
+    if is_float8 or is_unsigned:
+        return tensor.float()
+    return tensor
 
 
 def read(measured: Iterable[Extremes]) -> None:

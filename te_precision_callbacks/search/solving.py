@@ -75,7 +75,9 @@ def _block_of(group: LayerGroup) -> str:
     for name, _ in group.switches:
         match = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
         blocks.add(group.name if match is None else match[0])
-    return blocks.pop() if len(blocks) == 1 else group.name
+    if len(blocks) == 1:
+        return blocks.pop()
+    return group.name
 
 
 def split_by_gemm(layer: LayerGroup) -> list[LayerGroup]:
@@ -118,7 +120,9 @@ class Costs:
     def describe(self, choice: Choice) -> str:
         extra = self.extra_ms(choice)
         text = f"{100 * self.low_share(choice):.1f} % of multiply-adds in low precision"
-        return text if extra is None else f"{text} and {extra:.3g} ms over all-low"
+        if extra is None:
+            return text
+        return f"{text} and {extra:.3g} ms over all-low"
 
 
 def frontier(leaves: Mapping[LayerGroup, GradientEffect], all_low: GradientEffect, costs: Costs) -> dict[Choice, Point]:

@@ -338,7 +338,9 @@ class ParameterChecks:
     def adds_eps(self) -> bool | None:
         """Return whether an optimizer of the model adds ``eps`` as Adam does; None before the first step."""
         known = [stepped.adds_eps for stepped in self.watch.listed.stepped.values() if stepped.adds_eps is not None]
-        return any(known) if known else None
+        if known:
+            return any(known)
+        return None
 
     def end(self, iteration: int) -> None:
         """Check all parameters for inf and nan at the end of a run."""

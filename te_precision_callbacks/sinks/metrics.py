@@ -233,7 +233,9 @@ class MetricSelection:
 
     def _filtered(self, named: dict[str, ValueT]) -> dict[str, ValueT]:
         wanted = self._wanted
-        return named if wanted is None else {name: value for name, value in named.items() if wanted(name)}
+        if wanted is None:
+            return named
+        return {name: value for name, value in named.items() if wanted(name)}
 
     def _take_series(self, records: StepRecords, comparable: Mapping[Family, ByLayer]) -> None:
         """Choose among the series of a step."""

@@ -231,7 +231,9 @@ def is_unknown(kind: type) -> bool:
 
 def tensor_parallel_group(module: Any) -> torch.distributed.ProcessGroup | None:
     """Return the group of a module's tensor-parallel ranks; None for a single rank."""
-    return getattr(module, "tp_group", None) if getattr(module, "tp_size", 1) > 1 else None
+    if getattr(module, "tp_size", 1) > 1:
+        return getattr(module, "tp_group", None)
+    return None
 
 
 # ---------------------------------------------------------------------- te.Linear in a graph of torch.compile

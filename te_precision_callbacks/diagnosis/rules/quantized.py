@@ -147,7 +147,9 @@ def _origin(event: Event) -> Sighting:
     if event.tensor != "weight":
         return sighting._replace(remedy=_remedy_between(event))
     sighting = sighting._replace(remedy=_REMEDY_OF_UPDATE if event.data["since"] < since else _REMEDY_OF_START)
-    return sighting._replace(layers=(), tensor="") if event.data["weights"] > 1 else sighting
+    if event.data["weights"] > 1:
+        return sighting._replace(layers=(), tensor="")
+    return sighting
 
 
 def _remedy_between(event: Event) -> str:
@@ -305,7 +307,9 @@ _LARGEST = {"FP8 E4M3": E4M3.max, "FP8 E5M2": E5M2.max}
 def _largest(layer: LayerFacts, tensor: str) -> float:
     """The maximum of the operand's format; nan without delayed scaling."""
     is_delayed = layer.recipe == "fp8_delayed_scaling"
-    return _LARGEST.get(layer.format_of(tensor), np.nan) if is_delayed else np.nan
+    if is_delayed:
+        return _LARGEST.get(layer.format_of(tensor), np.nan)
+    return np.nan
 
 
 @dataclass(kw_only=True)

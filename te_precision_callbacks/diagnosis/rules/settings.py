@@ -12,7 +12,7 @@ from itertools import chain
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.coverage.coverage import EXCLUDED, REMEDIES, Reason
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
-from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION, Severity
+from te_precision_callbacks.diagnosis.finding import FAILED_OBSERVATION
 from te_precision_callbacks.diagnosis.numbers import StepNumbers
 from te_precision_callbacks.diagnosis.rule import (
     COLLECT_EACH_STEP,
@@ -62,8 +62,9 @@ class Hole(RuleCheck):
             elif len(low) >= LEAST_LOW:
                 ends = similar[0].name, similar[-1].name
                 holes = [(layer.reason, layer.name) for layer in high if layer.name not in ends]
-                explicits = [layer.name for layer in similar[1:-1] if layer.is_explicit]
-                in_regions = [name for name in explicits if name not in self._low]
+                in_regions = [
+                    layer.name for layer in similar[1:-1] if layer.is_explicit and layer.name not in self._low
+                ]
                 explicit += in_regions if len(in_regions) < len(low) else ()
                 example = f"{len(low)} similar layers are in low precision, such as {fold_for_sentence(low[0])}"
                 for reason, names in group_by_key(holes).items() if len(holes) < len(low) else ():
@@ -86,7 +87,8 @@ class Hole(RuleCheck):
         return self._left_by_region(numbers.iteration)
 
     def event(self, event: Event) -> Sightings:
-        return self._left_by_region(event.iteration) if event.kind == "segment_ended" else ()
+        if event.kind == "segment_ended":
+            yield from self._left_by_region(event.iteration)
 
     def _left_by_region(self, iteration: int) -> Sightings:
         for since, layers in self._left.items():
@@ -163,10 +165,11 @@ class NoLowPrecision(RuleCheck):
         layers = self.run.te_layers_that_ran
         if self._has_low and layers and not self.run.has_low and all(layer.is_explicit for layer in layers):
             since = max(layer.since for layer in layers)
-            severity: Severity = "warning" if iteration >= 2 * since else "note"
-            if has_ended or severity == "warning":
-                seen = "the last steps ran in high precision, earlier steps in low precision"
-                yield Sighting(seen, since=since, severity=severity)
+            sighting = Sighting("the last steps ran in high precision, earlier steps in low precision", since=since)
+            if iteration >= 2 * since:
+                yield sighting
+            elif has_ended:
+                yield sighting._replace(severity="note")
 
     def _find(self) -> Sightings:
         if self._has_low or not self.applies:

@@ -155,7 +155,9 @@ def _gradient_norm(check: Logged) -> tuple[str, float] | None:
 
 def _positive_norm(check: Logged) -> tuple[str, float] | None:
     norm = _gradient_norm(check)
-    return norm if norm is not None and 0 < norm[1] < math.inf else None
+    if norm is not None and 0 < norm[1] < math.inf:
+        return norm
+    return None
 
 
 def _clipped(check: Logged) -> tuple[str, float] | None:
@@ -249,7 +251,9 @@ def _micro_batches(facts: Facts) -> int:
 def _first_loss(check: Logged) -> tuple[str, float] | None:
     loss = _training_loss(check)
     is_first = loss is not None and check.counts[loss[0]] == 1
-    return loss if is_first and _micro_batches(check.run) > 1 else None
+    if is_first and _micro_batches(check.run) > 1:
+        return loss
+    return None
 
 
 def _is_sum(check: Logged) -> Sightings:

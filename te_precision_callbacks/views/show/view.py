@@ -105,7 +105,10 @@ class RunView:
         self.scalars = {name: run.metrics[name] for name in loss_first(run.metrics)}
         self.worst = {name: list(_worst_series(run, groups[name], most)) for name in chosen}
         self.more_statistics = [name for name in groups if name not in chosen]
-        self.events = list(map(_shown_event, events))[-MOST_EVENTS:]
+        self.events: list[dict[str, Any]] = []
+        for row in list(events)[-MOST_EVENTS:]:
+            texts = {name: " ".join((row[name] or "").split()) for name in ("kind", "severity", "layer", "text")}
+            self.events.append({"iteration": row["iteration"], "ranks": row["ranks"], **texts})
         self.notes = [*no_step_note(run), *run.notes, *not_counted_notes(run)]
         unknown = ", ".join(name for name in chosen if not groups[name].worst)
         if unknown:
@@ -256,11 +259,6 @@ def _worst_series(run: RecordedRun, group: _Group, most: int) -> Iterator[WorstS
             is_low = group.family.worse is Worse.LOW
             worst_at = run.series["worst_at"][number].as_py()
             yield WorstSeries(run.subjects[number], group.worst[number], worst_at, is_low, curve)
-
-
-def _shown_event(row: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {name: " ".join((row[name] or "").split()) for name in ("kind", "severity", "layer", "text")}
-    return {"iteration": row["iteration"], "ranks": row["ranks"], **texts}
 
 
 _LEAST_NAME = 16
