@@ -197,9 +197,7 @@ def is_list(field: FieldInfo) -> bool:
 
 def names(field: FieldInfo) -> tuple[str, ...]:
     kind = _type_of_entry(field)
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return ()
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -242,6 +240,4 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
 
 def _type_of_entry(field: FieldInfo) -> Any:
     kind = _plain(field.annotation)[0]
-    if get_origin(kind) is list:
-        return get_args(kind)[0]
-    return kind
+    return get_args(kind)[0] if get_origin(kind) is list else kind

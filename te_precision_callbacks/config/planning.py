@@ -183,9 +183,7 @@ def _merge(
     if not problems and len(sections) > 1:
         wrong += conflicts(sections, f"the layer {layer.name!r}")
     wrong += problems
-    if problems:
-        return {}
-    return merged
+    return {} if problems else merged
 
 
 def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
@@ -254,9 +252,7 @@ def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> F
     if not isinstance(options["enabled"], bool):
         here = section.place(*path, "enabled")
         raise ConfigError(f"{here}: 'enabled' of {name} must be True or False, not {shown(options['enabled'])}.")
-    if isinstance(options, dict):
-        return options
-    return dict(options)
+    return options if isinstance(options, dict) else dict(options)
 
 
 def _other_layers_message(

@@ -117,11 +117,7 @@ class StepNumbers:
 
     def are(self, tensor: str) -> Mask:
         """[rows]: whether each is the tensor."""
-        key = "are", tensor
-        if key not in self._derived:
-            self._derived[key] = self.tensors == tensor
-        mask: Mask = self._derived[key]
-        return mask
+        return self.derive(("are", tensor), lambda: self.tensors == tensor)
 
     def names_of(self, rows: Mask) -> list[str]:
         """The layers of some rows."""

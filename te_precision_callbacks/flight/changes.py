@@ -15,7 +15,7 @@ import numpy as np
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.vocabulary import LEAST_ABSENT, LEAST_PRESENT
-from te_precision_callbacks.flight.rows import TOKENS, UPDATE, StepRow, TensorSlot
+from te_precision_callbacks.flight.rows import BACKWARD, TOKENS, UPDATE, StepRow, TensorSlot
 from te_precision_callbacks.statistics.arrays import Mask
 
 HISTORY = 32
@@ -44,8 +44,6 @@ GAP = 8
 
 STAYS = 8
 """The steps after its first one in which a spike of the forward stays, so that it is none of a single batch."""
-
-_FORWARD = ("activation", "input", "output")
 
 SHARE = 4
 """The least number of steps in low precision for each step in high precision in gaps."""
@@ -261,7 +259,7 @@ class Changes:
                     of_all = most_rise and slots[0].tensor == UPDATE
                     change = Change(kind, slots, row.iteration, None, before, float(row.magnitudes[first]), of_all)
                     yield change
-                    if slots[0].tensor in _FORWARD:
+                    if kind == "spike" and slots[0].tensor not in BACKWARD:
                         least = float(largest[first] + self._limits[first] / 2)
                         self._spikes.append(_Spike(change, self._steps, first, least))
         fresh = are_updates & np.isfinite(now)

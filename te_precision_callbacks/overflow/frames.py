@@ -47,9 +47,7 @@ class Extremes:
         """``nans`` or ``infs``; empty if all elements are finite."""
         if math.isnan(self.high):
             return "nans"
-        if math.isinf(self.low) or math.isinf(self.high):
-            return "infs"
-        return ""
+        return "infs" if math.isinf(self.low) or math.isinf(self.high) else ""
 
     def format(self, number: float) -> str:
         return self.unknown or f"{number:.2e}"
@@ -118,9 +116,7 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.abs()
     is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
     is_unsigned = not tensor.is_signed() and tensor.itemsize > 1
-    if is_float8 or is_unsigned:
-        return tensor.float()
-    return tensor
+    return tensor.float() if is_float8 or is_unsigned else tensor
 
 
 def read(measured: Iterable[Extremes]) -> None:

@@ -167,9 +167,7 @@ class ParameterList:
         optimizers = [type(optimizer).__name__ for optimizer, entry in self.stepped.items() if not entry.are_matched]
         held = self.held
         unheld = [parameter.weight for parameter in self.parameters.values() if parameter not in held and optimizers]
-        if any(weight.requires_grad and is_narrow(weight) for weight in unheld):
-            return optimizers
-        return []
+        return optimizers if any(weight.requires_grad and is_narrow(weight) for weight in unheld) else []
 
     def unheld(self) -> list[Parameter]:
         """Return parameters with gradients that no optimizer of this process steps, nor their master weights."""
@@ -259,9 +257,7 @@ def master_of(optimizer: Optimizer, held: Held) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         return None
     master = local_part(tensor)
-    if held.start is not None or master.shape == local_part(weight).shape:
-        return master
-    return None
+    return master if held.start is not None or master.shape == local_part(weight).shape else None
 
 
 def adds_eps(group: Mapping[str, Any]) -> bool:

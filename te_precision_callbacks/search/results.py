@@ -74,9 +74,7 @@ class SearchOptions:
     @property
     def gpu(self) -> Device | None:
         """The device of planned milliseconds; raises a DeviceError if it is unknown."""
-        if self.device is None:
-            return None
-        return device_named(self.device)
+        return None if self.device is None else device_named(self.device)
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,7 @@ def _block_of(group: LayerGroup) -> str:
     for name, _ in group.switches:
         match = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
         blocks.add(group.name if match is None else match[0])
-    if len(blocks) == 1:
-        return blocks.pop()
-    return group.name
+    return blocks.pop() if len(blocks) == 1 else group.name
 
 
 def split_by_gemm(layer: LayerGroup) -> list[LayerGroup]:
@@ -120,9 +118,7 @@ class Costs:
     def describe(self, choice: Choice) -> str:
         extra = self.extra_ms(choice)
         text = f"{100 * self.low_share(choice):.1f} % of multiply-adds in low precision"
-        if extra is None:
-            return text
-        return f"{text} and {extra:.3g} ms over all-low"
+        return text if extra is None else f"{text} and {extra:.3g} ms over all-low"
 
 
 def frontier(leaves: Mapping[LayerGroup, GradientEffect], all_low: GradientEffect, costs: Costs) -> dict[Choice, Point]:

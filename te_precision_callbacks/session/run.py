@@ -96,7 +96,8 @@ class Run:
         scalars = ScalarBuffer(failures)
         self._scalars = scalars
         engine = StatisticsEngine(results.series, failures.report)
-        engine.reports_quantized_only = not options.config.is_default
+        self._logs_updates = options.config.is_default
+        engine.reports_quantized_only = not self._logs_updates
         self.observation = Observation(engine, Recorder(results.log_dir, report=failures.report))
         self.hooks = ForwardHooks(
             classify, failures, results.table, scalars, engine, strict=options.strict, every_step=options.every_step
@@ -171,7 +172,7 @@ class Run:
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         place = len(self.hooks.every_step.ring.order)
-        is_collected = self.context.options.config.is_default and bool(self.hooks.answers.watched.due)
+        is_collected = self._logs_updates and bool(self.hooks.answers.watched.due)
         self._parameters.before_optimizer_step(optimizer, self.iteration, place, is_collected=is_collected)
         self.resume_audit.before_step(optimizer)
         if self._rules.stops_for_nonfinite and not self._results.scales_loss and not is_capturing():

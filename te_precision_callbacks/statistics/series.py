@@ -58,14 +58,6 @@ class Family:
     def has_direction(self) -> bool:
         return self.worse not in (None, Worse.NEITHER)
 
-    def leaves_out(self, flags: npt.NDArray[np.uint8]) -> Mask:
-        """Return a mask of the values of delayed scaling's first step, which is not representative.
-
-        Args:
-            flags: [values], as in records.
-        """
-        return np.asarray((flags & FIRST_STEP) != 0) & self.is_of_delayed_scaling
-
     def badness(self, value: float) -> float:
         """Return a key that grows as a value gets worse; nan is the worst value, and inf the best SQNR.
 

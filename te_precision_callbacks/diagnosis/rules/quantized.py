@@ -88,6 +88,7 @@ class Nonfinite(RuleCheck):
     """
 
     _first: Sighting | None = None
+    _ends_step = False  # whether the first one is a gradient at the optimizer's step, after GEMMs of other ranks
     _lasts = False  # whether parameters had inf or nan, or may have had them
 
     def step(self, numbers: StepNumbers) -> Sightings:
@@ -119,6 +120,7 @@ class Nonfinite(RuleCheck):
             if first is not None:  # all ranks share problems of parameters some steps later
                 yield first._replace(withdraws=True)
             yield self._begin(_nonfinite_parameters(earlier[0]))
+            self._ends_step = earlier[0]["since"] < event.iteration
         elif first is None:
             return
         elif event.kind == "last_nonfinite" and not (in_backward and is_scaled(self.run)):
@@ -135,9 +137,11 @@ class Nonfinite(RuleCheck):
         """Return the first sighting of the run, or a note on a step that a GradScaler skips."""
         if in_backward and is_scaled(self.run):
             return sighting._replace(severity="note", key="scaled", remedy=_SKIPPED)
-        if self._first is None or (sighting.since or 0) < (self._first.since or 0):  # known late, from another rank
-            self._first = sighting
-        return self._first
+        first = self._first  # another one may be known late, from another rank
+        if first is None or (sighting.since or 0) < (first.since or 0) + self._ends_step:
+            self._first = first = sighting
+            self._ends_step = False
+        return first
 
 
 def _origin(event: Event) -> Sighting:
@@ -355,7 +359,7 @@ class ScaleCheck(RuleCheck):
         measured = np.where(used, amaxes, np.nan)
         least = np.fmin(least, measured)
         most = np.fmax(most, measured)
-        self._rows = np.stack([first, count + used, least, most, moved], axis=1)
+        self._rows = np.array([first, count + used, least, most, moved]).T
         unmoved = (moved == 0) & ~np.isnan(scales)
         varies = least < most
         self.initial = unmoved & (first == 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import chain
 
 from te_precision_callbacks.base.counts import group_by_key, many
@@ -42,11 +42,12 @@ class Hole(RuleCheck):
     """A layer in high precision among similar layers in low precision, or after steps in low precision."""
 
     _low: Set[str] = frozenset()
-    _left: Mapping[int, Sequence[LayerFacts]] = {}  # by te.autocast(enabled=False), since a step
+    _left: Sequence[LayerFacts] = ()  # by te.autocast(enabled=False), unlike others
 
     def facts(self, facts: Facts) -> Sightings:
-        left = [layer for layer in facts.layers_that_ran if layer.name in self._low and layer.is_explicit]
-        self._left = group_by_key((layer.since, layer) for layer in left if facts.has_low)
+        self._left = [
+            layer for layer in facts.layers_that_ran if layer.name in self._low and layer.is_explicit and facts.has_low
+        ]
         yield from self._left_low_precision(facts)
         yield from _blocks_in_high_precision(facts)
         explicit: list[str] = []
@@ -91,10 +92,15 @@ class Hole(RuleCheck):
             yield from self._left_by_region(event.iteration)
 
     def _left_by_region(self, iteration: int) -> Sightings:
-        for since, layers in self._left.items():
-            if iteration - since >= GAP:
-                seen = f"{_LEFT}: {_describe_reason(*layers[0].reason)}"
-                yield Sighting(seen, tuple(layer.name for layer in layers), since=since, key=f"by a region {since}")
+        for layer in self._left:
+            if iteration - layer.since >= GAP:
+                self.note_data(layer.since - 1)
+                yield Sighting(
+                    f"{_LEFT}: {_describe_reason(*layer.reason)}",
+                    (layer.name,),
+                    since=layer.since,
+                    key=f"by a region {layer.since}",
+                )
 
 
 def _blocks_in_high_precision(facts: Facts) -> Sightings:
@@ -165,10 +171,11 @@ class NoLowPrecision(RuleCheck):
         layers = self.run.te_layers_that_ran
         if self._has_low and layers and not self.run.has_low and all(layer.is_explicit for layer in layers):
             since = max(layer.since for layer in layers)
+            lasts = iteration - since + 1
             sighting = Sighting("the last steps ran in high precision, earlier steps in low precision", since=since)
-            if iteration >= 2 * since:
+            if lasts >= max(since, GAP):
                 yield sighting
-            elif has_ended:
+            elif has_ended and lasts >= GAP:
                 yield sighting._replace(severity="note")
 
     def _find(self) -> Sightings:

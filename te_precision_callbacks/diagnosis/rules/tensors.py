@@ -68,6 +68,8 @@ class Sibling(RuleCheck):
                 ordinary = np.sort(shares[rows])[: len(rows) - max(1, len(rows) // MOST_ODD)]
                 ordinary_share[rows] = np.median(ordinary)
                 odd[rows] = shares[rows] >= max(SHARES[statistic], TIMES * ordinary.max())
+        if not (holds_any(odd) or self.streaks):
+            return ()
         light = np.zeros(len(shares), bool)
         if statistic == "underflows%":
             what = "round to 0"
@@ -85,6 +87,9 @@ class Sibling(RuleCheck):
         )
 
     def _check(self, numbers: StepNumbers, statistic: str) -> Sightings:
+        groups = self._similar_layers(numbers, statistic)
+        if not (groups or self.streaks):
+            return
         values = numbers.finite(statistic)
         bits = numbers.bits(statistic)
         lone_zeros: list[int] = []
@@ -93,7 +98,7 @@ class Sibling(RuleCheck):
         jumps = np.zeros(len(numbers))
         has_many_siblings = np.zeros(len(numbers), bool)
         far_from = np.where(numbers.are("weight"), OF_WEIGHTS.get(statistic, FAR), FAR)
-        for rows in self._similar_layers(numbers, statistic):
+        for rows in groups:
             tensor = str(numbers.tensors[rows[0]])
             if statistic == "cur_amax" and tensor == "weight" and numbers.iteration:  # weights may begin at 0
                 zeros = rows[values[rows] == 0].tolist()
@@ -122,6 +127,8 @@ class Sibling(RuleCheck):
             seen = "all elements are 0, and not in similar layers"
             label = numbers.column(statistic).label(lone_zeros[0])
             yield Sighting(seen, layers, "weight", label, numbers.iteration)
+        if not (holds_any(jumps != 0) or self.streaks):
+            return
         far = np.abs(jumps) >= far_from
         some = np.abs(jumps) >= NEAR
         lossy = some & has_many_siblings
@@ -358,7 +365,7 @@ class Growth(RuleCheck):
         jumps = bits - np.log2(numbers.earlier(numbers.last, "cur_amax")) >= GROWTH
         has_jumped = np.maximum(has_jumped, jumps & ~begins)
         least = np.where(begins, np.fmin(least, bits), least)
-        self._rows = np.stack([least, count + np.isfinite(bits), has_jumped], axis=1)
+        self._rows = np.array([least, count + np.isfinite(bits), has_jumped]).T
         grown = bits - least
         holds = grown >= GROWTH
         is_far = holds

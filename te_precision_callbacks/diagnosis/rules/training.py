@@ -529,7 +529,7 @@ class WeightJump(ParameterRule):
                 )
                 layers = tuple(numbers.names[row] for row in rows)
                 yield self._of_optimizer(layers, label, seen, numbers.iteration)
-            self._last[statistic] = numbers.iteration, np.stack([bits, bits - last_bits], axis=1)
+            self._last[statistic] = numbers.iteration, np.array([bits, bits - last_bits]).T
 
     def event(self, event: Event) -> Sightings:
         for written in super().event(event):

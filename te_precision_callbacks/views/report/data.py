@@ -39,7 +39,7 @@ from te_precision_callbacks.runs.summary import (
 from te_precision_callbacks.runs.tables import REDUCED, facts_at_end
 from te_precision_callbacks.sinks.metrics import worst_first
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask
-from te_precision_callbacks.statistics.series import Family, badness, family_of, sign_of
+from te_precision_callbacks.statistics.series import FIRST_STEP, Family, badness, family_of, sign_of
 from te_precision_callbacks.statistics.table import EXPONENT_COLUMNS
 from te_precision_callbacks.views.report.packing import PackedArrays, bfloat16
 
@@ -185,7 +185,8 @@ def curves_of(run: RecordedRun, numbers: Sequence[int], *, whole: bool = False) 
     curves = {}
     for number in numbers:
         rows = slice(*np.searchsorted(series, (number, number + 1)))
-        counting = ~_family(run, number).leaves_out(flags[rows]) | whole
+        # Values of delayed scaling's first step are not representative.
+        counting = (flags[rows] & FIRST_STEP == 0) | (whole or not _family(run, number).is_of_delayed_scaling)
         curves[number] = Curve(iterations[rows][counting], values[rows][counting])
     return curves
 
