@@ -167,7 +167,9 @@ class ParameterList:
         optimizers = [type(optimizer).__name__ for optimizer, entry in self.stepped.items() if not entry.are_matched]
         held = self.held
         unheld = [parameter.weight for parameter in self.parameters.values() if parameter not in held and optimizers]
-        return optimizers if any(weight.requires_grad and is_narrow(weight) for weight in unheld) else []
+        if any(weight.requires_grad and is_narrow(weight) for weight in unheld):
+            return optimizers
+        return []
 
     def unheld(self) -> list[Parameter]:
         """Return parameters with gradients that no optimizer of this process steps, nor their master weights."""

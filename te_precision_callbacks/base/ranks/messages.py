@@ -315,7 +315,9 @@ class Messages:
             key = f"{_WAITS}/{rank}"
             if not (self._keys.check([key]) and self._keys.get(key).decode() == count):
                 late.append(in_run)
-        return format_ranks(sorted(late)) if late else "other ranks"
+        if late:
+            return format_ranks(sorted(late))
+        return "other ranks"
 
     def largest(self, kind: str, why: str, number: float) -> float:
         """Return the maximum over the ranks; exact for integers up to 2**53."""

@@ -77,7 +77,9 @@ def loss_curves(a: RecordedRun, b: RecordedRun) -> LossCurves | None:
     for name in losses:
         if is_training_loss(name) and (_lost(a.metrics[name]) or _lost(b.metrics[name])):
             return _curves(a, b, name)
-    return _curves(a, b, losses[0]) if losses else None
+    if losses:
+        return _curves(a, b, losses[0])
+    return None
 
 
 def _curves(a: RecordedRun, b: RecordedRun, name: str) -> LossCurves | None:
