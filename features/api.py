@@ -345,7 +345,7 @@ class TransformerEngineAPI(UpstreamAPI):
         logged: list[tuple[Measured, int]] = []
         if self._plain is not None:
             group = debug_api.get_tensor_reduction_group()
-            if is_distributed(group):
+            if is_distributed(group) and not self._plain.schedules:
                 self.plan(config.extension_config.get(NAMESPACE, {}) for config in ConfigManager.configs)
             iteration = debug_iteration() - 1  # already incremented at this call
             logged = self._plain.log(iteration, group)

@@ -19,14 +19,14 @@ class Observation:
     def __init__(self, engine: StatisticsEngine, recorder: Recorder) -> None:
         self.engine = engine
         self.recorder = recorder
-        self._schedules: frozenset[Schedule] = frozenset()
+        self.schedules: frozenset[Schedule] = frozenset()
 
     def plan(self, schedules: frozenset[Schedule]) -> None:
-        self._schedules = schedules
+        self.schedules = schedules
 
     def is_due(self, iteration: int) -> bool:
         """Return whether an iteration is a collection step on any rank; equal on all ranks."""
-        return any_due(self._schedules, iteration)
+        return any_due(self.schedules, iteration)
 
     def take(
         self,
@@ -46,7 +46,7 @@ class Observation:
         """
         engine = self.engine
         reduce = reduce and self.is_due(iteration)
-        stamp = Stamp(iteration, fingerprint(self._schedules), optimizer_steps) if reduce else NO_STAMP
+        stamp = Stamp(iteration, fingerprint(self.schedules), optimizer_steps) if reduce else NO_STAMP
         if reduce or engine.has_news:
             iteration = engine.iteration if engine.has_news else iteration
             yield engine.collect(reduce=reduce, stamp=stamp), iteration

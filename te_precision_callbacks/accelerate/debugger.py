@@ -318,10 +318,12 @@ class PrecisionDebugger:
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             iteration = int(state["iteration"])
-            counted = f"it was counted with step_on={state['step_on']!r}"
+            step_on = state["step_on"]
             self._session.resumed_loss.restore(state)
-            if state["step_on"] != self._step_on:
-                raise ValueError(f"{counted}, so it is not restored with step_on={self._step_on!r}")
+            if step_on != self._step_on:
+                raise ValueError(
+                    f"it was counted with {step_on=}, so it is not restored with step_on={self._step_on!r}"
+                )
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.warning(
                 "%s has no debug iteration (%s: %s). The current count continues; set start_step= to change it.",

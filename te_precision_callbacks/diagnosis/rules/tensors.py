@@ -127,8 +127,6 @@ class Sibling(RuleCheck):
             seen = "all elements are 0, and not in similar layers"
             label = numbers.column(statistic).label(lone_zeros[0])
             yield Sighting(seen, layers, "weight", label, numbers.iteration)
-        if not (holds_any(jumps != 0) or self.streaks):
-            return
         far = np.abs(jumps) >= far_from
         some = np.abs(jumps) >= NEAR
         lossy = some & has_many_siblings
