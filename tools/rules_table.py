@@ -33,6 +33,7 @@ GROUPS = {
         "replicas-differ",
         "stale-weights",
         "weight-jump",
+        "resume",
     ),
     "Precision": (
         "no-low-precision",
@@ -43,7 +44,6 @@ GROUPS = {
         "bf16-state",
         "grad-scaler",
         "ignored-argument",
-        "margin",
     ),
     "Set-up": ("evaluation-mode", "failed-run", "observation"),
 }

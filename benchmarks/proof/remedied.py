@@ -326,6 +326,6 @@ CASES: Mapping[str, Case] = {
         {"remove the code": TAKEN_OUT},
     ),
     "margin": Case(
-        "margin", "a margin of 12", with_recipe("delayed", margin=12), {"no margin": TAKEN_OUT}, "delayed"
+        "stale-scale", "a margin of 12", with_recipe("delayed", margin=12), {"no margin": TAKEN_OUT}, "delayed"
     ),
 }  # fmt: skip

@@ -92,6 +92,12 @@ class Diagnosis:
         order = finding.seen_at or 0, self._order.get(finding.title, len(self._order))
         self._add((finding.title, finding.tensor, "", False), finding, order)
 
+    def adopt_missing(self, finding: Finding) -> None:
+        """Keep an error of one start of a run as a note, where the rules do not find it over all starts."""
+        if (finding.title, finding.tensor) not in {(title, tensor) for title, tensor, *_ in self._records}:
+            seen = f"an error of one start, and none over all starts: {finding.seen}"
+            self.adopt(replace(finding, severity="note", seen=seen))
+
     def add_rank(self, other: Diagnosis) -> None:
         """Add the findings of another rank in its local values. Findings in reduced values stay apart from those."""
         self._rank = None

@@ -113,7 +113,10 @@ def _logged(run: RecordedRun) -> Iterator[_Call]:
             yield _Call(-1, EVENTS, "note_checkpoint", (iteration, str(event.data.get("file", ""))))
         if event.kind == "finding":
             for finding in _recorded_finding(event.data):
-                yield _Call(iteration, FINDINGS, "adopt", (finding,))
+                if finding.title not in {row.title for row in (_ON_NUMBERS if finding.ranks else ROWS)}:
+                    yield _Call(iteration, FINDINGS, "adopt", (finding,))
+                elif finding.severity == "error" and not finding.ranks and len(run.segments) > 1:
+                    yield _Call(math.inf, AFTER_STEP, "adopt_missing", (finding,))
             continue
         order = EVENTS
         if event.kind == "segment_ended":
@@ -185,13 +188,10 @@ def _event(row: Row) -> Event:
 
 
 def _recorded_finding(data: Mapping[str, Any]) -> list[Finding]:
-    """The finding in an event, as a list; empty if the event is incomplete, or if the records show it again."""
+    """The finding in an event, as a list; empty if the event is incomplete."""
     try:
         values = {field.name: data[field.name] for field in dataclasses.fields(Finding)}
         finding = Finding(**{**values, "layers": tuple(data["layers"]), "ranks": tuple(data["ranks"])})
     except (TypeError, KeyError):
         return []
-    found_again = {row.title for row in (_ON_NUMBERS if finding.ranks else ROWS)}
-    if finding.severity in SEVERITIES and finding.title not in found_again:
-        return [finding]
-    return []
+    return [finding] if finding.severity in SEVERITIES else []

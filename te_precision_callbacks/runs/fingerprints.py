@@ -1,4 +1,4 @@
-"""Fingerprints of the FP8 state in a checkpoint, to audit whether a resume has restored it.
+"""Fingerprints of the training state in a checkpoint, to audit whether a resume has restored it.
 
 A fingerprint has hashes instead of tensors. Each rank has its own, as text in the state of a checkpoint, or as a file
 in its folder.
@@ -17,11 +17,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
-from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.errors import PrecisionDebugError
 from te_precision_callbacks.base.files import regular_file
 from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
@@ -29,6 +29,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.runs.run_files import replace_whole
+from te_precision_callbacks.runs.training_state import TrainingState, content_hash, lost_state
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import (
     BACKWARD,
@@ -50,7 +51,6 @@ HIGH_PRECISION = "none"  # recipe of layers that train without FP8, as in GemmPr
 
 QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
 
-_CHUNK_BYTES = 1 << 24  # size of the pieces that are hashed at once
 _MOST_NAMES = 4
 _FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # fields of recipes that may have amax histories
 
@@ -138,6 +138,7 @@ class Fingerprint:
         config: hash of the config.
         versions: package -> version.
         recipes: the recipes of all layers, without duplicates.
+        training: what the optimizers step and keep; None if no optimizer has stepped, and in older checkpoints.
     """
 
     iteration: int
@@ -149,6 +150,7 @@ class Fingerprint:
     recipes: tuple[RecipeFingerprint, ...] = ()
     layers: tuple[LayerFingerprint, ...] = ()
     schema: int = SCHEMA
+    training: TrainingState | None = None
 
     def recipe_of(self, layer: LayerFingerprint) -> RecipeFingerprint | None:
         if layer.recipe is None:
@@ -325,28 +327,6 @@ def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
     return [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
 
 
-def content_hash(*tensors: torch.Tensor) -> str:
-    """Hash the bytes of tensors on their device: 16 hexadecimal digits.
-
-    The hash is a sum over the 64-bit words w, modulo 2^64: ``w ^ (w >> 32)`` times an odd number that depends on the
-    position. A change of one word always changes the sum. Without the shift, two changed signs would cancel.
-    """
-    total = 0
-    for tensor in tensors:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        subtotal = torch.zeros((), dtype=torch.int64, device=data.device)
-        for start in range(0, data.numel(), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            words = torch.zeros(-(-chunk.numel() // 8), dtype=torch.int64, device=data.device)
-            words.view(torch.uint8)[: chunk.numel()] = chunk
-            first = start // 4 + 1
-            odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
-            words ^= (words >> 32) & 0xFFFFFFFF  # torch shifts negative numbers arithmetically
-            subtotal += (words * odd).sum()
-        total = total * 0x9E3779B97F4A7C15 + int(subtotal) + data.numel()
-    return f"{total % 2**64:016x}"
-
-
 # ---------------------------------------------------------------------- comparing
 
 
@@ -355,21 +335,23 @@ class ResumeFinding:
     """A difference between a checkpoint and the restored state.
 
     Attributes:
-        layers: the affected layers, in model order; empty if the difference is not about layers.
-        all_layers: whether all compared layers are affected.
+        layers: the affected layers or parameters, in model order; empty if the difference is not about these.
+        all_layers: whether all compared ones are affected.
         of_rank: whether ranks may have different findings, since it is about restored data instead of the code.
+        of_training: whether it is about parameters, and what their optimizer keeps.
     """
 
     what: str
     layers: tuple[str, ...] = ()
     all_layers: bool = False
     of_rank: bool = False
+    of_training: bool = False
 
     def __str__(self) -> str:
         if not self.layers:
             return f"{self.what}."
         if self.all_layers and len(self.layers) > 1:
-            return f"{self.what}: all {len(self.layers)} layers."
+            return f"{self.what}: all {len(self.layers)} {'parameters' if self.of_training else 'layers'}."
         return f"{self.what}: {', '.join(fold_names(self.layers, most=_MOST_NAMES))}."
 
 
@@ -382,14 +364,14 @@ class ResumeReport:
         run: id of the session that wrote the checkpoint's fingerprint.
         rank: the compared rank.
         findings: the differences; empty after a good resume.
-        not_compared: state that no audit compares.
+        not_compared: state that was not compared.
     """
 
     iteration: int
     run: str
     rank: int
     findings: tuple[ResumeFinding, ...]
-    not_compared: ClassVar[tuple[str, ...]] = ("optimizer state", "master weights", "weights in high precision")
+    not_compared: tuple[str, ...] = ()
 
     @property
     def without_scales(self) -> tuple[str, ...]:
@@ -407,7 +389,7 @@ class ResumeReport:
         rest = f"Not compared: {', '.join(self.not_compared)}."
         if not self.findings:
             return (
-                f"No differences{on} in the state of low precision since the checkpoint of iteration {self.iteration}"
+                f"No differences{on} in what was compared since the checkpoint of iteration {self.iteration}"
                 f" (run {self.run}). {rest}"
             )
         head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"
@@ -439,12 +421,22 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
     findings = []
     for (what, of_rank), names in group_by_key(differences).items():
         findings.append(ResumeFinding(what, tuple(names), len(names) == len(common), of_rank))
+    not_compared = ["buffers", "random numbers", "the order of the data"]
+    if saved.training and now.training and (saved.rank, saved.world_size) == (now.rank, now.world_size):
+        unstepped = saved.training.parameters.keys() - now.training.parameters.keys()
+        if unstepped and now.training.parameters:
+            not_compared.insert(0, f"{many(len(unstepped), 'parameter')} that no optimizer has stepped yet")
+        for what, names in lost_state(saved.training, now.training).items():
+            is_of_all = len(names) == len(saved.training.parameters)
+            findings.append(ResumeFinding(what, tuple(names), is_of_all, of_rank=True, of_training=True))
+    else:
+        not_compared[:0] = ["the optimizer's state", "master weights", "weights in high precision"]
     changed = _changes(saved.versions, now.versions, "none")
     if changed:
         findings.append(ResumeFinding(f"Other versions: {changed}"))
     if saved.config != now.config:
         findings.append(ResumeFinding("Another config of precision debugging"))
-    return ResumeReport(saved.iteration, saved.run, now.rank, tuple(findings))
+    return ResumeReport(saved.iteration, saved.run, now.rank, tuple(findings), tuple(not_compared))
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], missing: Any = None) -> str:

@@ -1,4 +1,4 @@
-"""The audit of a resume: compares the model's low-precision state and the loss with the checkpoint.
+"""The audit of a resume: compares the training state and the loss with the checkpoint.
 
 Transformer Engine 2.20 restores scales and amax histories in ``load_state_dict``, and adapts them to the recipe in a
 module's first forward. The audit therefore reads states and weights before the first forward. It reads recipes before
@@ -12,7 +12,8 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
 from te_precision_callbacks.layers.naming import Layer, NamedModule, modules_by_layer
+from te_precision_callbacks.parameters.optimizers import ParameterList, SteppedParameters
 from te_precision_callbacks.runs.fingerprints import (
     Fingerprint,
     FingerprintError,
@@ -40,6 +42,7 @@ from te_precision_callbacks.runs.fingerprints import (
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.runs.summary import is_training_loss
+from te_precision_callbacks.runs.training_state import read_training_state
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Severity
@@ -77,8 +80,11 @@ class ResumeAudit:
     While the model exists, fingerprints can also be taken after :meth:`end`, for a checkpoint saved after the stop.
     """
 
-    def __init__(self, context: RunContext, model: ObservedModel, records: RecordSink | None) -> None:
+    def __init__(
+        self, context: RunContext, model: ObservedModel, listed: ParameterList, records: RecordSink | None
+    ) -> None:
         self._model: ObservedModel | None = model
+        self._stepped: MutableMapping[torch.optim.Optimizer, SteppedParameters] = listed.stepped
         self._context = context
         self._results = context.results
         self._records = records
@@ -99,6 +105,7 @@ class ResumeAudit:
             self._config = self._model.config_hash
             self._run_id = self._name_of_run
             self._records = None
+            self._stepped = weakref.WeakKeyDictionary(self._stepped)
             for named in self._model.layers.modules:
                 self._left[named.module] = named.name, named.layers
             self._model = None
@@ -110,6 +117,7 @@ class ResumeAudit:
             return None
         try:
             taken = with_recipes(self._with_layers(iteration), modules, self._results.table.trained_in_fp8)
+            taken = self._with_training(taken)
             context = self._context
             unsaved = unsaved_layers(taken)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
@@ -132,6 +140,10 @@ class ResumeAudit:
             versions=dict(versions()),
         )
         return with_layers(facts, self._modules())
+
+    def _with_training(self, fingerprint: Fingerprint) -> Fingerprint:
+        held = [(optimizer, stepped.held) for optimizer, stepped in self._stepped.items()]
+        return replace(fingerprint, training=read_training_state(held) if held else None)
 
     @property
     def _name_of_run(self) -> str:
@@ -190,7 +202,8 @@ class ResumeAudit:
             self._steps = []
             with self._failures.guard("looking for", "the scales of a resume"):
                 self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
-        self._compare_restored()
+        if self._restored is not None and optimizer in self._stepped and self._stepped[optimizer].held:
+            self._compare_restored()
 
     def end_step(self) -> None:
         """Without a fingerprint, find lost scales: the optimizer has stepped before, and all scales are new."""
@@ -211,8 +224,8 @@ class ResumeAudit:
             self._report(text, "warning", layers)
             logger.warning("%s\n%s", text, _REMEDY)
 
-    def _report(self, text: str, severity: Severity, without_scales: Sequence[str]) -> None:
-        data = {"without_scales": list(without_scales)}
+    def _report(self, text: str, severity: Severity, without_scales: Sequence[str], lost: Sequence[str] = ()) -> None:
+        data = {"without_scales": list(without_scales), "lost": list(lost)}
         event = Event("resume_audited", text, self._context.iteration, severity, phase="checkpoint", data=data)
         self._context.events.append(event)
 
@@ -224,11 +237,13 @@ class ResumeAudit:
             return
         self._forget()
         with self._failures.guard("auditing", "the resume"):
-            report = compare(saved, with_recipes(restored, self._modules(), self._results.table.trained_in_fp8))
+            restored = with_recipes(restored, self._modules(), self._results.table.trained_in_fp8)
+            report = compare(saved, self._with_training(restored))
             self._results.resume = report
-            self._report(str(report), "warning" if report.findings else "info", report.without_scales)
+            lost = [str(finding) for finding in report.findings if finding.of_training]
+            self._report(str(report), "warning" if report.findings else "info", report.without_scales, lost)
             if not report.findings:
-                logger.debug("The resume restored the FP8 state of the checkpoint of iteration %d.", report.iteration)
+                logger.debug("The resume restored the state of the checkpoint of iteration %d.", report.iteration)
             elif self._context.options.strict:
                 raise ResumeAuditError(f"{report}\n{_REMEDY}")
             elif (own := for_log(report)).findings:

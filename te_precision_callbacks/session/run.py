@@ -118,7 +118,7 @@ class Run:
         self.overflow = OverflowCheck(context)
         self._facts = RunFacts(context, model)
         self._sinks = Sinks(context, model.layers.given, [*sinks, *options.sinks])
-        self.resume_audit = ResumeAudit(context, model, self._sinks.records)
+        self.resume_audit = ResumeAudit(context, model, self._parameters.watch.listed, self._sinks.records)
         self._closing = ClosingReport(context, self._sinks)
         self._undo = ExitStack()
         for undo in (

@@ -665,7 +665,7 @@ def test_a_block_of_layers_of_torch_among_blocks_of_transformer_engine() -> None
 @pytest.mark.parametrize(("margin", "severity"), [(0, None), (2, None), (4, "note"), (8, "warning"), (-2, "warning")])
 def test_the_severity_of_a_margin_grows_with_it(margin: float, severity: str | None) -> None:
     known = facts(recipe="fp8_delayed_scaling", settings=Settings(margins=[margin]))
-    findings = [finding for finding in checked([ordinary()], known) if finding.rule == "margin"]
+    findings = [finding for finding in checked([ordinary()], known) if finding.rule == "stale-scale"]
     assert [finding.severity for finding in findings] == [severity] * (severity is not None)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.counts import first_of, many
 from te_precision_callbacks.base.numerics.bits import E2M1, E4M3, E5M2
 from te_precision_callbacks.base.vocabulary import RESULT
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
@@ -452,10 +452,23 @@ def _may_differ(facts: Facts) -> bool | None:
 
 
 def _lost_scales(check: Reported, event: Event) -> Sightings:
+    yield _of_resume(event, "", withdraws=True)  # a resume that was repeated
     layers = tuple(event.data.get("without_scales", ()))
     if layers:
         seen = f"the resume has lost the scales and amax histories of {many(len(layers), 'layer')}"
-        yield Sighting(seen, layers, since=event.iteration)
+        yield _of_resume(event, seen, layers=layers)
+
+
+def _of_resume(event: Event, seen: str, **details: Any) -> Sighting:
+    return Sighting(seen, since=event.iteration, key=f"resume at {event.iteration}", **details)
+
+
+def _lost_state(check: Reported, event: Event) -> Sightings:
+    yield _of_resume(event, "", withdraws=True)
+    differences = event.data.get("lost", ())
+    if differences:
+        seen = " ".join(first_of(differences, 2, "And {} more."))
+        yield _of_resume(event, f"the resume has not restored the training state. {seen}".rstrip("."))
 
 
 _COLLECT = (
@@ -748,6 +761,32 @@ RULES = (
         """,
         recipes=("fp8_delayed_scaling",),
         check=lambda: Reported(kinds=("resume_audited",), find=_lost_scales),
+    ),
+    Rule(
+        id="resume",
+        title="a resume did not restore the training state",
+        subject="model",
+        needs="a resume",
+        collect="the session's state in the checkpoint (session.state_dict()), after a step of the optimizer",
+        condition="""
+            before the optimizer's first step, samples of its weights, of their master weights or of its state differ
+            from those in the checkpoint's fingerprint, or are absent; or a number of its groups, such as the learning
+            rate, differs by more than a factor of 2
+        """,
+        silent="""
+            another number of ranks; optimizers that do not step in the first step; parameters that are in only one of
+            both; settings that a schedule has changed by a factor of 2 or less
+        """,
+        source="""
+            NVIDIA/Megatron-LM#4705 and #5976, ultralytics#24085; the sample and the factor are this project's
+        """,
+        why="the training does not go on where it was saved, even if its loss does not show it",
+        disproof="the change is meant, as for a new learning rate or new weights",
+        remedy="""
+            Load the state_dict() of the model, of the optimizer (in the dtype in which it was saved), and of the
+            schedule from the checkpoint, before the first step; restore master weights from the checkpoint as well
+        """,
+        check=lambda: Reported(kinds=("resume_audited",), find=_lost_state),
     ),
     Rule(
         id="stale-scale",

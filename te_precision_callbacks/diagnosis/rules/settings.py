@@ -596,7 +596,7 @@ RULES = (
         check=lambda: FactHolds(find=_ignored_arguments, applies_to=_are_known),
     ),
     Rule(
-        id="margin",
+        id="stale-scale",
         title="delayed scaling has an unusual margin",
         subject="config",
         needs="a recipe with a margin",

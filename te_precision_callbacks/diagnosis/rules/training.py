@@ -658,7 +658,7 @@ RULES = (
         """,
         check=DivergingLoss,
         essential=True,
-        consequence_of=("weight-jump", "learning-rate", "kept-gradient", "growth of weight", OF_LAST_STEPS),
+        consequence_of=("resume", "weight-jump", "learning-rate", "kept-gradient", "growth of weight", OF_LAST_STEPS),
     ),
     Rule(
         id="gradient-norm",
@@ -682,7 +682,7 @@ RULES = (
         check=lambda: Logged(
             needed=LEAST_NORMS, number=_positive_norm, find=_jump, kind_of_step="logged gradient norm"
         ),
-        consequence_of=("weight-jump", "diverging-loss"),
+        consequence_of=("resume", "weight-jump", "diverging-loss"),
     ),
     Rule(
         id="gradient-norm",
