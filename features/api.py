@@ -94,8 +94,8 @@ class _Call(NamedTuple):
     arguments: frozenset[str] | None
 
     def __call__(self, layer: str, arguments: Mapping[str, Any]) -> Any:
-        taken = self.arguments
-        keywords = arguments if taken is None else {name: arguments[name] for name in taken if name in arguments}
+        accepted = self.arguments
+        keywords = arguments if accepted is None else {name: arguments[name] for name in accepted if name in arguments}
         try:
             return self.method(self.options, layer, **keywords)
         except Exception as error:
@@ -167,13 +167,13 @@ class TransformerEngineAPI(UpstreamAPI):
     def watchers(self, layer: str, tensor: str) -> tuple[Watcher, ...]:
         watchers: tuple[Watcher, ...] | None = self._api_cache.get((layer, tensor))
         if watchers is None:
-            found: list[Watcher] = []
+            matching_watchers: list[Watcher] = []
             for name, written in ConfigManager.get_config_for_layer(layer).get(self.name, {}).items():
                 feature = self.namespace_features.get(name)
                 if isinstance(feature, ScheduledFeature):
                     matching = self._matching(name, written, tensor, None)
-                    found += [Watcher(name, feature, options, options.schedule) for options in matching]
-            watchers = tuple(found)
+                    matching_watchers += [Watcher(name, feature, options, options.schedule) for options in matching]
+            watchers = tuple(matching_watchers)
             self._api_cache[layer, tensor] = watchers
         return watchers
 
@@ -189,7 +189,7 @@ class TransformerEngineAPI(UpstreamAPI):
                 continue
             try:
                 matching = self._matching(name, options, tensor, gemm)
-                taken = _accepted_arguments(method, passed)
+                accepted = _accepted_arguments(method, passed)
             except Exception as error:
                 # Raise when this feature is called, without affecting the layer's other features. Only the text is
                 # kept, since a traceback would keep tensors.
@@ -198,7 +198,9 @@ class TransformerEngineAPI(UpstreamAPI):
                 continue
             if api_name.startswith("modify_tensor"):
                 matching = matching[:1]  # a tensor is modified once
-            calls.extend(_Call(name, number, api_name, method, entry, taken) for number, entry in enumerate(matching))
+            calls.extend(
+                _Call(name, number, api_name, method, entry, accepted) for number, entry in enumerate(matching)
+            )
         return calls
 
     def _query(self, calls: Sequence[_Call], key: _Key, arguments: dict[str, Any]) -> Decision:
@@ -259,11 +261,15 @@ class TransformerEngineAPI(UpstreamAPI):
             return None
         if not isinstance(returned, torch.Tensor) and not hasattr(returned, "dequantize"):
             raise call.error_for(layer, returned, "a tensor or a quantized tensor")
-        given = arguments["tensor"]
-        if returned.size() != given.size():
-            raise call.error_for(layer, returned, f"the shape of the tensor that it was given, {tuple(given.shape)}")
-        if tensor in RESULT.values() and returned.dtype != given.dtype:
-            raise call.error_for(layer, returned, f"a tensor of {given.dtype}, as the {tensor} that it was given")
+        tensor_before = arguments["tensor"]
+        if returned.size() != tensor_before.size():
+            raise call.error_for(
+                layer, returned, f"the shape of the tensor that it was given, {tuple(tensor_before.shape)}"
+            )
+        if tensor in RESULT.values() and returned.dtype != tensor_before.dtype:
+            raise call.error_for(
+                layer, returned, f"a tensor of {tensor_before.dtype}, as the {tensor} that it was given"
+            )
         dtype = arguments["dtype"]
         if dtype is None or getattr(returned, "dtype", dtype) == dtype:
             return returned
@@ -272,14 +278,14 @@ class TransformerEngineAPI(UpstreamAPI):
         # Quantized from a float32 weight, under torch's autocast: only the nominal dtype changes.
         return returned.to_dtype(dtype)
 
-    def _refuse_forbidden(self, call: _Call, key: _Key, made: Any) -> None:
+    def _refuse_forbidden(self, call: _Call, key: _Key, replacement: Any) -> None:
         """Refuse to quantize an operand of a GEMM that another feature keeps in high precision.
 
         Transformer Engine does not query the other feature if a feature replaces the tensor. With both operands
         replaced, the other feature would have no effect; with one operand replaced, the GEMM would fail.
         """
         layer, _, tensor, gemm = key
-        if tensor in RESULT.values() or not is_quantized(made):
+        if tensor in RESULT.values() or not is_quantized(replacement):
             return
         allowed, _ = self.route_api(layer, "fp8_gemm_enabled", gemm=gemm, iteration=debug_iteration())
         if not allowed:
@@ -413,12 +419,12 @@ class TransformerEngineAPI(UpstreamAPI):
 def _warn_if_never_called(name: str, feature: Any) -> None:
     has = [call for call in _CALLS if _own_method(feature, call) is not None]
     if not has:
-        others = [method for method in dir(feature) if not method.startswith("_")]
+        methods = [method for method in dir(feature) if not method.startswith("_")]
         logger.warning(
             "The feature %s is never called: it has none of the methods %s, but %s.",
             name,
             ", ".join(_CALLS),
-            ", ".join(others) or "no method",
+            ", ".join(methods) or "no method",
         )
     for call in has:
         if f"{call}{_ENABLED}" in _CALLS and f"{call}{_ENABLED}" not in has:

@@ -46,10 +46,10 @@ def matching_options(config: Mapping[str, Any], *, tensor: str | None, gemm: str
     if tensor is not None:
         left_out |= {"tensors", "tensors_struct"}
     matching = []
-    for of_gemm, outer in gemms:
-        for of_tensor, nested in outer.choose("tensor") if tensor is not None else [(None, outer)]:
-            if of_gemm in (None, gemm) and of_tensor in (None, tensor):
-                named = (("gemm", of_gemm), ("tensor", of_tensor))
+    for gemm_name, outer in gemms:
+        for tensor_name, nested in outer.choose("tensor") if tensor is not None else [(None, outer)]:
+            if gemm_name in (None, gemm) and tensor_name in (None, tensor):
+                named = (("gemm", gemm_name), ("tensor", tensor_name))
                 options = nested.merge() | {what: name for what, name in named if name is not None}
                 matching.append({key: value for key, value in options.items() if key not in left_out})
     return matching

@@ -19,8 +19,8 @@ class LogGemmError(ScheduledFeature):
     ) -> list[schemas.LogGemmErrorItem]:
         if not isinstance(options, schemas.LogGemmError):
             return []
-        of_gemm = (target.options for target in options.targets if target.gemm in (gemm, None) or gemm is None)
-        return [item for item in of_gemm if tensor is None or tensor in OPERANDS[item.gemm]]
+        items = (target.options for target in options.targets if target.gemm in (gemm, None) or gemm is None)
+        return [item for item in items if tensor is None or tensor in OPERANDS[item.gemm]]
 
     def observe(self, options: schemas.LogGemmErrorItem, watched: Watched) -> None:
         keep_operand(self.observation.engine, watched, "LogGemmError measures nothing")

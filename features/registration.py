@@ -27,10 +27,10 @@ class _Namespace(NamespaceData):
 def namespace() -> Any:
     entry = Registry.data.get(NAMESPACE)
     if not isinstance(entry, _Namespace):
-        own = _Namespace(NAMESPACE, None)
+        replacement = _Namespace(NAMESPACE, None)
         if entry is not None:
-            own.__dict__.update(entry.__dict__)
-        Registry.data[NAMESPACE] = own
+            replacement.__dict__.update(entry.__dict__)
+        Registry.data[NAMESPACE] = replacement
     return Registry.data[NAMESPACE]
 
 

@@ -159,12 +159,12 @@ def factor_of(tensor: Any, *, columnwise: bool, piece_bytes: int = PIECE_BYTES) 
     return Factor(part, columnwise != part.transposed, piece_bytes)
 
 
-def _decode(part: Stored, factors: torch.Tensor, place: slice) -> torch.Tensor:
-    elements = part.elements(place)
+def _decode(part: Stored, factors: torch.Tensor, rows: slice) -> torch.Tensor:
+    elements = part.elements(rows)
     if factors.numel() == 1:
         return elements.mul_(factors.view(()))
     height = part.block[0]
-    return blocks.multiply_by_blocks(elements, factors[place.start // height : -(-place.stop // height)], part.block)
+    return blocks.multiply_by_blocks(elements, factors[rows.start // height : -(-rows.stop // height)], part.block)
 
 
 def seed_of(*parts: object) -> int:
@@ -227,27 +227,29 @@ class KernelCheck(NamedTuple):
     stored: torch.Tensor
 
 
-def check_kernel(result: Thin, left: Factor, right: Factor, x: torch.Tensor, call: GemmCall) -> KernelCheck:
+def check_kernel(
+    result: Thin, left_factor: Factor, right_factor: Factor, x: torch.Tensor, call: GemmCall
+) -> KernelCheck:
     """Compare the result of a GEMM with the product of its operands, [n, k] and [m, k]; x are probes, [m, probes]."""
-    k, m = left.shape[1], right.shape[0]
-    stored, terms = left.multiply(*thin(right.t, x))
+    k, m = left_factor.shape[1], right_factor.shape[0]
+    stored, terms = left_factor.multiply(*thin(right_factor.t, x))
     stored = stored * call.alpha
     terms = terms * call.alpha**2
-    alone = result.product
+    product = result.product
     if call.bias is not None:
-        alone = alone - call.bias.detach().reshape(1, -1).to(x.dtype) @ x
+        product = product - call.bias.detach().reshape(1, -1).to(x.dtype) @ x
     if call.before is not None:
-        alone = alone - call.beta * call.before.product
-    use = alone.isfinite().all(1) & stored.isfinite().all(1) & result.squares.isfinite() & terms.isfinite()
-    actual, expected = (torch.where(use[:, None], side.double(), 0.0) for side in (alone, stored))
+        product = product - call.beta * call.before.product
+    use = product.isfinite().all(1) & stored.isfinite().all(1) & result.squares.isfinite() & terms.isfinite()
+    actual, expected = (torch.where(use[:, None], side.double(), 0.0) for side in (product, stored))
     squares = expected.square().sum(1) / x.shape[1]
     rounded = result.squares
     if call.before is not None:  # the product may be rounded before it is added
         rounded = rounded + squares
     variance = _rounding_variance(call.dtype, rounded, m)
-    variance = variance + _sum_variance(left, right, call, k, terms, squares)
-    own = torch.finfo(x.dtype).eps ** 2 * (k + m)
-    variance = variance + own * (terms + squares + result.squares)
+    variance = variance + _sum_variance(left_factor, right_factor, call, k, terms, squares)
+    probe_variance = torch.finfo(x.dtype).eps ** 2 * (k + m)
+    variance = variance + probe_variance * (terms + squares + result.squares)
     errors = (actual - expected).square().sum(1) / x.shape[1]
     ratios = torch.where(use & (errors > 0), (errors / variance).sqrt() / MARGIN, 0.0)
     square = squares.sum()
@@ -266,7 +268,7 @@ def _rounding_variance(dtype: torch.dtype, squares: torch.Tensor, m: int) -> tor
 
 
 def _sum_variance(
-    left: Factor, right: Factor, call: GemmCall, k: int, terms: torch.Tensor, squares: torch.Tensor
+    left_factor: Factor, right_factor: Factor, call: GemmCall, k: int, terms: torch.Tensor, squares: torch.Tensor
 ) -> torch.Tensor:
     """Return a bound on the variance of the error of the sums in a row.
 
@@ -282,7 +284,9 @@ def _sum_variance(
         terms: the sum of the squared products, [n].
         squares: the squared sums, [n].
     """
-    is_fp8 = any(isinstance(side.memory, Stored) and side.memory.element_format.bits == 8 for side in (left, right))
+    is_fp8 = any(
+        isinstance(side.memory, Stored) and side.memory.element_format.bits == 8 for side in (left_factor, right_factor)
+    )
     last_bit = 2.0**-23
     if is_fp8 and call.capability in ((8, 9), (9, 0)):
         last_bit = 2.0**-13

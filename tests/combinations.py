@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
-
 
 def half(first: Iterable[Any], second: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Every second combination of two factors, so that each value meets half of the other's."""
@@ -38,12 +36,3 @@ def grouped(first: Iterable[Any], *others: Iterable[Any]) -> list[tuple[Any, lis
     values = list(first)
     chosen = pairs(range(len(values)), *others)
     return [(value, [rest for at, *rest in chosen if at == place]) for place, value in enumerate(values)]
-
-
-def sampled(cases: Iterable[Any]) -> list[Any]:
-    """Cases of a matrix, of which ``make test`` runs every second one, and ``make test-all`` all."""
-    results = []
-    for number, case in enumerate(cases):
-        values = case if type(case) is tuple else (case,)
-        results.append(pytest.param(*values, marks=pytest.mark.extended if number % 2 else ()))
-    return results

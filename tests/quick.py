@@ -2,6 +2,7 @@
 many tests a run leaves out, also where workers do."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: over half a second; not in make test-quick")
     config.addinivalue_line("markers", "processes: starts Python processes; not in make test-quick")
+    config.addinivalue_line("markers", "few: half of its cases are extended")
     config.addinivalue_line(
         "markers", "extended: signals, injected faults, other processors, further slow cases; only in make test-all"
     )
@@ -26,7 +28,15 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.addaudithook(_watch)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases = Counter[str]()
+    for item in items:
+        if item.get_closest_marker("few"):
+            name = item.nodeid.partition("[")[0]
+            if cases[name].bit_count() % 2:  # not always the same value of an inner factor with two
+                item.add_marker("extended")
+            cases[name] += 1
     if not config.getoption("quick"):
         return
     seen, chosen, left_out = set(), [], []

@@ -97,6 +97,7 @@ def without_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_machine_where_everything_is_wrong(without_engine: Path, tmp_path: Path) -> None:
     """No Transformer Engine, and a log folder below a file, for root as well."""

@@ -436,7 +436,7 @@ def kind_is_known(tensor: Any) -> bool:
     return is_quantized(tensor) or is_hybrid(tensor)
 
 
-def _add_quantized(tensors: Tensors, quantized: Any, before: Plain | None) -> Quantized:
+def _add_quantized(tensors: Tensors, quantized: Any, high_precision: Plain | None) -> Quantized:
     class_name = type(quantized).__name__
     if not kind_is_known(quantized):
         plain = add_plain(tensors, QUANTIZED, quantized)
@@ -455,8 +455,8 @@ def _add_quantized(tensors: Tensors, quantized: Any, before: Plain | None) -> Qu
     shape = next(iter(directions.values())).shape
     if isinstance(quantized, torch.Tensor):
         shape = tuple(quantized.shape)
-    elif before is not None and shape == (math.prod(before.shape[:-1]), *before.shape[-1:]):
-        shape = before.shape  # a storage with columnwise data only may have merged leading dimensions
+    elif high_precision is not None and shape == (math.prod(high_precision.shape[:-1]), *high_precision.shape[-1:]):
+        shape = high_precision.shape  # a storage with columnwise data only may have merged leading dimensions
     dtype = dtype_name(getattr(quantized, "_dtype", None) or quantized.dtype)
     return Quantized(class_name, shape, dtype, _format_quantizer(quantizer_of(quantized)), **directions)
 

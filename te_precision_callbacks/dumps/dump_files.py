@@ -91,11 +91,11 @@ def save(
         recipe=None if recipe is None else str(recipe),
     )
     dump = create_dump(header, high_precision, tensor, internals=internals)
-    before = dump.header.high_precision
-    after = dump.header.quantized
-    if before is not None and after is not None and before.shape != after.shape:
+    plain = dump.header.high_precision
+    quantized = dump.header.quantized
+    if plain is not None and quantized is not None and plain.shape != quantized.shape:
         raise DumpError(
-            f"high_precision has the shape {before.shape}, and the tensor {after.shape}: not the same tensor before"
+            f"high_precision has the shape {plain.shape}, and the tensor {quantized.shape}: not the same tensor before"
             " and after quantization. Save them to two files."
         )
     write(dump, path)

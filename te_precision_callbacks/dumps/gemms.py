@@ -55,19 +55,19 @@ def gemm_errors(path: str | os.PathLike[str]) -> GemmErrors:
         raise DumpError(f"{path}: has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
     tensors = dump.tensors
     x = probes(gemm.m, PROBES, seed_of("dump"), torch.device("cpu")).double()
-    out, before = (tensors[name].reshape(gemm.n, gemm.m) if name in tensors else None for name in ("out", "before"))
+    out, addend = (tensors[name].reshape(gemm.n, gemm.m) if name in tensors else None for name in ("out", "before"))
     call = GemmCall(
         dtype=tensors["out"].dtype,
         alpha=gemm.alpha,
         beta=gemm.beta,
         bias=tensors.get("bias"),
-        before=None if before is None else thin(factor_of(before, columnwise=False), x),
+        before=None if addend is None else thin(factor_of(addend, columnwise=False), x),
         split_accumulator=gemm.split_accumulator,
         capability=gemm.capability,
     )
     operands = [(side, operand_of(dump, side), gemm.operands()[side].columnwise) for side in "ba"]
-    left, right = (factor_of(operand, columnwise=columnwise) for _, operand, columnwise in operands)
-    check = check_kernel(thin(factor_of(out, columnwise=False), x), left, right, x, call)
+    left_factor, right_factor = (factor_of(operand, columnwise=columnwise) for _, operand, columnwise in operands)
+    check = check_kernel(thin(factor_of(out, columnwise=False), x), left_factor, right_factor, x, call)
     gain = check.gain_dot / check.stored_square if check.stored_square else check.stored_square + 1
     high = []
     for side, operand, columnwise in operands:

@@ -149,8 +149,8 @@ class Recorder:
         if options.high_precision_tensor:
             values = watched.values
         if values is None and quantized is None:
-            wanted = [name for name in ("high_precision_tensor", "quantized_tensor") if getattr(options, name)]
-            lacking = " and no ".join(wanted)
+            options_set = [name for name in ("high_precision_tensor", "quantized_tensor") if getattr(options, name)]
+            lacking = " and no ".join(options_set)
             self._warn_once(
                 lacking,
                 "DumpTensors: %s of %s is not dumped: it has no %s. Other such tensors are not listed.",
@@ -226,8 +226,10 @@ class Recorder:
         return True
 
 
-def _log(doing: str, of: str, error: Exception) -> None:
-    logger.error("%s %s: %s: %s. Training continues.", doing, of, type(error).__name__, str(error).removesuffix("."))
+def _log(doing: str, subject: str, error: Exception) -> None:
+    logger.error(
+        "%s %s: %s: %s. Training continues.", doing, subject, type(error).__name__, str(error).removesuffix(".")
+    )
 
 
 def _quantized_form(watched: Watched) -> Any:

@@ -112,12 +112,12 @@ class Placement(NamedTuple):
     def contributes(self, tensor: str) -> bool:
         """Return whether this rank's part of a tensor counts; False if the first rank has the same part."""
         if self.mode == "column":
-            alike = tensor == "activation" and not self.sequence_parallel
+            is_replica = tensor == "activation" and not self.sequence_parallel
         elif self.mode == "row":
-            alike = tensor == "gradient"
+            is_replica = tensor == "gradient"
         else:
-            alike = tensor != _WEIGHT and not self.sequence_parallel
-        return self.first or not alike
+            is_replica = tensor != _WEIGHT and not self.sequence_parallel
+        return self.first or not is_replica
 
 
 class StatisticsEngine:
@@ -172,9 +172,9 @@ class StatisticsEngine:
     def note(self, watched: Watched, requests: Sequence[Request]) -> None:
         """Queue a tensor's statistics for :meth:`measure`; the tensor must not change before then."""
         if self._noted:
-            last, asked = self._noted[-1]
+            last, last_requests = self._noted[-1]
             if last.values is watched.values and (last.layer, last.tensor) == (watched.layer, watched.tensor):
-                asked.append(requests)
+                last_requests.append(requests)
                 return
         self._noted.append((watched, [requests]))
 
@@ -234,10 +234,10 @@ class StatisticsEngine:
         """
         if launch.generation != self._slots.generation:
             return False
-        on = launch.slots
+        slots = launch.slots
         pending: list[Pending] = []
         for plan, (values, rowwise, columnwise) in zip(launch.tensors, tensors, strict=True):
-            if values.device != on.device or not values.numel():
+            if values.device != slots.device or not values.numel():
                 return False
             if plan.once and not plan.once.isdisjoint(self._weights_seen):
                 if plan.once <= self._weights_seen:
@@ -270,18 +270,18 @@ class StatisticsEngine:
         if pending:
             if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
                 return False
-            if on.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+            if slots.device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
                 return False
-            vectors = on.last
-            if vectors is None or vectors.handle != on.handle_now():
-                vectors = on.current()
-            left: Sequence[Pending] = pending
+            vectors = slots.last
+            if vectors is None or vectors.handle != slots.handle_now():
+                vectors = slots.current()
+            unmeasured: Sequence[Pending] = pending
             repeat = launch.repeats.get(len(pending))
             if repeat is not None:
-                left = repeat(pending, vectors.sums, vectors.maxima, vectors.handle)
-            if left:
-                again = kernels.add(left, vectors.sums, vectors.maxima)
-                launch.repeats[len(pending)] = again if left is pending else None
+                unmeasured = repeat(pending, vectors.sums, vectors.maxima, vectors.handle)
+            if unmeasured:
+                again = kernels.add(unmeasured, vectors.sums, vectors.maxima)
+                launch.repeats[len(pending)] = again if unmeasured is pending else None
         self.has_news = True
         self.iteration = iteration
         self._slots.asked += launch.asked
@@ -290,7 +290,7 @@ class StatisticsEngine:
 
     def _measure(self, noted: Sequence[tuple[Watched, Sequence[Sequence[Request]]]]) -> PreparedLaunch | None:
         key = tuple(_key_of(watched) for watched, _ in noted)
-        requests = [asked for _, asked in noted]
+        requests = [tensor_requests for _, tensor_requests in noted]
         launch = self._launches.get(key)
         if launch is not None and launch.requests == requests:
             sources = [
@@ -301,9 +301,9 @@ class StatisticsEngine:
         plans: dict[torch.device, list[tuple[TensorPlan, Source]]] = {}
         is_complete = True
         failure: Exception | None = None
-        for watched, asked in noted:
+        for watched, tensor_requests in noted:
             try:
-                planning = _Planning(self, watched, asked)
+                planning = _Planning(self, watched, tensor_requests)
                 plan = planning.run()
             except Exception as error:
                 failure = failure or error
@@ -336,9 +336,9 @@ class StatisticsEngine:
         histograms: dict[int, tuple[float, ...]] = {}
         with np.errstate(all="ignore"):
             for reader, columns in tables:
-                for numbers, of_numbers in (reader.numbers(columns), reader.nonfinite_counts(columns, self._broken)):
+                for numbers, series_values in (reader.numbers(columns), reader.nonfinite_counts(columns, self._broken)):
                     series.append(numbers)
-                    values.append(of_numbers)
+                    values.append(series_values)
                 histograms.update(reader.histograms(columns))
         local = self._reduction.local
         return Measured(self.series, np.concatenate(series), np.concatenate(values), histograms, local=local)
@@ -481,9 +481,9 @@ def _key_of(watched: Watched) -> tuple[object, ...]:
     return (*key, form_of(watched.rowwise), form_of(watched.columnwise))
 
 
-def _group_by_kind(asked: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
+def _group_by_kind(requests: Iterable[Iterable[Request]], unquantized_as: str | None) -> _Wanted:
     groups: dict[_SegmentKind, list[Request]] = {}
-    for request in itertools.chain.from_iterable(asked):
+    for request in itertools.chain.from_iterable(requests):
         if unquantized_as is not None and request.recipe == OWN_RECIPE:
             request = request.under(unquantized_as)
         form = None
@@ -507,7 +507,7 @@ class _Planning:
         is_complete: whether the passes cover all requests.
     """
 
-    def __init__(self, engine: StatisticsEngine, watched: Watched, asked: Sequence[Sequence[Request]]) -> None:
+    def __init__(self, engine: StatisticsEngine, watched: Watched, requests: Sequence[Sequence[Request]]) -> None:
         self._engine = engine
         self._watched = watched
         quantized = watched.quantized()
@@ -525,12 +525,12 @@ class _Planning:
         self._contributes = placement is None or placement.contributes(watched.tensor)
         self._shard: int | None = None
         if watched.tensor == _WEIGHT:
-            own_shard = 0 if watched.tp_group is None else dist.get_rank(watched.tp_group)
-            self._shard = own_shard if placement is None else placement.shard
+            shard = 0 if watched.tp_group is None else dist.get_rank(watched.tp_group)
+            self._shard = shard if placement is None else placement.shard
         unquantized_as = None
         if quantized is None and self._unknown_quantizer is None:
             unquantized_as = recipe if recipe in SIMULATED else "fp8_current_scaling"
-        self._requested = _group_by_kind(asked, unquantized_as)
+        self._requested = _group_by_kind(requests, unquantized_as)
         self._wanted: dict[_SegmentKind, Sequence[Request]] = {}
         self._held: dict[_QuantizedForm, _Held] = {}
         self.is_complete = False
@@ -555,9 +555,9 @@ class _Planning:
             if kind.blocks is not None:
                 self._merge(kind, None, largest_range(self.values, kind.blocks))
         for form in self._held:
-            wanted = {kind.source for kind in rest if kind.form == form}
-            if wanted:
-                self._compare(form, wanted)
+            sources = {kind.source for kind in rest if kind.form == form}
+            if sources:
+                self._compare(form, sources)
         has_values = self._watched.values is not None
         self.is_complete = has_values and not rest and len(self._wanted) == len(self._requested)
         return plan
@@ -575,23 +575,23 @@ class _Planning:
     def _plan_passes(self, fused: Sequence[_SegmentKind]) -> TensorPlan:
         """Return one pass, or one per form. The first one also covers kinds without a form."""
         first = next((kind.form for kind in fused if kind.form is not None), None)
-        places: dict[_QuantizedForm | None, dict[StatisticSource, tuple[int, int]]] = {}
-        asked: list[tuple[SlotRange, Set[str], bool]] = []
+        offsets: dict[_QuantizedForm | None, dict[StatisticSource, tuple[int, int]]] = {}
+        segment_requests: list[tuple[SlotRange, Set[str], bool]] = []
         for kind in fused:
             segment = self._segment(kind)
             if segment.device != self.values.device:
                 raise QuantizationError("the layer moved to another device")
-            columns_at = places.setdefault(first if kind.form is None else kind.form, {})
+            columns_at = offsets.setdefault(first if kind.form is None else kind.form, {})
             columns_at[kind.source] = segment.sum_start, segment.maximum_start
-            asked.append((segment, self._engine._slots.labels(segment, self._wanted[kind]), True))
+            segment_requests.append((segment, self._engine._slots.labels(segment, self._wanted[kind]), True))
         passes: list[_Pass] = []
-        for form, columns_at in places.items():
+        for form, columns_at in offsets.items():
             held = None if form is None else self._held[form]
             e5m2 = isinstance(held, PerTensor) and held.e5m2
             passes.append(_Pass(form, e5m2, isinstance(held, BlockScaledTensor), eager_blocks.places_of(columns_at)))
         is_weight = self._watched.tensor == _WEIGHT
-        once = frozenset(segment.key for segment, *_ in asked if is_weight)
-        return TensorPlan(self._watched.tensor, passes, asked, once)
+        once = frozenset(segment.key for segment, *_ in segment_requests if is_weight)
+        return TensorPlan(self._watched.tensor, passes, segment_requests, once)
 
     def _read_quantized(self, form: _QuantizedForm) -> _Held:
         quantized = self._watched.quantized(columnwise=form.columnwise)
@@ -601,13 +601,13 @@ class _Planning:
             )
         if quantized is None:
             return None
-        its_recipe = recipe_of(self._quantizer_of(quantized))
-        if form.recipe not in (OWN_RECIPE, its_recipe) or form.e5m2 not in (None, fp8_format(quantized) is E5M2):
+        held_recipe = recipe_of(self._quantizer_of(quantized))
+        if form.recipe not in (OWN_RECIPE, held_recipe) or form.e5m2 not in (None, fp8_format(quantized) is E5M2):
             return None
         try:
             held = read(quantized, columnwise=form.columnwise)
         except QuantizationError as error:
-            if its_recipe is None:
+            if held_recipe is None:
                 raise
             if self._engine.notices.first(str(error)):
                 logger.warning(
@@ -624,45 +624,45 @@ class _Planning:
             raise QuantizationError(f"the quantized tensor has the shape {sizes}")
         return held
 
-    def _compare(self, form: _QuantizedForm, wanted: Set[StatisticSource]) -> None:
+    def _compare(self, form: _QuantizedForm, sources: Set[StatisticSource]) -> None:
         """Measure a form that no pass covers: a simulated recipe, or scales without the tensor."""
         held = self._held[form]
         recipe = form.recipe or recipe_of(self._own_quantizer(form.columnwise)) or ""
         refused: dict[str, Set[StatisticSource]] = {}
         if self._watched.values is None:
-            missing = wanted - (SCALE_SOURCES if held else set())
-            wanted = wanted - missing
+            missing = sources - (SCALE_SOURCES if held else set())
+            sources = sources - missing
             if self._engine.reports_quantized_only:
                 refused["the tensor exists only in quantized form"] = missing
         if isinstance(held, PerTensor) or (held is None and recipe == "fp8_current_scaling"):
-            refused[no_blocks(recipe or "the layer's quantizer")] = wanted & BLOCK_SOURCES
-            wanted = wanted - BLOCK_SOURCES
+            refused[no_blocks(recipe or "the layer's quantizer")] = sources & BLOCK_SOURCES
+            sources = sources - BLOCK_SOURCES
         columns: Mapping[str, torch.Tensor] = {}
         try:
-            if wanted and isinstance(held, PerTensor):
+            if sources and isinstance(held, PerTensor):
                 columns = dict(zip(PLACES[StatisticSource.SCALES], scale_columns(held.scale_inv), strict=True))
-            elif wanted and isinstance(held, BlockScaledTensor):
-                columns = eager_blocks.columns(held, self._watched.values, wanted)
-            elif wanted:
+            elif sources and isinstance(held, BlockScaledTensor):
+                columns = eager_blocks.columns(held, self._watched.values, sources)
+            elif sources:
                 settings = self._settings(form, recipe)
-                columns = simulate(recipe, self.values, wanted, settings, columnwise=form.columnwise)
+                columns = simulate(recipe, self.values, sources, settings, columnwise=form.columnwise)
         except Exception as error:
             self._report_failure(form, error)
             return
-        for source in wanted:
+        for source in sources:
             sums, maxima = map(columns.get, PLACES[source])
             if sums is not None:
                 self._merge(_SegmentKind(source, form), sums, maxima)
-        for reason, sources in refused.items():
-            if sources:
-                self._report_failure(form, QuantizationError(reason), sources)
+        for reason, refused_sources in refused.items():
+            if refused_sources:
+                self._report_failure(form, QuantizationError(reason), refused_sources)
 
     def _settings(self, form: _QuantizedForm, recipe: str) -> QuantizerSettings:
         """Return the settings of the layer's quantizer if it has the recipe, else the recipe's defaults."""
-        own = self._own_quantizer(form.columnwise)
-        if recipe != recipe_of(own):
+        quantizer = self._own_quantizer(form.columnwise)
+        if recipe != recipe_of(quantizer):
             return default_settings(recipe, self._watched.tensor, e5m2=form.e5m2)
-        settings = settings_of(own)
+        settings = settings_of(quantizer)
         if form.e5m2 is None:
             return settings
         return settings._replace(e5m2=form.e5m2)
@@ -672,10 +672,10 @@ class _Planning:
         return self._quantizer_of(self._watched.quantized(columnwise=columnwise))
 
     def _quantizer_of(self, quantized: Any) -> Any:
-        its = quantizer_of(quantized)
-        if recipe_of(its) is None:
+        quantizer = quantizer_of(quantized)
+        if recipe_of(quantizer) is None:
             return self._watched.quantizer
-        return its
+        return quantizer
 
     def _segment(self, kind: _SegmentKind) -> SlotRange:
         key = SegmentKey(self._watched.layer, self._watched.tensor, _name_of(kind), self._shard)

@@ -131,7 +131,7 @@ def _simulated_recipe(recipe: str) -> Recipe:
 def simulate(
     recipe: str,
     values: torch.Tensor,
-    wanted: Collection[StatisticSource],
+    sources: Collection[StatisticSource],
     settings: QuantizerSettings,
     *,
     columnwise: bool,
@@ -148,7 +148,7 @@ def simulate(
     """
     simulated = _simulated_recipe(recipe)
     block = simulated.block(settings)
-    if block is None and not BLOCK_SOURCES.isdisjoint(wanted):
+    if block is None and not BLOCK_SOURCES.isdisjoint(sources):
         raise QuantizationError(no_blocks(recipe))
     if not values.numel():
         return {}
@@ -159,11 +159,11 @@ def simulate(
     else:
         matrix = as_matrix(values)
         blocks = split_into_blocks(matrix.t() if columnwise else matrix, block)
-    if set(wanted) == {StatisticSource.RANGES}:
+    if set(sources) == {StatisticSource.RANGES}:
         return dict(zip(PLACES[StatisticSource.RANGES], range_columns(blocks), strict=True))
     finite = torch.where(values.isfinite(), values.abs(), 0.0)
     tensor_amax = finite.amax().double().clamp(0.0, FLOAT32_MAX).to(torch.float32)
-    by_block = block is not None and needs_blocks(wanted)
+    by_block = block is not None and needs_blocks(sources)
     number_format = E2M1 if recipe == "nvfp4" else settings.fp8
     compared = []
     factors = []
@@ -175,7 +175,7 @@ def simulate(
         scales.append(rounded.scales.reshape(-1))
     sums = join_comparisons(compared, by_block=by_block)
     if block is None:  # one scale, which always counts, as in a real quantized tensor
-        of_tensor = Scales(factors[0], scales[0], *simulated.limits)
-        return columns_of(wanted, sums, of_tensor, torch.ones_like(factors[0], dtype=torch.bool), blocks)
-    of_blocks = Scales(torch.cat(factors), torch.cat(scales), *simulated.limits)
-    return columns_of(wanted, sums, of_blocks, None, blocks)
+        tensor_scales = Scales(factors[0], scales[0], *simulated.limits)
+        return columns_of(sources, sums, tensor_scales, torch.ones_like(factors[0], dtype=torch.bool), blocks)
+    block_scales = Scales(torch.cat(factors), torch.cat(scales), *simulated.limits)
+    return columns_of(sources, sums, block_scales, None, blocks)

@@ -39,7 +39,7 @@ class TableReader:
         self._uncounted: list[tuple[str, str]] = []  # tensors with moments, but without a request for nonfinite_num
         uncounted_rows: list[int] = []
         numbers: list[int] = []
-        places: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
+        value_rows: dict[str, list[tuple[int, int]]] = {}  # statistic -> (row, place) pairs
         histograms: dict[StatisticSource, list[tuple[int, int]]] = {}  # kind -> (row, series) pairs
         for index, (key, row) in enumerate(rows.items()):
             if key.kind == StatisticSource.TENSOR.name and _NONFINITE not in row.labels:
@@ -53,12 +53,12 @@ class TableReader:
                 if request.statistic.value is None:
                     histograms.setdefault(request.statistic.source, []).append((index, number))
                 else:
-                    places.setdefault(request.statistic.name, []).append((index, len(numbers)))
+                    value_rows.setdefault(request.statistic.name, []).append((index, len(numbers)))
                     numbers.append(number)
         self._uncounted_rows = np.array(uncounted_rows, dtype=np.intp)
         self._series = np.array(numbers, dtype=np.int32)
         self._formulas = [
-            (STATISTICS[name].value, *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in places.items()
+            (STATISTICS[name].value, *np.array(pairs, dtype=np.intp).T.copy()) for name, pairs in value_rows.items()
         ]
         self._histograms = [(COLUMNS[source][0], *zip(*pairs, strict=True)) for source, pairs in histograms.items()]
 
@@ -75,18 +75,18 @@ class TableReader:
 
     def numbers(self, columns: Columns) -> _SeriesValues:
         values = np.empty(len(self._series))
-        for formula, rows, places in self._formulas:
+        for formula, rows, positions in self._formulas:
             if formula is not None:
-                values[places] = formula(columns)[rows]
+                values[positions] = formula(columns)[rows]
         return self._series, values
 
     def nonfinite_counts(self, columns: Columns, broken: set[tuple[str, str]]) -> _SeriesValues:
         """Return ``nonfinite_num`` of tensors that do not request it, after a first inf or nan; extends ``broken``."""
         counts = columns["nonfinite"][self._uncounted_rows] if self._uncounted else np.empty(0)
-        broken.update(self._uncounted[place] for place in counts.nonzero()[0].tolist())
-        places = [place for place, key in enumerate(self._uncounted) if key in broken] if broken else []
-        series = [self._table.intern(*self._uncounted[place], _NONFINITE) for place in places]
-        return np.array(series, dtype=np.int32), counts[places]
+        broken.update(self._uncounted[index] for index in counts.nonzero()[0].tolist())
+        indices = [index for index, key in enumerate(self._uncounted) if key in broken] if broken else []
+        series = [self._table.intern(*self._uncounted[index], _NONFINITE) for index in indices]
+        return np.array(series, dtype=np.int32), counts[indices]
 
     def histograms(self, columns: Columns) -> Iterator[tuple[int, tuple[float, ...]]]:
         for bins, rows, numbers in self._histograms:

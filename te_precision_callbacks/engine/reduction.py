@@ -159,8 +159,8 @@ class Reduction:
                         self._last_agreement = stamp.iteration
                     return layout
             for entry in messages.pool(news, "names of statistics", why, SegmentDescription):
-                known = self._agreed.get(entry.key)
-                outputs = dict.fromkeys([*(known.outputs if known else ()), *entry.outputs])
+                agreed = self._agreed.get(entry.key)
+                outputs = dict.fromkeys([*(agreed.outputs if agreed else ()), *entry.outputs])
                 self._agreed[entry.key] = entry._replace(outputs=tuple(outputs))
             self._update_layout(slots)
 
@@ -176,8 +176,8 @@ class Reduction:
     def _new_segments(self, slots: Segments) -> list[SegmentDescription]:
         news: list[SegmentDescription] = []
         for described in map(_describe, slots.segments.values()):
-            known = self._agreed.get(described.key)
-            if known is None or not set(described.outputs) <= set(known.outputs):
+            agreed = self._agreed.get(described.key)
+            if agreed is None or not set(described.outputs) <= set(agreed.outputs):
                 news.append(described)
         return news
 
@@ -384,5 +384,5 @@ _MAX_PATTERNS = 16
 
 def _expand(starts: _Positions, widths: _Positions) -> _Positions:
     """Return the positions of all elements of ranges."""
-    before = np.cumsum(widths) - widths
-    return np.repeat(starts - before, widths) + np.arange(widths.sum())
+    previous_widths = np.cumsum(widths) - widths
+    return np.repeat(starts - previous_widths, widths) + np.arange(widths.sum())

@@ -149,13 +149,13 @@ class DeviceSlots:
         for vectors in self._vectors:
             follow(vectors.stream, (vectors.sums, vectors.maxima))
         used_sums, used_maxima = self.used
-        first, *others = self._vectors
+        first, *shorter = self._vectors
         sums = first.sums[:used_sums]
         maxima = first.maxima[:used_maxima]
-        if others:
+        if shorter:
             sums = sums.clone()
             maxima = maxima.clone()
-        for other in others:  # shorter vectors are older than the last segments
+        for other in shorter:  # shorter vectors are older than the last segments
             sums[: len(other.sums)].add_(other.sums[:used_sums])
             here = maxima[: len(other.maxima)]
             torch.maximum(here, other.maxima[:used_maxima], out=here)
@@ -195,11 +195,11 @@ class Segments:
     def segment(self, key: SegmentKey, device: torch.device, *, contributes: bool) -> SlotRange:
         segment = self.segments.get(key)
         if segment is None:
-            on = self.devices.setdefault(device, DeviceSlots(device))
-            sum_start, maximum_start = on.used
+            device_slots = self.devices.setdefault(device, DeviceSlots(device))
+            sum_start, maximum_start = device_slots.used
             sums, maxima = key.columns
-            on.used = sum_start + len(sums), maximum_start + len(maxima)
-            on.last = None
+            device_slots.used = sum_start + len(sums), maximum_start + len(maxima)
+            device_slots.last = None
             segment = SlotRange(key, device, sum_start, maximum_start, contributes)
             self.segments[key] = segment
             self.version += 1
@@ -228,5 +228,5 @@ class Segments:
 
     def reset(self) -> None:
         self.asked.clear()
-        for on in self.devices.values():
-            on.reset()
+        for device_slots in self.devices.values():
+            device_slots.reset()

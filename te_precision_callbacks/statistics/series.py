@@ -171,11 +171,13 @@ class Summaries:
         rows["latest"][series] = values
         key = badness(values, rows["sign"][series])
         worse = (key > rows["bad"][series]) | (rows["worst_at"][series] < 0)
-        at = np.flatnonzero(worse & ~(rows["delayed"][series] & first_step))
-        at = at[np.argsort(-key[at], kind="stable")[::-1]]  # of a series' worst values, the first one is written last
-        rows["bad"][series[at]] = key[at]
-        rows["worst"][series[at]] = values[at]
-        rows["worst_at"][series[at]] = iterations[at]
+        positions = np.flatnonzero(worse & ~(rows["delayed"][series] & first_step))
+        positions = positions[
+            np.argsort(-key[positions], kind="stable")[::-1]
+        ]  # of a series' worst values, the first one is written last
+        rows["bad"][series[positions]] = key[positions]
+        rows["worst"][series[positions]] = values[positions]
+        rows["worst_at"][series[positions]] = iterations[positions]
 
 
 class Measurement(NamedTuple):

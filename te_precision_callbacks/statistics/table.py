@@ -136,9 +136,9 @@ def _spread(total: Values, squares: Values, count: Values, largest: Values, nega
     clamped to the bounds for n numbers with these extremes: range / sqrt(2 (n - 1)) if all others lie in the middle,
     and range / 2 * sqrt(n / (n - 1)) if all are extremes (Popoviciu's inequality). It is 0 for equal elements.
     """
-    several = count > 1
-    fewer = np.where(several, count - 1, 1.0)
-    width = np.where(several, largest + negated_least, 0.0)
+    has_spread = count > 1
+    fewer = np.where(has_spread, count - 1, 1.0)
+    width = np.where(has_spread, largest + negated_least, 0.0)
     spread = np.sqrt(np.maximum(squares - _ratio(total * total, count), 0.0) / fewer)
     at_least = np.maximum(spread, width / np.sqrt(2 * fewer))
     bounded = np.minimum(at_least, width / 2 * np.sqrt((fewer + 1) / fewer))
@@ -183,8 +183,8 @@ def _share(column: str, total: str) -> Callable[[Columns], Values]:
 
 
 def _statistics() -> Iterable[Statistic]:
-    of_tensor = functools.partial(Statistic, source=StatisticSource.TENSOR, upstream=True)
-    magnitude = functools.partial(of_tensor, worse=Worse.NEITHER)
+    upstream = functools.partial(Statistic, source=StatisticSource.TENSOR, upstream=True)
+    magnitude = functools.partial(upstream, worse=Worse.NEITHER)
     new = functools.partial(Statistic, source=StatisticSource.TENSOR)
     yield magnitude("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
     yield magnitude("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
@@ -197,7 +197,7 @@ def _statistics() -> Iterable[Statistic]:
     yield magnitude("l2_norm", "sqrt(sum(x^2))", _ELEMENT, lambda c: np.sqrt(c["square_sum"]))
     yield magnitude("cur_amax", "max(|x|)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, _amax(c)))
     ratio = "log2(max(|x|)) - log2(min(|x|) over x != 0)"
-    yield of_tensor("dynamic_range", ratio, _POWERS, _dynamic_range)
+    yield upstream("dynamic_range", ratio, _POWERS, _dynamic_range)
     numel = "number of elements, finite or not"
     yield new("numel", numel, _COUNT, lambda c: c["finite"] + c["nonfinite"], worse=Worse.NEITHER)
     yield new("zeros%", "100 * (number of x = 0) / n", _PERCENT, _share("zeros", total="finite"))
@@ -269,21 +269,21 @@ def _of_quantized_tensors() -> Iterable[Statistic]:
 
 def _of_gemms() -> Iterable[Statistic]:
     """Yield the statistics of LogGemmError. x are the probes of docs/gemm-error.md."""
-    of_gemm = functools.partial(Statistic, source=StatisticSource.GEMM, unit=_RELATIVE)
+    gemm = functools.partial(Statistic, source=StatisticSource.GEMM, unit=_RELATIVE)
     over_all = "; the largest over micro-batches and ranks"
-    yield of_gemm(
+    yield gemm(
         "gemm_kernel_error",
         f"|C x - P x| / |P x|: the result C against the product P of the operands as stored{over_all}",
         value=lambda c: np.maximum(c["kernel_error"], 0.0),
     )
-    yield of_gemm(
+    yield gemm(
         "gemm_kernel_ratio",
         "max over rows of |C x - P x| relative to the most that rounding explains; above 1, the"
         f" kernel is wrong{over_all}",
         value=lambda c: np.maximum(c["kernel_ratio"], 0.0),
     )
-    yield of_gemm("gemm_gain", "<C x, P x> / |P x|^2", value=_gain, worse=Worse.NEITHER)
-    yield of_gemm(
+    yield gemm("gemm_gain", "<C x, P x> / |P x|^2", value=_gain, worse=Worse.NEITHER)
+    yield gemm(
         "gemm_wrong_rank",
         "the rank whose kernel is wrong; -1 if no rank, or more than one",
         unit="rank",
@@ -329,12 +329,12 @@ def _of_blocks() -> Iterable[Statistic]:
         source=StatisticSource.LOSSES,
     )
     ranges = functools.partial(Statistic, unit=_POWERS, source=StatisticSource.RANGES)
-    of_a_block = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
-    yield ranges("block_dynamic_range_min", f"smallest {of_a_block}", value=_if_any("range_max", "negated_range_min"))
-    yield ranges("block_dynamic_range_max", f"largest {of_a_block}", value=_if_any("range_max"))
+    block_range = "log2(max(|x|)) - log2(min(|x|) over x != 0) of a block"
+    yield ranges("block_dynamic_range_min", f"smallest {block_range}", value=_if_any("range_max", "negated_range_min"))
+    yield ranges("block_dynamic_range_max", f"largest {block_range}", value=_if_any("range_max"))
     yield ranges(
         "block_dynamic_range_mean",
-        f"mean {of_a_block}",
+        f"mean {block_range}",
         value=lambda c: _ratio(c["range_sum"], c["ranges"]),
     )
 

@@ -55,6 +55,7 @@ def error_of(model: torch.nn.Module, x: torch.Tensor, recipe: Any, config: Any, 
 SIZES = [(64, 32, 32), (40, 32, 32), (30, 32, 32), (64, 48, 32), (64, 32, 40), (64, 20, 32), (64, 32, 30), (48, 80, 96)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("recipe", "config"),
     half(

@@ -32,6 +32,7 @@ CONFIGS: dict[str, str] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("config", "recipe"),
     # Each config in one recipe, neighbours in the others; PerTensorScaling in the one that it needs.
@@ -103,6 +104,7 @@ def models(draw: st.DrawFn) -> Chain:
     return model
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", RECIPES)
 @given(data=st.data())
 @examples(2, shrink=False)  # which runs each example again

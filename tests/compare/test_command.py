@@ -268,6 +268,7 @@ def test_a_healthy_training_has_no_finding(healthy_runs: tuple[RecordedRun, Reco
     assert not compare(healthy_runs[0], train(1000, tmp_path), noise=[healthy_runs[1]]).has_findings
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_planted_drift_changes_nothing_that_is_computed_and_comes_first(
     healthy_runs: tuple[RecordedRun, RecordedRun], tmp_path: Path

@@ -160,6 +160,7 @@ def test_percentages_differ_by_points(runs: Runs) -> None:
     assert departure.difference == pytest.approx(30, abs=1)
 
 
+@pytest.mark.extended
 def test_seeds_alone_have_no_finding_among_hundreds_of_series(tmp_path: Path) -> None:
     """One comparison in a hundred may have one, by :data:`FALSE_FINDINGS`."""
     names = layers(80)
@@ -410,6 +411,7 @@ def test_another_batch_size_is_a_fact_and_has_no_yardstick(runs: Runs) -> None:
     assert [yardstick.holds for yardstick in result.loss.yardsticks] == [None, None]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("statistic", "ours", "theirs", "said"),
     [
@@ -441,6 +443,7 @@ def test_a_limit_is_drawn_at_its_value(statistic: str) -> None:
     assert drawn == pytest.approx(values)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("low", "high", "off", "holds"),
     [
@@ -577,6 +580,7 @@ def test_runs_without_a_layer_in_common_compare_the_numbers_of_the_trainer(runs:
     assert not same.has_findings
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("end_a", "end_b", "is_finding"),
     [(1.0, 2.1, True), (2.1, 1.0, True), (1.0, 1.9, False), (0.001, 0.01, False), (-1.0, 3.0, False)],

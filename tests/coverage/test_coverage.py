@@ -509,6 +509,7 @@ def once(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return layer(x)
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize("block", ["none", *BLOCKS])
 def test_torchs_layers_in_checkpoints_of_every_kind(block: str, tmp_path: Path) -> None:
@@ -584,6 +585,7 @@ def together(model: torch.nn.Module, batch: Callable[[int], Any]) -> None:
 SCHEDULES = (one_by_one, interleaved, backwards_in_the_other_order, together)
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("second_thread")
 @pytest.mark.parametrize(
     ("schedule", "block"),

@@ -18,7 +18,7 @@ from te_precision_callbacks.base.errors import ObservationError, PrecisionDebugE
 from te_precision_callbacks.base.vocabulary import GEMMS, recipe_of
 from te_precision_callbacks.session import GemmPrecision, InspectSession, running_session
 from tests.capability import stand_for
-from tests.combinations import half, pairs, sampled
+from tests.combinations import half, pairs
 from tests.conftest import feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.instrumentation.gemm_spy import (
@@ -80,6 +80,7 @@ def toggled(folder: Path, regions: str, *, says_when: bool, config: Any = None) 
     return session
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("says_when", [True, False], ids=["integration", "loop"])
 @pytest.mark.parametrize("regions", ["000000", "808088", "888---", "88--88"])
 def test_a_region_that_excludes_a_layer_is_told_from_no_region(regions: str, says_when: bool, tmp_path: Path) -> None:
@@ -238,7 +239,8 @@ CASES = [
 
 
 @pytest.mark.usefixtures("any_gpu")
-@pytest.mark.parametrize(("capability", "args"), sampled(CASES), ids=[" ".join(map(str, args)) for _, args in CASES])
+@pytest.mark.few
+@pytest.mark.parametrize(("capability", "args"), CASES, ids=[" ".join(map(str, args)) for _, args in CASES])
 def test_no_operand_is_told_wrongly(capability: tuple[int, int], args: tuple[Any, ...]) -> None:
     stand_for(capability)
     assert case(*args) == []
@@ -341,6 +343,7 @@ def modified(*iterations: int) -> Feature:
 WARM_UP = [None, None, CURRENT, CURRENT, CURRENT, None, None, E4M3, E4M3]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("config", "recipes"),
     [

@@ -307,6 +307,7 @@ def of_steps(
     return {str(session.coverage(at=step)) for step in range(steps)}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("sections", "skipped"), [(None, (0, 1, 2)), (None, (2, 3)), (CONFIG, (0,)), (CONFIG, (4,))])
 def test_a_batch_that_is_skipped_is_no_other_precision(
     skipped: Collection[int], sections: dict[str, Any] | None, tmp_path: Path
@@ -529,6 +530,7 @@ TASKS = [{"task": 0}, {"task": 1}]
 COLUMNS = [{"columns": 16}, {"columns": WIDE}]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
     ("batches", "right"),
@@ -570,6 +572,7 @@ def test_one_step_in_high_precision(tmp_path: Any, odd: int) -> None:
     assert session.coverage(at=12).share("fp8") == session.coverage(at=14 if odd != 14 else 12).share("fp8") == 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("second", "rows", "fp8"),
     [
@@ -615,6 +618,7 @@ def test_a_contract_about_micro_batches_of_different_precision(tmp_path: Path) -
             session.step()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("outside", "after"), [((10,), 1), ((10, 11), 1), (range(10, 16), 2 / 3), (range(16), 2 / 3)])
 def test_a_micro_batch_in_high_precision(tmp_path: Any, outside: Collection[int], after: float) -> None:
     """Step 10 collects statistics, and so does step 20."""
@@ -679,6 +683,7 @@ def test_the_mean_of_more_changes_than_are_kept(tmp_path: Any) -> None:
     assert coverage.macs() == 2 * 16 * WIDTH * WIDTH * sum(range(65, 82)) / 17
 
 
+@pytest.mark.extended
 def test_steps_in_turn_are_known_however_many(tmp_path: Any) -> None:
     session = train(160, lambda model, step: [{"task": step % 2, "fp8": step % 3 > 0}], log_dir=tmp_path)
     with_head = share_by_hand((16, WIDTH, WIDTH, True), (16, WIDTH, WIDE, False))

@@ -106,6 +106,7 @@ def model(case: Case, size: int) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"layer": case.make(size)})
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", CASES)
 def test_the_exception_says_where_and_what_works(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -30,7 +30,6 @@ from te_precision_callbacks.runs.summary import outcome_notes
 from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.session.endings import closing_lines
 from tests.capability import stand_for
-from tests.combinations import sampled
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import in_fp8, outside, sgd, train, trained
@@ -427,6 +426,7 @@ def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
     assert results[:1] == (["stale-weights"] if first_micro_batch is False else [])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("dtype", "lr", "scale", "rules"),
     [
@@ -460,7 +460,8 @@ QUANTIZED = [
 
 
 @pytest.mark.usefixtures("any_gpu")
-@pytest.mark.parametrize(("lr", "quantized"), sampled(itertools.product((1e-7, 1e3), QUANTIZED)))
+@pytest.mark.few
+@pytest.mark.parametrize(("lr", "quantized"), itertools.product((1e-7, 1e3), QUANTIZED))
 def test_updates_of_weights_that_exist_only_quantized(tmp_path: Path, lr: float, quantized: tuple[Any, Any]) -> None:
     recipe, dtype = quantized
     stand_for((10, 0))

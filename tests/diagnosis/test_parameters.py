@@ -92,6 +92,7 @@ def adamw(model: torch.nn.Module, lr: float = 1e-3, **keywords: Any) -> torch.op
     return torch.optim.AdamW(model.parameters(), lr=lr, **keywords)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("make", "tied"),
     [
@@ -200,6 +201,7 @@ def test_a_learning_rate_that_ends_at_0(tmp_path: Path, steps: int, finds: bool)
     assert not finds or "with a learning rate above 0" in verdict.findings[0].seen
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "rate", "decay", "finds"),
     [
@@ -310,6 +312,7 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
     assert not [finding for finding in of_parameters(verdict) if finding.severity != "note"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_grouped_experts_without_tokens_for_many_steps_are_a_note_with_their_share(tmp_path: Path) -> None:
     grouped, inputs = te.GroupedLinear(4, 32, 32), torch.randn(32, 32)
@@ -358,6 +361,7 @@ def test_listed_experts_without_tokens_for_many_steps_are_a_note_with_their_shar
     assert "40 % of similar weights" in idle.seen
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("clears", "micro_batches", "finds"),
     [("never", 1, True), ("never", 3, True), ("after 3 micro-batches", 3, True), ("before each backward", 1, False)],
@@ -575,6 +579,7 @@ def remove(model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.param_groups.pop()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("change", "steps", "place", "seen"),
     [
@@ -712,6 +717,7 @@ def _write(model: Model, what: str, first: list[torch.Tensor]) -> None:
             weight.copy_(weight.clone())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("what", "seen"),
     [("zero", "set them to 0"), ("first", "restored their values of"), ("other", "replaced their"), ("same", "")],
@@ -827,6 +833,7 @@ class Masters:
         self.before = now
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "lr", "copies"),
     [
@@ -887,6 +894,7 @@ def flat(masters: list[torch.nn.Parameter]) -> Any:
     return [whole]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("arrange", [list, in_two_groups])
 @pytest.mark.parametrize("copies", ["at once", "never"])
 def test_masters_of_quantized_weights_alone_and_in_groups(tmp_path: Path, arrange: Any, copies: str) -> None:

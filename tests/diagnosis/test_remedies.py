@@ -153,6 +153,7 @@ def of_rule(verdict: Verdict, rule: str) -> list[Finding]:
     return [finding for finding in verdict if finding.rule == rule]
 
 
+@pytest.mark.few
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), diagonal(CASES, FAMILIES))
 def test_the_remedy_helps(name: str, family: str, tmp_path: Path) -> None:

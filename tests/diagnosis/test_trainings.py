@@ -156,6 +156,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("remedy", REMEDIES)
 def test_the_remedies_for_scales_that_are_never_updated(remedy: str, tmp_path: Path) -> None:
     assert "stale-scale" not in {rule for rule, _ in rules_of(tmp_path, **REMEDIES[remedy])}
@@ -175,6 +176,7 @@ def test_a_gradient_that_grows_comes_before_the_scale_that_follows_it(tmp_path: 
     assert all(other.caused_by for other in others if other.rule == "stale-scale")
 
 
+@pytest.mark.extended
 def test_lora_from_zero_outgrows_its_scales_without_a_finding(tmp_path: Path) -> None:
     """Its second matrix and the gradient of the first begin at 0, and delayed scaling follows them a step late."""
     train_healthy(Healthy("lora", "mixer", "delayed", "autocast", 13, seed=87, freq=2, count=4), tmp_path)
@@ -483,6 +485,7 @@ def test_weights_that_are_overwritten(tmp_path: Path) -> None:
     assert rules["diverging-loss"].since == 12
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("after", "expected"), [(10.0, [("diverging-loss", "error", 24)]), (0.32, [])])
 @pytest.mark.parametrize("folder", ["run", "other"])
 def test_a_loss_that_jumps_at_a_resume(tmp_path: Path, folder: str, after: float, expected: Found) -> None:

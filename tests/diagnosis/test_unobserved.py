@@ -164,6 +164,7 @@ def test_a_forward_in_each_step_is_of_the_training(tmp_path: Path, evaluates: bo
     assert ("Not observed: torch.no_grad() (0.base" in str(session.coverage())) == (not evaluates)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("base", "call"), half(BASES, [checkpointed, te_checkpointed]))
 def test_a_checkpoint_whose_inputs_need_no_gradient(
     tmp_path: Path, base: type[torch.nn.Module], call: Callable[..., torch.Tensor]

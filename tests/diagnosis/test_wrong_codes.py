@@ -15,7 +15,7 @@ from transformer_engine.common import recipe as recipes
 from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
-from tests.combinations import half, sampled
+from tests.combinations import half
 from tests.conftest import feature
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
@@ -192,7 +192,8 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize(("recipe", "inputs"), sampled(itertools.product(RECIPES, INPUTS)))
+@pytest.mark.few
+@pytest.mark.parametrize(("recipe", "inputs"), itertools.product(RECIPES, INPUTS))
 def test_healthy_quantizers(recipe: str, inputs: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     dtype = torch.float32 if recipe in ("current", "block") else torch.bfloat16

@@ -115,6 +115,7 @@ MICRO_BATCHES = {name: [x] for name, x in TENSORS.items()} | {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "others"), grouped(MICRO_BATCHES, BLOCKS, (False, True), (False, True)))
 def test_what_a_recipe_would_give(name: str, others: list[tuple[str, bool, bool]]) -> None:
     for recipe, weight, columnwise in others:
@@ -175,6 +176,7 @@ def test_the_largest_element_is_not_clipped() -> None:
 # --- of the layer's own recipe ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("seed", "others"), grouped(range(4), BLOCKS, (False, True)))
 def test_of_the_layers_own_recipe(seed: int, others: list[tuple[str, bool]]) -> None:
     """Read from Transformer Engine's quantized tensor, with inf and nan made finite before; with and without the

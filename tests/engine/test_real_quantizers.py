@@ -11,7 +11,6 @@ from te_precision_callbacks.base.vocabulary import WITH_ELEMENT_FORMAT, recipe_o
 from te_precision_callbacks.engine.quantization import PerTensor, default_settings, read, settings_of
 from te_precision_callbacks.engine.simulation import SIMULATED, round_blocks
 from te_precision_callbacks.layers.gemm_events import Watched
-from tests.combinations import sampled
 from tests.engine import exact, forms
 from tests.engine.exact import BLOCK_STATISTICS
 from tests.engine.one_step import Found, statistics
@@ -56,7 +55,8 @@ QUANTIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(QUANTIZERS))
+@pytest.mark.few
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_recipe_is_simulated_as_the_layers_quantizer_is_set(name: str) -> None:
     """Values, factors and stored scales, bit for bit; also where a scale is beyond float32 and depends on the tensor's
     type."""

@@ -81,11 +81,13 @@ def by_kernel(kernel: ModuleType) -> Add:
 # --- every form, in every layout --------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 def test_a_form_beside_its_tensor(add: Add, form: Form) -> None:
     check_form(add, form)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("form", "scales"), SPECIAL_SCALES)
 def test_scales_at_their_ends(add: Add, form: Form, scales: Scales) -> None:
     check_scales(add, form, scales)
@@ -99,6 +101,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("form", "view"), [*((FORMS[3], view) for view in VIEWS), (FORMS[7], "a transpose"), (FORMS[7], "not a matrix")]
 )

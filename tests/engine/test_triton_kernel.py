@@ -191,11 +191,13 @@ VALUES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", VALUES)
 def test_a_tensor(measure: Measure, name: str) -> None:
     assert_same(measure(VALUES[name], histogram=True), columns(VALUES[name], histogram_too=True))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("dtype", "factor", "spoiled"),
     [
@@ -684,6 +686,7 @@ def test_any_program_may_be_the_last(kernel: ModuleType) -> None:
         assert all(map(torch.equal, found, expected)), order
 
 
+@pytest.mark.extended
 def test_any_program_of_any_tensor_may_be_the_last(kernel: ModuleType) -> None:
     shapes = [(16, 350), (16, 300), (16, 250)]
     pending = [

@@ -340,6 +340,7 @@ def one_step(config: Any, folder: Path) -> InspectSession:
     return session
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("one", "other", "apart"), HOLDING, ids=named(HOLDING))
 def test_a_pair_that_is_taken_holds(
     tmp_path: Path, multiplied: dict[tuple[str, str], Any], one: Choice, other: Choice, apart: bool

@@ -23,7 +23,6 @@ from te_precision_callbacks.reference.extension import activation
 from te_precision_callbacks.session import InspectSession
 from te_precision_callbacks.te import modules as te_modules
 from tests.capability import stand_for
-from tests.combinations import sampled
 from tests.conftest import Keeper, feature, statistics
 from tests.instrumentation.gemm_spy import BLACKWELL, MODULES, RECIPES, ROWS, can_run
 from tests.instrumentation.steps import stepped
@@ -134,7 +133,8 @@ def alone(module: str, recipe: str) -> list[Any]:
     return run(module, recipe, 3, observe=None)[0]
 
 
-@pytest.mark.parametrize(("module", "recipe"), sampled(PAIRS[::2]))
+@pytest.mark.few
+@pytest.mark.parametrize(("module", "recipe"), PAIRS[::2])
 def test_training_is_the_same_to_the_last_bit(module: str, recipe: str, tmp_path: Path) -> None:
     quantized = RECIPES[recipe]() is not None and "high" not in recipe
     config, without = config_for(module, quantized=quantized), alone(module, recipe)
@@ -147,7 +147,8 @@ NORMED = ["LayerNormLinear", "LayerNormMLP"]
 """Modules with tensors that a fused kernel writes in low precision alone."""
 
 
-@pytest.mark.parametrize(("module", "recipe"), sampled([pair for pair in PAIRS if pair[0] in NORMED][::2]))
+@pytest.mark.few
+@pytest.mark.parametrize(("module", "recipe"), [pair for pair in PAIRS if pair[0] in NORMED][::2])
 def test_the_default_config_leaves_training_the_same_to_the_last_bit(
     module: str, recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,7 +167,8 @@ EXACT = ["Linear", "GroupedLinear"]
 """Modules whose debug path computes with the same tensors: their statistics must be those of the debug path."""
 
 
-@pytest.mark.parametrize(("module", "recipe"), sampled([pair for pair in PAIRS if pair[0] in EXACT][::2]))
+@pytest.mark.few
+@pytest.mark.parametrize(("module", "recipe"), [pair for pair in PAIRS if pair[0] in EXACT][::2])
 def test_statistics_are_those_of_the_debug_path(module: str, recipe: str, tmp_path: Path) -> None:
     overrides = recipe.endswith(("high_precision", "dequantized"))
     config = config_for(module, quantized=RECIPES[recipe]() is not None and "high" not in recipe)
@@ -184,7 +186,8 @@ def test_statistics_are_those_of_the_debug_path(module: str, recipe: str, tmp_pa
         assert {key: results[key] for key in expected} == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
-@pytest.mark.parametrize(("module", "recipe"), sampled([pair for pair in PAIRS if pair[0] in NORMED][1::3]))
+@pytest.mark.few
+@pytest.mark.parametrize(("module", "recipe"), [pair for pair in PAIRS if pair[0] in NORMED][1::3])
 def test_what_the_reference_backend_leaves_is_what_a_gpu_computes_again(
     module: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "observe"), half(CASES, ["fused", "debug"]))
 def test_it_is_as_in_an_eager_training(
     case: tuple[str, str], observe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

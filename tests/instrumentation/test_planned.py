@@ -119,6 +119,7 @@ NETS = ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"]
 SHOWN = ["none", "delayed", "current", "block", "mxfp8", "nvfp4"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", SHOWN)
 def test_results_are_those_of_events(recipe: str) -> None:
     """Of the layer that has all other modules of ``NETS`` in it."""
@@ -128,6 +129,7 @@ def test_results_are_those_of_events(recipe: str) -> None:
     assert both("TransformerLayer", config, 3, lambda number, net: train(net, made)) == (2 * 12, 12)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @given(draw=randoms())
 @examples(5, shrink=False)

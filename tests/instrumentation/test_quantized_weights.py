@@ -24,7 +24,7 @@ from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 from te_precision_callbacks.diagnosis import Finding, Verdict
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
-from tests.combinations import half, sampled
+from tests.combinations import half
 from tests.conftest import Keeper, feature, statistics
 from tests.diagnosis.planted import trained
 from tests.diagnosis.test_parameters import Masters
@@ -88,7 +88,8 @@ def frozen(folder: Path, net: torch.nn.Module, recipe: Any, **keywords: Any) -> 
 COPIES = ("at once", "late", "never", "zeroed", "wrong shard")
 
 
-@pytest.mark.parametrize(("name", "copies"), sampled(half(RECIPES, COPIES)))
+@pytest.mark.few
+@pytest.mark.parametrize(("name", "copies"), half(RECIPES, COPIES))
 def test_planted_defects(tmp_path: Path, name: str, copies: str) -> None:
     recipe = RECIPES[name]()
     net = model(recipe)
@@ -136,6 +137,7 @@ class DistributedOptimizer:
                 weight.copy_(self.values[weight])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "copies"), zip([None, *RECIPES], itertools.cycle(COPIES), strict=False))
 def test_masters_of_parts_of_weights(tmp_path: Path, name: str | None, copies: str) -> None:
     recipe = RECIPES[name or "current"]()
@@ -145,6 +147,7 @@ def test_masters_of_parts_of_weights(tmp_path: Path, name: str | None, copies: s
     assert all("by more than rounding" in finding.seen for finding in findings)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 def test_statistics_are_of_the_dequantized_values(tmp_path: Path, keeper: Keeper, name: str, observe: Any) -> None:

@@ -21,7 +21,6 @@ from transformer_engine.pytorch.module import linear as linear_module
 from te_precision_callbacks.instrumentation import tap as tap_module
 from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
-from tests.combinations import sampled
 from tests.conftest import Keeper, feature, statistics
 from tests.coverage.test_coverage import Net
 from tests.instrumentation.gemm_spy import (
@@ -78,7 +77,8 @@ def forward_and_backward(module: str) -> tuple[list[str], list[str]]:
 PAIRS = [pair for pair in itertools.product(MODULES, HOPPER) if can_run(*pair, "none")]
 
 
-@pytest.mark.parametrize(("module", "recipe"), sampled(PAIRS))
+@pytest.mark.few
+@pytest.mark.parametrize(("module", "recipe"), PAIRS)
 def test_every_operand_in_its_order(module: str, recipe: str) -> None:
     net, made = MODULES[module][0](), RECIPES[recipe]()
     shape = (ROWS, 2, 32) if module == "TransformerLayer" else (ROWS, 32)
@@ -359,6 +359,7 @@ def micro_batches(
     return keeper, {key: weight.main_grad if fused else weight.grad for key, weight in weights.items()}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", WITH_MAIN_GRAD)
 def test_the_wgrad_of_each_micro_batch_is_measured(tmp_path: Path, name: str, fp8: bool) -> None:

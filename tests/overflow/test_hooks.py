@@ -318,6 +318,7 @@ def test_a_forward_that_raises() -> None:
     assert [line.path for line in lines_of(raised.value.report)] == ["0.scale", "0.scale", "0", "0", "1", "1"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("how", ["function", "method", "inside", "graph"])
 def test_an_overflow_of_a_compiled_model_is_found(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """A compiled model is watched from outside, which is logged once; a compiled function runs the hooks in between."""

@@ -69,6 +69,7 @@ def expected(model: torch.nn.Module, culprit: str, batch: int) -> list[Line]:
     return [line._replace(batch=batch) for line in result[: last + 1]]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("batch", "most"), [(0, 40), (17, 40), (0, 1), (0, 7), (0, 10_000)])
 def test_an_overflow(batch: int, most: int, caplog: pytest.LogCaptureFixture) -> None:
     model = mini_t5()

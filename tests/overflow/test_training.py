@@ -400,6 +400,7 @@ def no_wrapper_is_left() -> Iterator[None]:
     assert {name: vars(GradScaler)[name] for name in own} == own, "the last detector puts back what it wrapped"
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("no_wrapper_is_left")
 @pytest.mark.parametrize(
     ("train", "name"), [(clipped, "sgd"), (by_hand, "sgd"), *((plain, name) for name in OPTIMIZERS)]

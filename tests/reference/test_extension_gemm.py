@@ -314,6 +314,7 @@ def _runs(recipe: str, gemm: str, tokens: int, in_features: int, out_features: i
     return True
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling", "mxfp8", "nvfp4"])
 def test_sizes_of_the_table_run_and_others_do_not(either_gpu: tuple[int, int], recipe: str) -> None:
     for gemm in gemm_shapes.GEMMS:

@@ -200,6 +200,7 @@ def attention(recipe: Recipe | None, monkeypatch: pytest.MonkeyPatch, **environm
     return [output, *(tensor.grad for tensor in inputs)]
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("any_gpu")
 @pytest.mark.parametrize("name", ATTENTION_RECIPES)
 def test_the_error_is_that_of_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

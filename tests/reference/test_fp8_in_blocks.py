@@ -74,6 +74,7 @@ def _assert_is(out: Any, x: torch.Tensor, recipe: str, **options: bool) -> None:
         assert torch.equal(getattr(out, f"_{direction}_scale_inv"), torch.from_numpy(padded))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "others"), grouped(spec.KINDS, spec.DTYPES, (False, True), VARIANTS))
 def test_bytes_and_scales(kind: str, others: list[tuple[torch.dtype, bool, tuple[str, Options]]]) -> None:
     for dtype, e5m2, variant in others:

@@ -56,6 +56,7 @@ OTHER_ENGINE = "TransformerEngineVersionError: Transformer Engine {} is installe
 AGAIN = INSTALL.format("") * 2
 
 
+@pytest.mark.few
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("before", "options", "stated"),
@@ -140,6 +141,7 @@ def test_by_default_only_transformer_engine_sees_a_gpu() -> None:
     assert environment == ["PYTHONPATH", "TE_PRECISION_REFERENCE_INSTALL"]
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_pretended_cuda_for_code_that_was_written_for_a_gpu() -> None:
     (losses,) = answers(
@@ -567,6 +569,7 @@ def test_a_spawned_worker(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[(9, 0), True]", done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_lightning_spawns_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -604,6 +607,7 @@ def test_readers_of_a_run_install_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "b.html").stat().st_size > 100_000
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_a_module_that_the_backend_needs_may_import_torch_first(tmp_path: Path) -> None:
     """The backend is installed while the module is half imported, and not where torch is only looked for."""

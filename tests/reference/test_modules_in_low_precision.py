@@ -25,7 +25,7 @@ from transformer_engine.common.recipe import (
 
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
 from tests.capability import any_capability, stand_for
-from tests.combinations import half, pairs, sampled
+from tests.combinations import half, pairs
 from tests.reference import block_formats as spec
 from tests.reference import nvfp4_numpy
 
@@ -320,12 +320,13 @@ class BlockWrite(Write):
             assert np.array_equal(self.buffer("{}_scale_inv", columnwise).numpy(), wanted)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype"),
-    sampled(
+    [
         (*case, (torch.bfloat16, torch.float32)[number // 2 % 2])
         for number, case in enumerate(half(BLOCK_MODULES, BLOCK_RECIPES))
-    ),
+    ],
 )
 def test_bytes_of_blocks(name: str, recipe: str, dtype: torch.dtype, writes: list[BlockWrite], stand_for: Any) -> None:
     capability, make = BLOCK_RECIPES[recipe]
@@ -448,14 +449,15 @@ class Nvfp4Write(Write):
                 np.testing.assert_array_equal(data, codes)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "recipe"),
     # Transformer Engine's LayerNormMLP has no backward in another precision.
-    sampled(
+    [
         (n, r)
         for n, r in half(MODULES, NVFP4_RECIPES)
         if "backward" not in r or n not in ("LayerNormMLP", "TransformerLayer")
-    ),
+    ],
 )
 def test_bytes_of_nvfp4(name: str, recipe: str, writes: list[Nvfp4Write], stand_for: Any) -> None:
     stand_for((10, 0))
@@ -502,6 +504,7 @@ LINEARS: dict[str, tuple[tuple[int, int], Callable[[], Any], float]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [(name, torch.bfloat16) for name in LINEARS]

@@ -126,6 +126,7 @@ NOT_WITH_RHT = ("inf", "denormal")
 KINDS = ("random", "spread", "denormal", "huge", "zero", "inf", "sparse")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("how", "kind"), [(how, kind) for how in REFERENCES for kind in KINDS if how != "rht" or kind not in NOT_WITH_RHT]
 )

@@ -77,6 +77,7 @@ def independent_statistics(kept: Path) -> dict[tuple[str, int], float]:
     return results
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_the_pages_script_gives_the_pages_logs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))

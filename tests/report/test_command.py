@@ -58,6 +58,7 @@ def test_a_page(report: Any, log_dir: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -215,6 +216,7 @@ def test_a_step_takes_what_a_step_takes(resumed: RecordedRun) -> None:
     assert took["median_step_seconds"] == pytest.approx((times[3] - times[1]).total_seconds() / 2 / FREQ)
 
 
+@pytest.mark.extended
 def test_first_steps_have_no_cell_and_no_point(resumed: RecordedRun, look: Look) -> None:
     """In a page with whole curves, and in one with heat maps alone."""
     for most in (10**7, 1):

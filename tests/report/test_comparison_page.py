@@ -52,6 +52,7 @@ def page(folder: Path, compared: tuple[Comparison, ComparedNumbers]) -> Path:
     return write_comparison(*compared, folder / "compare.html")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_every_plot_of_every_page_is_drawn(look: Look, page: Path) -> None:
     look.open_in_the_dark(page, {"layer": 1, "layer&layer=layers.0.fc": 4, "summary": 2})
@@ -126,6 +127,7 @@ def test_of_equal_runs_nothing_is_apart_and_the_smallest_spread_counts(tmp_path:
     assert [(parting.name, parting.iteration) for parting in result.parted] == [("loss", 30)]
 
 
+@pytest.mark.extended
 def test_curves_are_thinned_and_keep_the_step_of_a_departure(tmp_path: Path) -> None:
     steps = 1100
     first, other = np.ones(steps), np.ones(steps)

@@ -363,6 +363,7 @@ def test_the_heat_map_marks_the_row_of_a_finding(look: Look, report: Path) -> No
     assert not plot.evaluate("node => node.layout.shapes.length")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_finding_leads_to_its_plots_by_keyboard(look: Look, report: Path) -> None:
     look.open(report)

@@ -73,6 +73,7 @@ def cells(look: Look) -> list[list[float | None]]:
     return look.plot("plot.data.find((trace) => trace.type === 'heatmap').z")
 
 
+@pytest.mark.extended
 def test_the_first_bad_cell_and_where_it_leads(look: Look, tmp_path: Path) -> None:
     look.open(trained(tmp_path, 12, broken=9), "page=steps")
     look.everything_drawn()

@@ -26,6 +26,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(RUN, tmp_path_factory.mktemp("report") / "report.html")
 
 
+@pytest.mark.extended
 def test_every_plot_of_every_page_is_drawn(look: Look, report: Path) -> None:
     """In the dark: the tests below draw all pages' plots in the light."""
     plots_of = {"findings": 0, "heatmap": 1, "layer": 10, "profile": 1, "config": 0, "summary": 2}
@@ -59,6 +60,7 @@ def test_worst_layers_leave_out_what_is_as_good_as_can_be(look: Look, tmp_path: 
     assert [run.ordered_layers[5] in text for text in listed.locator("p").all_inner_texts()] == [True] * 3
 
 
+@pytest.mark.extended
 def test_hover_tells_the_exact_number_and_a_click_opens_the_layer(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap&statistic=sqnr_db&tensor=weight")
     grid = RUN.grid("sqnr_db", "weight")
@@ -106,6 +108,7 @@ def test_dark_and_light_and_what_is_remembered(look: Look, report: Path) -> None
     assert look.page.get_attribute("html", "data-theme") == "dark"
 
 
+@pytest.mark.extended
 def test_csv_has_the_numbers_of_the_run(look: Look, report: Path) -> None:
     look.open(report, "page=heatmap&statistic=dynamic_range&tensor=activation")
     head, *rows = look.saved(look.page.locator("button.csv"))
@@ -122,6 +125,7 @@ def test_csv_has_the_numbers_of_the_run(look: Look, report: Path) -> None:
         assert len(look.saved(look.page.locator("button.csv").nth(number))) > 3
 
 
+@pytest.mark.extended
 def test_the_depth_profile(look: Look, report: Path) -> None:
     look.open(report, "page=profile&tensor=gradient&step=39")
     base, width = look.plot("[plot.data[0].base, plot.data[0].x]")
@@ -187,6 +191,7 @@ NASTY = (
 )
 
 
+@pytest.mark.extended
 def test_names_do_no_harm(look: Look, tmp_path: Path) -> None:
     tensors, statistics = ("activation", "weight"), ("underflows%", "cur_amax")
     run = drifting(blocks=1, steps=8, tensors=tensors, statistics=statistics, names=NASTY, notes=(NASTY[0], NASTY[5]))
@@ -213,6 +218,7 @@ def look_of(name: str) -> str:
     return name.replace("\x1b", "\\x1b").replace("\x07", "\\x07")
 
 
+@pytest.mark.extended
 def test_ranks_that_differ(look: Look, tmp_path: Path) -> None:
     run = drifting(blocks=2, steps=12, ranks=(0, 1, 3), histograms=False)
     look.open(write_report(run, tmp_path / "report.html"), "page=heatmap&statistic=cur_amax&tensor=weight")
@@ -228,6 +234,7 @@ def test_ranks_that_differ(look: Look, tmp_path: Path) -> None:
     assert "rank 3" in said
 
 
+@pytest.mark.extended
 def test_a_run_without_layers_or_facts_is_no_empty_page(look: Look, tmp_path: Path) -> None:
     report = write_report(drifting(blocks=1, steps=5, statistics=(), histograms=False), tmp_path / "report.html")
     look.open(report, "page=nowhere")

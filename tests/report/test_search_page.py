@@ -9,6 +9,7 @@ from tests.report.conftest import Look
 from tests.search.models import RECIPES, Net, batches, closure_of
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_frontier_is_drawn(look: Look, tmp_path: Path) -> None:
     model = Net(RECIPES["current"](), blocks=2)

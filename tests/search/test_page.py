@@ -54,6 +54,7 @@ def test_wrong_setups_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "a mapping with model, closure, batches, and optimizer to confirm" in str(result.exception)
 
 
+@pytest.mark.extended
 def test_every_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("flags_setup.py").write_text("from tests.search.models import setup\n")

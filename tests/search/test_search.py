@@ -257,6 +257,7 @@ def test_layers_that_belong_together_are_chosen_together() -> None:
 # ---------------------------------------------------------------------- passes, time, files
 
 
+@pytest.mark.extended
 def test_the_number_of_passes_keeps_its_bound() -> None:
     """Of a healthy model, and without an optimizer."""
     model, _, data = trained(blocks=2)
@@ -343,6 +344,7 @@ def broken(kind: str, model: Net, optimizer: torch.optim.Optimizer) -> Callable[
     return call
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

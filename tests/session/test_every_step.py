@@ -127,6 +127,7 @@ FIRST_OF = {"input": ("mlp.fc1", "input"), "between": ("linear", "activation"), 
 BEFORE = {"input": "the batch", "between": "the GEMM of mlp.fc2", "output": "the GEMM of linear"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("recipe", "place", "step", "batch"),
     [
@@ -214,6 +215,7 @@ def test_a_gradient_has_the_micro_batch_of_its_forward(tmp_path: Path, checkpoin
     assert f"inf or nan appear in {where}" in only(session, "nonfinite").seen
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("recipe", "steps", "breaks", "severity"),
     [
@@ -668,6 +670,7 @@ FURTHER = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.extended if name in FURTHER else ()) for name in PLANTED]
 )
@@ -683,6 +686,7 @@ def test_a_change_and_its_finding(name: str, tmp_path: Path) -> None:
     assert [recorded for recorded in diagnose(tmp_path) if recorded.rule == row.rule] == [finding]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("rule", "steps", "options"),
     [
@@ -966,6 +970,7 @@ def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
             assert (row.magnitudes > 0).all()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("what", "steps"), [("gradient", 2), ("weight", 1), ("weight", 2), ("weight", 4)])
 def test_an_iteration_with_several_steps_of_the_optimizer(what: str, steps: int, tmp_path: Path) -> None:
     """As of a GAN, or of the epochs on a rollout: nan is written before, or after, the first of them."""

@@ -127,6 +127,7 @@ def test_a_log_folder_that_fails_later_is_reported_once(
     assert re.search("writing records to StatisticsLog.*nvdlfw_inspect_statistics_logs", said)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "hangs", ["write", *(pytest.param(name, marks=pytest.mark.extended) for name in ("fsync", "mkdir", "open"))]

@@ -109,6 +109,7 @@ def train_block(
     return keeper, results
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "fp8", "dtype", "keywords"),
     [

@@ -21,7 +21,6 @@ from transformer_engine.common import recipe as recipes
 from te_precision_callbacks.runs.fingerprints import FILE_NAME, Fingerprint, FingerprintError, ResumeReport, read
 from te_precision_callbacks.session import InspectSession, ObservationError, ResumeAuditError
 from tests.capability import any_capability, stand_for
-from tests.combinations import sampled
 from tests.conftest import feature, statistics
 from tests.docs.pages import blocks
 from tests.forked import ranks
@@ -110,8 +109,9 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---------------------------------------------------------------------- silent resumes
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
-    ("name", "quantized"), sampled([*((name, False) for name in RECIPES), ("delayed", True), ("current", True)])
+    ("name", "quantized"), [*((name, False) for name in RECIPES), ("delayed", True), ("current", True)]
 )
 def test_a_good_resume_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, quantized: bool) -> None:
     recipe, capability = RECIPES[name]

@@ -188,6 +188,7 @@ def test_the_first_step_of_delayed_scaling_is_nobodys_worst(
         assert row.value == worst(of_series.values()) == of_series[iteration]
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("trusted_checkpoints")
 @pytest.mark.parametrize(
     ("length_and_steps", "restores", "micro_batches"), pairs([(4, 9), (64, 3), (1, 3)], [True, False], [1, 3])

@@ -35,8 +35,8 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
         with torch.no_grad():
             return add(pending, sums, maxima)
     repeat = None
-    for measure, together in itertools.groupby(pending, _pass_of):
-        tensors = list(together)
+    for measure, group in itertools.groupby(pending, _pass_of):
+        tensors = list(group)
         repeat = measure(tensors, sums, maxima)
         repeat = repeat if len(tensors) == len(pending) else None
     return repeat
@@ -68,26 +68,26 @@ def _pass_for(values: torch.Tensor) -> Pass:
 def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> Repeat | None:
     """Measure with Triton, or in plain torch once Triton is missing or the kernel has failed to compile."""
     global _on_gpu
-    left = list(pending)
+    unmeasured = list(pending)
     try:
         from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
 
         launches = []
-        for together in triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None]):
-            launches.append(triton_kernel.add_group(together, sums, maxima))
-            for tensor in together:
-                left.remove(tensor)
-        if not left:
+        for group in triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None]):
+            launches.append(triton_kernel.add_group(group, sums, maxima))
+            for tensor in group:
+                unmeasured.remove(tensor)
+        if not unmeasured:
             return triton_kernel.repeat_of(pending, launches)
-        while left:
-            triton_blocks.add(left[0], sums, maxima)
-            del left[0]
+        while unmeasured:
+            triton_blocks.add(unmeasured[0], sums, maxima)
+            del unmeasured[0]
     except (TypeError, ValueError):
         raise  # not caused by the kernel
     except Exception as error:
         eager.replace_triton("Statistics", error)
         _on_gpu = eager.add
-        add(left, sums, maxima)
+        add(unmeasured, sums, maxima)
     return None
 
 

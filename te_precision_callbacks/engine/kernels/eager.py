@@ -147,8 +147,8 @@ def scale_columns(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """SCALE_SUMS and SCALE_MAXIMA of factors from code to value, without inf and nan."""
     wide = scales.reshape(-1).to(torch.float64)
     real = (wide >= 0) & (wide < math.inf)
-    kept = torch.where(real, wide, 0.0)
-    sums = torch.stack([real.sum(dtype=torch.float64), kept.sum(), (kept * kept).sum()])
+    factors = torch.where(real, wide, 0.0)
+    sums = torch.stack([real.sum(dtype=torch.float64), factors.sum(), (factors * factors).sum()])
     nothing = torch.full((2,), NOTHING, dtype=torch.float64, device=wide.device)
     if not wide.numel():
         return sums, nothing
@@ -187,13 +187,13 @@ def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) ->
 
 
 def add_columns(
-    columns: Mapping[str, torch.Tensor], places: ColumnPlaces, sums: torch.Tensor, maxima: torch.Tensor
+    columns: Mapping[str, torch.Tensor], offsets: ColumnPlaces, sums: torch.Tensor, maxima: torch.Tensor
 ) -> None:
     """Merge columns, by the names of their places, into vectors."""
     for name, part in columns.items():
-        place = getattr(places, name)
-        if place >= 0:
-            _merge(name, (maxima if name.endswith("maxima") else sums).narrow(0, place, len(part)), part)
+        offset = getattr(offsets, name)
+        if offset >= 0:
+            _merge(name, (maxima if name.endswith("maxima") else sums).narrow(0, offset, len(part)), part)
 
 
 def accumulate(merged: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:
@@ -224,12 +224,12 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
             limit = number_format.max * ROUNDING * scale
         row = piece.unsqueeze(0)
         piece_sums, piece_maxima = moments(row)
-        of_piece = {"moments": piece_sums[:, 0], "maxima": piece_maxima[:, 0]}
+        piece_columns = {"moments": piece_sums[:, 0], "maxima": piece_maxima[:, 0]}
         if quantized is not None and limit is not None:
-            of_piece["compared"] = comparison(row, quantized, limit)[:, 0]
+            piece_columns["compared"] = comparison(row, quantized, limit)[:, 0]
         if pending.places.exponents >= 0:
-            of_piece["exponents"] = exponents(piece)
-        accumulate(merged, of_piece)
+            piece_columns["exponents"] = exponents(piece)
+        accumulate(merged, piece_columns)
     if scale is not None:
         merged["scales"], merged["scale_maxima"] = scale_columns(scale)
     return merged

@@ -39,9 +39,9 @@ _COMPARED, _UNDERFLOWS, _OVERFLOWS, _, _SIGNAL, _ = range(len(COMPARISON_SUMS))
 def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     if pending.in_blocks is None:
         raise ValueError("in_blocks: must be given.")
-    wanted = [source for source in _OF_FORM if getattr(pending.places, PLACES[source][0]) >= 0]
-    found = columns(pending.in_blocks, pending.values.detach(), wanted)
-    eager.add_columns(found, pending.places, sums, maxima)
+    sources = [source for source in _OF_FORM if getattr(pending.places, PLACES[source][0]) >= 0]
+    form_columns = columns(pending.in_blocks, pending.values.detach(), sources)
+    eager.add_columns(form_columns, pending.places, sums, maxima)
 
 
 PLACES: Mapping[StatisticSource, tuple[str, str]] = {
@@ -61,17 +61,17 @@ _OF_FORM = tuple(PLACES)[2:]
 
 def places_of(segments: Mapping[StatisticSource, tuple[int, int]]) -> ColumnPlaces:
     """Return the places of sources, given the offsets of their sums and maxima."""
-    places: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     for source, (sums_at, maxima_at) in segments.items():
         sums, maxima = PLACES[source]
-        places[sums] = sums_at
+        offsets[sums] = sums_at
         if maxima:
-            places[maxima] = maxima_at
-    return ColumnPlaces(**places)
+            offsets[maxima] = maxima_at
+    return ColumnPlaces(**offsets)
 
 
 def columns(
-    tensor: BlockScaledTensor, values: torch.Tensor | None, wanted: Collection[StatisticSource]
+    tensor: BlockScaledTensor, values: torch.Tensor | None, sources: Collection[StatisticSource]
 ) -> dict[str, torch.Tensor]:
     """Compute the columns of the wanted kinds, by the names of their places.
 
@@ -88,19 +88,21 @@ def columns(
     factors = part.factors()[::down, ::along]
     scales = part.block_scales()[::down, ::along]
     merged: dict[str, torch.Tensor] = {}
-    for of_rows, of_blocks in _bands(tensor):
-        band = matrix if matrix is None else split_into_blocks(matrix[of_rows], tensor.block)
-        its_factors = factors[of_blocks].reshape(-1, 1)
+    for rows, block_rows in _bands(tensor):
+        band = matrix if matrix is None else split_into_blocks(matrix[rows], tensor.block)
+        band_factors = factors[block_rows].reshape(-1, 1)
         compared = None
         occupied = None
-        if band is not None and (StatisticSource.QUANTIZED in wanted or StatisticSource.LOSSES in wanted):
-            elements = split_into_blocks(part.elements(of_rows), tensor.block, 0.0)
-            compared = _compare_blocks(band, elements, its_factors, part.element_format, by_block=needs_blocks(wanted))
-        elif needs_blocks(wanted):
-            blocks = split_into_blocks(part.elements(of_rows), tensor.block, 0.0) if band is None else band
+        if band is not None and (StatisticSource.QUANTIZED in sources or StatisticSource.LOSSES in sources):
+            elements = split_into_blocks(part.elements(rows), tensor.block, 0.0)
+            compared = _compare_blocks(
+                band, elements, band_factors, part.element_format, by_block=needs_blocks(sources)
+            )
+        elif needs_blocks(sources):
+            blocks = split_into_blocks(part.elements(rows), tensor.block, 0.0) if band is None else band
             occupied = ((blocks != 0) & blocks.isfinite()).any(1)
-        its_scales = Scales(its_factors.reshape(-1), scales[of_blocks].reshape(-1), *tensor.limits)
-        eager.accumulate(merged, columns_of(wanted, compared, its_scales, occupied, band))
+        band_scales = Scales(band_factors.reshape(-1), scales[block_rows].reshape(-1), *tensor.limits)
+        eager.accumulate(merged, columns_of(sources, compared, band_scales, occupied, band))
     return merged
 
 
@@ -121,8 +123,8 @@ class Scales(NamedTuple):
     high: float
 
 
-def needs_blocks(wanted: Collection[StatisticSource]) -> bool:
-    return not _BY_BLOCK.isdisjoint(wanted)
+def needs_blocks(sources: Collection[StatisticSource]) -> bool:
+    return not _BY_BLOCK.isdisjoint(sources)
 
 
 def _compare_blocks(
@@ -153,7 +155,7 @@ def join_comparisons(compared: Sequence[torch.Tensor], *, by_block: bool) -> tor
 
 
 def columns_of(
-    wanted: Collection[StatisticSource],
+    sources: Collection[StatisticSource],
     compared: torch.Tensor | None,
     scales: Scales,
     occupied: torch.Tensor | None,
@@ -166,22 +168,22 @@ def columns_of(
         occupied: bool, [blocks]: true for a block with an element other than 0; None to derive it from ``compared``.
         blocks: [blocks, elements], before quantization; needed for the ranges.
     """
-    found: dict[str, torch.Tensor] = {}
-    if occupied is None and compared is not None and needs_blocks(wanted):
+    computed: dict[str, torch.Tensor] = {}
+    if occupied is None and compared is not None and needs_blocks(sources):
         occupied = compared[_SIGNAL] > 0
     # The scale of a block of zeros says nothing about the tensor: it follows from the recipe.
     factors = scales.factors if occupied is None else torch.where(occupied, scales.factors, math.inf)
-    if StatisticSource.SCALES in wanted:
-        found["scales"], found["scale_maxima"] = eager.scale_columns(factors)
-    if compared is not None and StatisticSource.QUANTIZED in wanted:
-        found["compared"] = compared.sum(1)
-    if compared is not None and StatisticSource.LOSSES in wanted:
-        found["losses"], found["loss_maxima"] = _loss_columns(compared)
-    if StatisticSource.SCALE_LIMITS in wanted and occupied is not None:
-        found["limits"] = _limit_sums(scales, occupied)
-    if blocks is not None and StatisticSource.RANGES in wanted:
-        found["ranges"], found["range_maxima"] = range_columns(blocks)
-    return found
+    if StatisticSource.SCALES in sources:
+        computed["scales"], computed["scale_maxima"] = eager.scale_columns(factors)
+    if compared is not None and StatisticSource.QUANTIZED in sources:
+        computed["compared"] = compared.sum(1)
+    if compared is not None and StatisticSource.LOSSES in sources:
+        computed["losses"], computed["loss_maxima"] = _loss_columns(compared)
+    if StatisticSource.SCALE_LIMITS in sources and occupied is not None:
+        computed["limits"] = _limit_sums(scales, occupied)
+    if blocks is not None and StatisticSource.RANGES in sources:
+        computed["ranges"], computed["range_maxima"] = range_columns(blocks)
+    return computed
 
 
 def _loss_columns(compared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,9 +35,9 @@ _OF_CODES = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
 def new_rows(rows: int, slots: int, device: torch.device) -> torch.Tensor:
-    made = torch.empty((rows, slots, COLUMNS), dtype=torch.int32, device=device)
-    reset(made)
-    return made
+    new = torch.empty((rows, slots, COLUMNS), dtype=torch.int32, device=device)
+    reset(new)
+    return new
 
 
 def reset(rows: torch.Tensor) -> None:
@@ -64,9 +64,17 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
         if number != AMAX and not values.is_contiguous():
             values = values.contiguous()
             copies.append(values)
-        at = begin + 4 * COLUMNS * slot
+        slot_address = begin + 4 * COLUMNS * slot
         factor = 0 if scale is None else scale.data_ptr()
-        numbers += (values.data_ptr(), number, values.nbytes, factor, at + 4 * column, at + 4 * FIRST, order)
+        numbers += (
+            values.data_ptr(),
+            number,
+            values.nbytes,
+            factor,
+            slot_address + 4 * column,
+            slot_address + 4 * FIRST,
+            order,
+        )
     packed = array("q", numbers)  # faster than one of ctypes
     address, count = packed.buffer_info()
     ONE_PASS.functions["te_precision_largest"](address, count // 7, torch.get_num_threads())
@@ -78,9 +86,9 @@ def _with_triton(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
     try:
         from te_precision_callbacks.engine.kernels.triton_largest import add as launch
 
-        left = launch(tensors, row)
-        if left:
-            _in_torch(left, row)
+        unread = launch(tensors, row)
+        if unread:
+            _in_torch(unread, row)
     except Exception as error:
         eager.replace_triton("The watch of every step", error)
         _on_gpu = _in_torch
@@ -104,7 +112,7 @@ def _in_torch(tensors: Sequence[LargestOf], row: torch.Tensor) -> None:
         if scale is not None:
             magnitude = magnitude * scale[0]
         bits = torch.where(magnitude.isnan(), torch.nan, magnitude).view(torch.int32) & 0x7FFFFFFF
-        of_slot = row[slot]
-        of_slot[column] = torch.maximum(of_slot[column], bits)
-        now = torch.where(bits >= INFINITE, order, NEVER).to(torch.int32)
-        of_slot[FIRST] = torch.minimum(of_slot[FIRST], now)
+        columns = row[slot]
+        columns[column] = torch.maximum(columns[column], bits)
+        first = torch.where(bits >= INFINITE, order, NEVER).to(torch.int32)
+        columns[FIRST] = torch.minimum(columns[FIRST], first)

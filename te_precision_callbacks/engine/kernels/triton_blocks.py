@@ -123,15 +123,15 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     across = -(-columns // _TILE_COLUMNS)
     tiles = -(-rows // tile_rows) * across
     programs = min(program_count(values.device), tiles)
-    places = pending.places
+    offsets = pending.places
     matrix, decoding = loadable(matrix)
     part = quantized.part
     memory = part.scale_memory
-    compares = places.compared >= 0 or places.losses >= 0
+    compares = offsets.compared >= 0 or offsets.losses >= 0
     scales = memory.matrix.contiguous() if memory.swizzled else memory.matrix
     tensors = matrix, part.codes if compares else None, scales, part.amax
     numbers = [
-        *places,
+        *offsets,
         rows,
         columns,
         *matrix.stride(),
@@ -158,12 +158,12 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
         **decoding,
         "num_warps": WARPS,
         **_threads(width, height, matrix.element_size()),
-        "MOMENTS": max(places.moments, places.maxima) >= 0,
-        "LOSSES": max(places.losses, places.loss_maxima) >= 0,
-        "LIMITS": places.limits >= 0,
-        "SCALE_SOURCES": places.scales >= 0,
-        "RANGES": places.ranges >= 0,
-        "EXPONENTS": places.exponents >= 0,
+        "MOMENTS": max(offsets.moments, offsets.maxima) >= 0,
+        "LOSSES": max(offsets.losses, offsets.loss_maxima) >= 0,
+        "LIMITS": offsets.limits >= 0,
+        "SCALE_SOURCES": offsets.scales >= 0,
+        "RANGES": offsets.ranges >= 0,
+        "EXPONENTS": offsets.exponents >= 0,
         "STEPS": tile_rows // _TILE_ROWS,
         "TURNED": turned,
         "HEIGHT": height,
@@ -212,9 +212,9 @@ def _launch(
         addresses.append(address)
         specialized += [None] if tensor is None or address is None else [tensor.dtype, address % 16 == 0]
     key = (device, *specialized, *numbers, *constants.values())
-    known = _known.get(key)
-    if known is not None:
-        (launch, settings), rest = known
+    prepared = _known.get(key)
+    if prepared is not None:
+        (launch, settings), rest = prepared
         try:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, (*addresses, *rest))
             return
@@ -353,12 +353,12 @@ def _measure(
 
     for tile in range(program, tiles, programs):
         top = tile // tiles_across * (tile_rows * STEPS)
-        left = tile % tiles_across * tile_columns
-        column = left + first_column + tl.arange(0, VECTOR)[None, None, :]
+        first_tile_column = tile % tiles_across * tile_columns
+        column = first_tile_column + first_column + tl.arange(0, VECTOR)[None, None, :]
 
         # The scale of each element's block, equal for the elements of a thread's row.
         block_row = (top + row_in_tile) if HEIGHT == 1 else (top + first_column * 0)
-        block_column = column if WIDTH == 1 else (left + first_column)
+        block_column = column if WIDTH == 1 else (first_tile_column + first_column)
         has_scale = (block_row < row_count) & (block_column < column_count)
         scale_row = block_row // HEIGHT * DOWN
         scale_column = block_column // WIDTH * ALONG
@@ -372,9 +372,9 @@ def _measure(
         stored = _decode_scale(tl.load(scales + scale_at, mask=has_scale, other=0), SCALES)
         factor = stored
         if AMAX_FACTOR > 0:
-            of_codes_row = scale_column if TURNED else scale_row
-            of_row = tl.load(amax + of_codes_row.to(tl.int64) * amax_stride, mask=has_scale, other=0.0)
-            factor = stored * of_row * AMAX_FACTOR
+            amax_row = scale_column if TURNED else scale_row
+            row_amax = tl.load(amax + amax_row.to(tl.int64) * amax_stride, mask=has_scale, other=0.0)
+            factor = stored * row_amax * AMAX_FACTOR
         largest = tl.where(factor == 0.0, float("inf"), factor * LARGEST)
 
         # Per block and thread, the inputs of the columns.
@@ -386,7 +386,9 @@ def _measure(
         largest_here = nothing
         above_here = nothing.to(tl.uint32)
         for first_row in range(top, tl.minimum(top + tile_rows * STEPS, row_count), tile_rows):
-            seen += tl.minimum(row_count - first_row, tile_rows) * tl.minimum(column_count - left, tile_columns)
+            seen += tl.minimum(row_count - first_row, tile_rows) * tl.minimum(
+                column_count - first_tile_column, tile_columns
+            )
             row = first_row + row_in_tile
             mask = (row < row_count) & (column < column_count)
             offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
@@ -410,7 +412,7 @@ def _measure(
                         code_at = (row // 2).to(tl.int64) * code_row_stride + column.to(tl.int64) * code_column_stride
                         code = tl.load(codes + code_at, mask=mask, other=0).to(tl.int32) >> (row % 2 * 4)
                     else:
-                        byte = (left + first_column) // 2 + tl.arange(0, VECTOR // 2)[None, None, :]
+                        byte = (first_tile_column + first_column) // 2 + tl.arange(0, VECTOR // 2)[None, None, :]
                         code_at = row.to(tl.int64) * code_row_stride + byte.to(tl.int64) * code_column_stride
                         pair = tl.load(codes + code_at, mask=(row < row_count) & (byte * 2 < column_count), other=0)
                         code = tl.reshape(tl.join(pair & 0xF, pair >> 4), [ROWS, THREADS, VECTOR])
@@ -519,7 +521,7 @@ def _measure(
         add_exponents(merged_sums, exponents_at, exponents)
 
     if is_last(counters, programs):
-        found, highest = merge_rows(partials, 0, programs, COLUMNS, EXTREMES)
+        summed, highest = merge_rows(partials, 0, programs, COLUMNS, EXTREMES)
         sums_at = placed(nowhere(), moments_at, 0, 6)
         sums_at = placed(sums_at, compared_at, 6, 6)
         sums_at = placed(sums_at, scales_at, 12, 3)
@@ -530,14 +532,14 @@ def _measure(
         extremes_at = placed(extremes_at, scale_maxima_at, COLUMNS + 3, 2)
         extremes_at = placed(extremes_at, loss_maxima_at, COLUMNS + 5, 1)
         extremes_at = placed(extremes_at, range_maxima_at, COLUMNS + 6, 2)
-        merge_at(merged_sums, sums_at, found, merged_maxima, extremes_at, highest)
+        merge_at(merged_sums, sums_at, summed, merged_maxima, extremes_at, highest)
 
 
 @jit
 def _swizzled(row, column, tile_stride):
     """Return a scale's index in swizzled memory (:mod:`te_precision_callbacks.base.numerics.layouts`)."""
-    at = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
-    return at + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
+    tile_begin = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
+    return tile_begin + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
 
 
 @jit

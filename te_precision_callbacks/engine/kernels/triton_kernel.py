@@ -148,16 +148,16 @@ def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
     return [group for _, group in groups]
 
 
-def _conflict(one: Pending, other: Pending) -> bool:
-    if one.codes is not None and other.codes is not None and one.e5m2 != other.e5m2:
+def _conflict(tensor: Pending, other: Pending) -> bool:
+    if tensor.codes is not None and other.codes is not None and tensor.e5m2 != other.e5m2:
         return True
-    return any(place == at >= 0 for place, at in zip(one.places, other.places, strict=True))
+    return any(offset == other_offset >= 0 for offset, other_offset in zip(tensor.places, other.places, strict=True))
 
 
-def _flat(one: Pending) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _flat(tensor: Pending) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the values and codes in one dimension, in the same order; copied if that needs it."""
-    values = one.values.detach()
-    codes = one.codes
+    values = tensor.values.detach()
+    codes = tensor.codes
     if codes is None:
         return eager.flatten(values).contiguous(), None  # in the order of the memory
     if codes.stride() == values.stride():
@@ -165,18 +165,18 @@ def _flat(one: Pending) -> tuple[torch.Tensor, torch.Tensor | None]:
     return values.contiguous().view(-1), codes.contiguous().view(-1)
 
 
-def _shared_launch(one: Pending) -> _Key | None:
+def _shared_launch(tensor: Pending) -> _Key | None:
     """Return a key that is equal for tensors that can share a launch; None for a tensor that cannot.
 
     The key and the format of their codes determine the compiled kernel: all that Triton specializes on depends on
     nothing else.
     """
-    values, codes = _flat(one)
+    values, codes = _flat(tensor)
     if values.numel() % 16 or not 0 < values.numel() < 2**31 or values.data_ptr() % 16:
         return None
     if codes is not None and codes.data_ptr() % 16:
         return None
-    return values.device, values.dtype, one.places.exponents >= 0
+    return values.device, values.dtype, tensor.places.exponents >= 0
 
 
 class _Form(NamedTuple):
@@ -193,16 +193,16 @@ class _Form(NamedTuple):
     constants: dict[str, Any]
 
 
-def _with_codes(together: Sequence[Pending]) -> Pending:
+def _with_codes(group: Sequence[Pending]) -> Pending:
     """Return the first tensor with codes, or else the first."""
-    return next((one for one in together if one.codes is not None), together[0])
+    return next((tensor for tensor in group if tensor.codes is not None), group[0])
 
 
-def _form_of(together: Sequence[Pending]) -> _Form:
-    one = _with_codes(together)
-    has_codes = one.codes is not None
-    converts = has_codes and converts_fp8(one.values.device)
-    return _form(one.values.dtype, has_codes, one.e5m2, one.places.exponents >= 0, converts)
+def _form_of(group: Sequence[Pending]) -> _Form:
+    example = _with_codes(group)
+    has_codes = example.codes is not None
+    converts = has_codes and converts_fp8(example.values.device)
+    return _form(example.values.dtype, has_codes, example.e5m2, example.places.exponents >= 0, converts)
 
 
 @functools.cache
@@ -239,7 +239,7 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
 
 
 def add_group(
-    together: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor
+    group: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor
 ) -> tuple[Sequence[Pending], Launcher | None]:
     """Measure tensors in one launch, with their quantized values if any, and merge the results.
 
@@ -252,35 +252,35 @@ def add_group(
     Returns:
         The tensors, and how their kernel is launched without Triton's binder, if it can.
     """
-    first = together[0]
+    first = group[0]
     device = first.values.device
     if first.values.numel() == 0:
-        return together, None
-    form = _form_of(together)
+        return group, None
+    form = _form_of(group)
     is_aligned = _shared_launch(first) is not None
-    padded = [*together, *[first] * (MOST_TOGETHER - len(together))]
-    sizes = tuple(one.values.numel() for one in padded)
-    programs, begins = grid_of(sizes[: len(together)], form.tile, program_count(device), MOST_TOGETHER)
+    padded = [*group, *[first] * (MOST_TOGETHER - len(group))]
+    sizes = tuple(tensor.values.numel() for tensor in padded)
+    programs, begins = grid_of(sizes[: len(group)], form.tile, program_count(device), MOST_TOGETHER)
     with torch.cuda.device(first.values.get_device()):
         memory = *scratch(device, programs * form.row), sums, maxima
-        elements = [loadable(_flat(one)[0])[0] for one in padded]
+        elements = [loadable(_flat(tensor)[0])[0] for tensor in padded]
         quantized = _quantized(padded)
-        of_codes = [*[_flat(one)[1] for one in quantized], *[one.scale_inv for one in quantized]]
+        code_parts = [*[_flat(tensor)[1] for tensor in quantized], *[tensor.scale_inv for tensor in quantized]]
         constants = form.constants | {"ALIGNED": is_aligned}
         compiled = _measure[(programs,)](
-            *elements, *of_codes, *memory, *sizes, *begins, *_columns_of(padded), **constants
+            *elements, *code_parts, *memory, *sizes, *begins, *_columns_of(padded), **constants
         )
-    return together, launcher_of(compiled) if is_aligned else None
+    return group, launcher_of(compiled) if is_aligned else None
 
 
 def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
     """Return the tensors that provide codes. The kernel ignores codes of the others."""
     example = _with_codes(padded)
-    return [example if one.codes is None else one for one in padded]
+    return [example if tensor.codes is None else tensor for tensor in padded]
 
 
 def _columns_of(padded: Iterable[Pending]) -> Iterable[int]:
-    return itertools.chain.from_iterable(one.places[:UNBLOCKED] for one in padded)
+    return itertools.chain.from_iterable(tensor.places[:UNBLOCKED] for tensor in padded)
 
 
 def repeat_of(
@@ -352,8 +352,8 @@ def _repeat(
             run(programs, 1, 1, stream, *settings, kernel_arguments)
         except Exception as error:
             report_binder(error)
-            left = set[int]().union(*(missed.tensors(range(len(pending))) for missed in launches[done:]))
-            return [tensor for index, tensor in enumerate(pending) if index in left]
+            unmeasured = set[int]().union(*(missed.tensors(range(len(pending))) for missed in launches[done:]))
+            return [tensor for index, tensor in enumerate(pending) if index in unmeasured]
     return ()
 
 
@@ -532,8 +532,8 @@ def _measure(
                 first = tile_begin + part * run
                 seen += tl.maximum(tl.minimum(numel - first, run), 0)
                 # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
-                at = first + lane  # with a third dimension, the loads are of single elements
-                x = decode(tl.load(values + at, mask=at < numel, other=NOT_FINITE), FORMAT)[None, :, :]
+                offset = first + lane  # with a third dimension, the loads are of single elements
+                x = decode(tl.load(values + offset, mask=offset < numel, other=NOT_FINITE), FORMAT)[None, :, :]
                 count, nonzero, sum_, squares, magnitudes, above, high, low = careful_moments(x)
                 finite_count += count
                 nonzero_count += nonzero
@@ -545,7 +545,7 @@ def _measure(
                 above_zero = tl.maximum(above_zero, above)
 
                 if CODES != "":
-                    loaded = tl.load(codes + at, mask=at < tl.where(compares, numel, 0), other=0)[None, :, :]
+                    loaded = tl.load(codes + offset, mask=offset < tl.where(compares, numel, 0), other=0)[None, :, :]
                     y = decode_codes(loaded, CODES, CONVERTS) * scale
                     underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
                     underflow_count += thread_sum(underflows)
@@ -585,7 +585,7 @@ def _measure(
         add_exponents(merged_sums, select(which, exponents0, exponents1, exponents2, exponents3), histogram)
 
     if is_last(counters + which, programs):
-        found, highest = merge_rows(partials, begin, begin + programs, COLUMNS, EXTREMES)
+        summed, highest = merge_rows(partials, begin, begin + programs, COLUMNS, EXTREMES)
         sums_at = placed(nowhere(), select(which, moments0, moments1, moments2, moments3), 0, 6)
         maxima_at = placed(nowhere(), select(which, maxima0, maxima1, maxima2, maxima3), COLUMNS, 3)
         if CODES != "":
@@ -593,4 +593,4 @@ def _measure(
             sums_at = placed(sums_at, select(which, scales0, scales1, scales2, scales3), 12, 3)
             scales_at = select(which, scale_maxima0, scale_maxima1, scale_maxima2, scale_maxima3)
             maxima_at = placed(maxima_at, scales_at, COLUMNS + 3, 2)
-        merge_at(merged_sums, sums_at, found, merged_maxima, maxima_at, highest)
+        merge_at(merged_sums, sums_at, summed, merged_maxima, maxima_at, highest)

@@ -72,35 +72,35 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> list[LargestOf]:
     if len(tensors) > TOGETHER:
         return add(tensors[:TOGETHER], row) + add(tensors[TOGETHER:], row)
     device = row.device
-    one = single_one(device)  # of which an amax is the scale, which may have any address
-    tensors = [(one, FLOAT32, tensor[0], *tensor[3:]) if tensor[1] == AMAX else tensor for tensor in tensors]
+    unit = single_one(device)  # of which an amax is the scale, which may have any address
+    tensors = [(unit, FLOAT32, tensor[0], *tensor[3:]) if tensor[1] == AMAX else tensor for tensor in tensors]
     words: list[int] = []
     pointers: list[int] = []
-    of_scales: list[int] = []
-    of_tensors: list[int] = []
+    scale_pointers: list[int] = []
+    tensor_numbers: list[int] = []
     for tensor in tensors:
         values, number, scale, slot, order, column = tensor
         size = values.nbytes
-        at = values.data_ptr()
-        if not 0 < size < 2**33 or size % 4 or at % 16 or not values.is_contiguous():
+        address = values.data_ptr()
+        if not 0 < size < 2**33 or size % 4 or address % 16 or not values.is_contiguous():
             rest = [other for other in tensors if other is not tensor]
             return [tensor, *add(rest, row)] if rest else [tensor]
         words.append(size // 4)
-        pointers.append(at)
-        of_scales.append((one if scale is None else scale).data_ptr())
+        pointers.append(address)
+        scale_pointers.append((unit if scale is None else scale).data_ptr())
         begin = COLUMNS * slot
-        of_tensors += number, begin + column, begin + FIRST, order
+        tensor_numbers += number, begin + column, begin + FIRST, order
     unused = TOGETHER - len(words)  # they repeat the first
     programs, begins = grid_of(tuple(words), _WORDS, program_count(device), TOGETHER)
     if unused:
         words += [0] * unused
         pointers += pointers[:1] * unused
-        of_scales += of_scales[:1] * unused
-        of_tensors += of_tensors[:4] * unused
+        scale_pointers += scale_pointers[:1] * unused
+        tensor_numbers += tensor_numbers[:4] * unused
     launcher = _launchers.get(device)
     if launcher is not None:
         launch, settings = launcher
-        arguments = *pointers, *of_scales, row.data_ptr(), *words, *begins, *of_tensors, _WORDS
+        arguments = *pointers, *scale_pointers, row.data_ptr(), *words, *begins, *tensor_numbers, _WORDS
         try:
             launch(programs, 1, 1, raw_stream_of(device)(), *settings, arguments)
             return []
@@ -109,9 +109,11 @@ def add(tensors: Sequence[LargestOf], row: torch.Tensor) -> list[LargestOf]:
             report_binder(error)
     padded = [*tensors, *[tensors[0]] * unused]
     as_words = [values.detach().view(-1).view(torch.int32) for values, *_ in padded]
-    scales = [one if scale is None else scale for _, _, scale, *_ in padded]
+    scales = [unit if scale is None else scale for _, _, scale, *_ in padded]
     with torch.cuda.device(as_words[0].get_device()):
-        launcher = launcher_of(_add[(programs,)](*as_words, *scales, row, *words, *begins, *of_tensors, WORDS=_WORDS))
+        launcher = launcher_of(
+            _add[(programs,)](*as_words, *scales, row, *words, *begins, *tensor_numbers, WORDS=_WORDS)
+        )
     if launcher is not None:
         _launchers[device] = launcher
     return []
@@ -170,18 +172,18 @@ def _add(
     values = tl.multiple_of(_select(which, values0, values1, values2, values3, values4), 16)
     words = _select(which, words0, words1, words2, words3, words4)
     number = _select(which, number0, number1, number2, number3, number4)
-    place = tl.arange(0, WORDS)
-    found = tl.full([WORDS], 0, tl.int32)
+    lane = tl.arange(0, WORDS)
+    largest = tl.full([WORDS], 0, tl.int32)
     first = (program - begin) * WORDS
     step = programs * WORDS
     for piece in range(first, words - (WORDS - 1), step):
-        found = _larger(found, tl.load(values + piece + place), number)
+        largest = _larger(largest, tl.load(values + piece + lane), number)
     rest = words // WORDS * WORDS  # the piece that is not whole, if any, of the program whose turn it is
     if (rest // WORDS) % programs == program - begin:
         none = (number == _RECIPROCAL).to(tl.int32) * 0x7F800000
-        found = _larger(found, tl.load(values + rest + place, mask=place < words - rest, other=none), number)
+        largest = _larger(largest, tl.load(values + rest + lane, mask=lane < words - rest, other=none), number)
     scale = tl.load(_select(which, scale0, scale1, scale2, scale3, scale4))
-    magnitude = _decode(tl.max(found, 0), number) * scale
+    magnitude = _decode(tl.max(largest, 0), number) * scale
     bits = tl.where(magnitude == magnitude, magnitude.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
     tl.atomic_max(row + _select(which, at0, at1, at2, at3, at4), bits, sem="relaxed")
     if bits >= _INFINITE:
@@ -195,36 +197,36 @@ def _select(which, first, second, third, fourth, fifth):
 
 
 @jit
-def _larger(found, word, number):
+def _larger(largest, word, number):
     """Raise each number to the largest magnitude in a word, as bits without their sign.
 
     Of a reciprocal, the smallest bits count, as their distance to those of inf.
     """
     if number == _FLOAT32:
-        found = tl.maximum(found, word & 0x7FFFFFFF)
+        largest = tl.maximum(largest, word & 0x7FFFFFFF)
     elif number == _RECIPROCAL:
         bits = word & 0x7FFFFFFF
-        found = tl.maximum(found, tl.where(bits > _INFINITE, 0x7FC00000, 0x7F800000 - bits))
+        largest = tl.maximum(largest, tl.where(bits > _INFINITE, 0x7FC00000, 0x7F800000 - bits))
     elif number <= _FLOAT16:
-        found = tl.maximum(found, tl.maximum(word & 0x7FFF, (word >> 16) & 0x7FFF))
+        largest = tl.maximum(largest, tl.maximum(word & 0x7FFF, (word >> 16) & 0x7FFF))
     else:
-        kept = tl.where(number == _E8M0, 0xFF, 0x7F)
-        low = tl.maximum(word & kept, (word >> 8) & kept)
-        found = tl.maximum(found, tl.maximum(low, tl.maximum((word >> 16) & kept, (word >> 24) & kept)))
-    return found
+        mask = tl.where(number == _E8M0, 0xFF, 0x7F)
+        low = tl.maximum(word & mask, (word >> 8) & mask)
+        largest = tl.maximum(largest, tl.maximum(low, tl.maximum((word >> 16) & mask, (word >> 24) & mask)))
+    return largest
 
 
 @jit
 def _decode(word, number):
     """The magnitude with the bits ``word`` in a format, as a float32."""
-    of_half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    of_e8m0 = tl.where(word == 0, 0x00400000, word << 23).to(tl.float32, bitcast=True)
-    of_e8m0 = tl.where(word == 255, float("nan"), tl.where(word == 254, float("inf"), of_e8m0))
-    of_bfloat16 = decode(word, "bfloat16")
-    of_float = tl.where(number == _FLOAT32, word.to(tl.float32, bitcast=True), of_bfloat16)
-    half_or_float = tl.where(number == _FLOAT16, of_half, of_float)
-    of_e5m2_or_e8m0 = tl.where(number == _E5M2, decode(word, "e5m2"), of_e8m0)
-    fp8 = tl.where(number == _E4M3, decode(word, "e4m3"), of_e5m2_or_e8m0)
+    half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    e8m0 = tl.where(word == 0, 0x00400000, word << 23).to(tl.float32, bitcast=True)
+    e8m0 = tl.where(word == 255, float("nan"), tl.where(word == 254, float("inf"), e8m0))
+    bfloat16 = decode(word, "bfloat16")
+    float32_or_bfloat16 = tl.where(number == _FLOAT32, word.to(tl.float32, bitcast=True), bfloat16)
+    half_or_float = tl.where(number == _FLOAT16, half, float32_or_bfloat16)
+    e5m2_or_e8m0 = tl.where(number == _E5M2, decode(word, "e5m2"), e8m0)
+    fp8 = tl.where(number == _E4M3, decode(word, "e4m3"), e5m2_or_e8m0)
     divisor = (0x7F800000 - word).to(tl.float32, bitcast=True)
     reciprocal = tl.where(word == 0x7FC00000, float("nan"), 1.0 / divisor)
     fp8_or_reciprocal = tl.where(number == _RECIPROCAL, reciprocal, fp8)

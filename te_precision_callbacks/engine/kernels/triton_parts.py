@@ -107,7 +107,7 @@ def program_count(device: torch.device) -> int:
 
 
 @functools.lru_cache(1024)
-def grid_of(sizes: tuple[int, ...], tile: int, most: int, together: int) -> tuple[int, Sequence[int]]:
+def grid_of(sizes: tuple[int, ...], tile: int, most: int, capacity: int) -> tuple[int, Sequence[int]]:
     """Return the number of programs of a launch, and the first program of each of its tensors but the first.
 
     Args:
@@ -117,7 +117,7 @@ def grid_of(sizes: tuple[int, ...], tile: int, most: int, together: int) -> tupl
         together: number of tensors that the kernel takes; unused ones have no program.
     """
     programs = [min(most, -(-size // tile)) for size in sizes]
-    *begins, count = itertools.accumulate([*programs, *[0] * (together - len(sizes))])
+    *begins, count = itertools.accumulate([*programs, *[0] * (capacity - len(sizes))])
     return count, begins
 
 
@@ -135,10 +135,10 @@ def scratch(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor
     if is_capturing():
         return _new_scratch(device, size)
     key = device.index or 0, raw_stream_of(device)()
-    kept = kept_scratch.get(key)
-    if kept is None or kept[0].numel() < size:
-        kept = kept_scratch[key] = _new_scratch(device, size)
-    return kept
+    memory = kept_scratch.get(key)
+    if memory is None or memory[0].numel() < size:
+        memory = kept_scratch[key] = _new_scratch(device, size)
+    return memory
 
 
 def launcher_of(kernel: Any) -> Launcher | None:
@@ -151,9 +151,9 @@ def launcher_of(kernel: Any) -> Launcher | None:
     try:
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             raise AttributeError
-        before = function, run.launch_cooperative_grid, run.launch_pdl, metadata
+        settings = function, run.launch_cooperative_grid, run.launch_pdl, metadata
         # Launch metadata and hooks, and memory of the kernel.
-        return run.launch, (*before, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+        return run.launch, (*settings, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
     except AttributeError:  # Triton before 3.6, or a kernel that needs memory
 
         def launch(programs: int, height: int, depth: int, stream: int, arguments: Iterable[Any]) -> None:
@@ -216,10 +216,10 @@ def comparison(x, y, largest):
         largest: the magnitude above which an element overflows.
     """
     finite = is_finite(x)
-    kept = tl.where(finite, x, 0.0)
-    underflows = (kept != 0.0) & (y == 0.0)
-    overflows = (tl.abs(kept) > largest).to(tl.int32)
-    lost = tl.where(underflows, kept, 0.0)
+    zeroed = tl.where(finite, x, 0.0)
+    underflows = (zeroed != 0.0) & (y == 0.0)
+    overflows = (tl.abs(zeroed) > largest).to(tl.int32)
+    lost = tl.where(underflows, zeroed, 0.0)
     return underflows.to(tl.int32), overflows, _squares(tl.where(finite, x - y, 0.0)), _squares(lost)
 
 
@@ -241,18 +241,18 @@ def exponent_counts(x, ELEMENTS: constexpr):
 
 
 @jit
-def store_sum(at, column):
-    tl.store(at, total_of(column))
+def store_sum(pointer, column):
+    tl.store(pointer, total_of(column))
 
 
 @jit
-def store_maximum(at, column):
-    tl.store(at, tl.max(column, 0).to(tl.float64))
+def store_maximum(pointer, column):
+    tl.store(pointer, tl.max(column, 0).to(tl.float64))
 
 
 @jit
 def store_moments(
-    at,
+    pointer,
     finite,
     seen,
     nonzero_count,
@@ -261,17 +261,17 @@ def store_moments(
     abs_sum,
 ):
     """Store MOMENT_SUMS of all threads; ``finite`` and ``square_total`` are already summed over the threads."""
-    tl.store(at + 0, finite)
-    tl.store(at + 1, seen.to(tl.float64) - finite)
-    tl.store(at + 2, finite - total_of(nonzero_count))
-    store_sum(at + 3, total)
-    tl.store(at + 4, square_total)
-    store_sum(at + 5, abs_sum)
+    tl.store(pointer + 0, finite)
+    tl.store(pointer + 1, seen.to(tl.float64) - finite)
+    tl.store(pointer + 2, finite - total_of(nonzero_count))
+    store_sum(pointer + 3, total)
+    tl.store(pointer + 4, square_total)
+    store_sum(pointer + 5, abs_sum)
 
 
 @jit
 def store_comparison(
-    at,
+    pointer,
     finite,
     underflow_count,
     overflow_count,
@@ -279,21 +279,21 @@ def store_comparison(
     square_total,
     underflow_square_sum,
 ):
-    tl.store(at + 0, finite)
-    store_sum(at + 1, underflow_count)
-    store_sum(at + 2, overflow_count)
-    store_sum(at + 3, error_square_sum)
-    tl.store(at + 4, square_total)
-    store_sum(at + 5, underflow_square_sum)
+    tl.store(pointer + 0, finite)
+    store_sum(pointer + 1, underflow_count)
+    store_sum(pointer + 2, overflow_count)
+    store_sum(pointer + 3, error_square_sum)
+    tl.store(pointer + 4, square_total)
+    store_sum(pointer + 5, underflow_square_sum)
 
 
 @jit
-def store_extremes(at, maximum, negated_min, above_zero):
+def store_extremes(pointer, maximum, negated_min, above_zero):
     """Store MAXIMA; ``above_zero`` is the smallest magnitude in the encoding of :func:`from_above`."""
-    store_maximum(at + 0, maximum)
-    store_maximum(at + 1, negated_min)
+    store_maximum(pointer + 0, maximum)
+    store_maximum(pointer + 1, negated_min)
     smallest = (-tl.max(above_zero, 0).to(tl.int32)).to(tl.float32, bitcast=True)
-    tl.store(at + 2, tl.where(smallest == 0.0, float("-inf"), -smallest).to(tl.float64))
+    tl.store(pointer + 2, tl.where(smallest == 0.0, float("-inf"), -smallest).to(tl.float64))
 
 
 @jit
@@ -322,21 +322,21 @@ def merge_rows(partials, first, end, COLUMNS: constexpr, EXTREMES: constexpr):
     largest = tl.full([MERGED_COLUMNS], float("-inf"), tl.float64)
     for above in range(first, end, MERGED_ROWS):
         row = above + tl.arange(0, MERGED_ROWS)
-        at = partials + row[:, None].to(tl.int64) * (COLUMNS + EXTREMES) + column[None, :]
+        pointers = partials + row[:, None].to(tl.int64) * (COLUMNS + EXTREMES) + column[None, :]
         is_row = row[:, None] < end
-        sums = tl.load(at, mask=is_row & is_sum[None, :], other=0.0, cache_modifier=".cg")
+        sums = tl.load(pointers, mask=is_row & is_sum[None, :], other=0.0, cache_modifier=".cg")
         total += tl.sum(sums, 0)
-        maxima = tl.load(at, mask=is_row & is_maximum[None, :], other=float("-inf"), cache_modifier=".cg")
+        maxima = tl.load(pointers, mask=is_row & is_maximum[None, :], other=float("-inf"), cache_modifier=".cg")
         largest = tl.maximum(largest, tl.max(maxima, 0))
     return total, largest
 
 
 @jit
-def placed(places, place, BEGIN: constexpr, NUMBER: constexpr):
+def placed(offsets, offset, BEGIN: constexpr, NUMBER: constexpr):
     """Set the offsets of ``NUMBER`` columns from ``BEGIN`` on to ``place`` and the following, unless it is -1."""
     column = tl.arange(0, MERGED_COLUMNS)
-    is_set = (column >= BEGIN) & (column < BEGIN + NUMBER) & (place >= 0)
-    return tl.where(is_set, place + column - BEGIN, places)
+    is_set = (column >= BEGIN) & (column < BEGIN + NUMBER) & (offset >= 0)
+    return tl.where(is_set, offset + column - BEGIN, offsets)
 
 
 @jit
@@ -367,10 +367,10 @@ def merge_at(
 
 
 @jit
-def add_exponents(sums, place, counts):
+def add_exponents(sums, offset, counts):
     """Add the counts of :func:`exponent_counts`. Counts are integers, so the order of programs does not matter."""
     bins = tl.arange(0, 256)  # the last one has zeros and non-finite elements
-    tl.atomic_add(sums + place + bins, counts.to(tl.float64), mask=(bins < 255) & (counts > 0), sem="relaxed")
+    tl.atomic_add(sums + offset + bins, counts.to(tl.float64), mask=(bins < 255) & (counts > 0), sem="relaxed")
 
 
 @jit
