@@ -152,10 +152,10 @@ def _difference(saved: float | TensorSample, restored: float | TensorSample) -> 
 
 def _is_other_setting(saved: float, restored: float) -> bool:
     """Return whether a setting, or the distance from 1 of one that averages, differs by more than a schedule's step."""
-    pairs = [(saved, restored)]
+    pairs = [(abs(saved), abs(restored))]
     if 0.5 < saved < 1 and 0.5 < restored < 1:
         pairs.append((1 - saved, 1 - restored))
-    return any(max(pair) > SCHEDULED * min(pair) for pair in pairs)
+    return saved != restored and any(max(pair) > SCHEDULED * min(pair) for pair in pairs)
 
 
 def content_hash(*tensors: torch.Tensor) -> str:

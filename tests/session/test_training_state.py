@@ -1,6 +1,7 @@
 """What optimizers step and keep, in a checkpoint and after its resume: in a loop and under each trainer."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,11 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 
 
-def of_a_loop(folder: Path, spoil: Change | None) -> InspectSession:
+def of_a_loop(
+    folder: Path, spoil: Change | None, make: Callable[[torch.nn.Module], torch.optim.Optimizer] = adam
+) -> InspectSession:
     model = Net(RECIPE)
-    optimizer = adam(model)
+    optimizer = make(model)
     with InspectSession(statistics(), model=model, log_dir=folder / "logs") as session:
         if spoil is not None:
             state = torch.load(folder / "saved.pt")
@@ -99,7 +102,7 @@ def of_a_loop(folder: Path, spoil: Change | None) -> InspectSession:
             optimizer.load_state_dict(state["optimizer"])
             spoil(model, optimizer)
         for _ in range(2):
-            model(torch.randn(32, 32))["loss"].backward()
+            model(torch.randn(32, 32, dtype=next(model.parameters()).dtype))["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
             session.step()
@@ -185,3 +188,55 @@ def test_what_was_not_restored_is_told(tmp_path: Path, way: Callable[..., Inspec
     assert diagnose(tmp_path / "logs") == session.findings
     way(tmp_path, lambda model, optimizer: None)
     assert "resume" not in {finding.rule for finding in diagnose(tmp_path / "logs")}, "the repeated one is right"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.9, momentum=0.9),
+        lambda model: torch.optim.Adafactor(model.parameters()),
+        lambda model: te.optimizers.FusedAdam(model.parameters(), master_weights=True),
+    ],
+)
+def test_right_resumes_are_silent(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
+    of_a_loop(tmp_path, None, make)
+    report = of_a_loop(tmp_path, lambda model, optimizer: None, make).resume_report
+    assert not report.findings
+    assert report.not_compared == ("buffers", "random numbers", "the order of the data")
+
+
+def test_a_schedule_may_step_before_the_first_step_and_halve_the_rate(tmp_path: Path) -> None:
+    of_a_loop(tmp_path, None)
+    assert not of_a_loop(tmp_path, in_group(lr=0.5e-3, betas=(0.93, 0.999))).resume_report.findings
+
+
+def test_a_resume_whose_optimizer_steps_copies_of_other_weights(tmp_path: Path) -> None:
+    """And of which nothing else is known, so its state is not called restored."""
+
+    def with_masters(model: torch.nn.Module) -> torch.optim.Optimizer:
+        model.bfloat16()
+        masters = [weight.detach().float().requires_grad_() for weight in model.parameters()]
+        for master, weight in zip(masters, model.parameters(), strict=True):
+            weight.register_post_accumulate_grad_hook(functools.partial(_copy_gradient, master))
+        optimizer = torch.optim.SGD(masters, lr=1e-3)
+        optimizer.register_step_post_hook(lambda *_: _copy_weights(masters, model))
+        return optimizer
+
+    def of_other_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for master in optimizer.param_groups[0]["params"]:
+            master.detach().mul_(3.0)
+
+    of_a_loop(tmp_path, None, with_masters)
+    (finding,) = of_a_loop(tmp_path, of_other_weights, with_masters).resume_report.findings
+    assert str(finding) == "Master weights, as copies of the weights, not found: all 6 parameters."
+
+
+def _copy_gradient(master: torch.Tensor, weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    master.grad = weight.grad.float()
+
+
+@torch.no_grad()
+def _copy_weights(masters: Sequence[torch.Tensor], model: torch.nn.Module) -> None:
+    for master, weight in zip(masters, model.parameters(), strict=True):
+        weight.copy_(master)
