@@ -121,8 +121,8 @@ class PrecisionDebugFabricCallback:
             self._restored = {}
             self._session.load_state_dict(restored)
         session = self.session
-        several = {f"model{number}": model for number, model in enumerate(self._models)}
-        model: Model = several if len(several) > 1 else module
+        numbered_models = {f"model{number}": model for number, model in enumerate(self._models)}
+        model: Model = numbered_models if len(numbered_models) > 1 else module
         try:
             session.attach(model)
         except BaseException as error:

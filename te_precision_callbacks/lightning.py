@@ -116,8 +116,8 @@ class PrecisionDebugCallback(Callback):
         """Drop the session, and the model's methods that a trainer attaches to a callback, since a trainer that spawns
         processes pickles the callback.
         """
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return {**kept, "_session": None, "_saving": None}
+        attributes = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
+        return {**attributes, "_session": None, "_saving": None}
 
     # ------------------------------------------------------------------ start
 
@@ -271,11 +271,11 @@ class StepScalars:
     def take(self, trainer: Trainer) -> dict[str, Any]:
         """Return the scalars of the ending step; they take precedence over the module's metrics."""
         loss = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
-        own = {**loss, **(self._of_step or _step_settings(trainer))}
+        callback_values = {**loss, **(self._of_step or _step_settings(trainer))}
         self._losses = []
         self._of_step = {}
-        self.own |= own.keys()
-        return {**own, **self.new_metrics(trainer)}
+        self.own |= callback_values.keys()
+        return {**callback_values, **self.new_metrics(trainer)}
 
     def new_metrics(self, trainer: Trainer) -> dict[str, Any]:
         """Return metrics logged since the last call; Lightning keeps older values in the same memory."""

@@ -240,12 +240,12 @@ class SessionOptions:
             OptionError: an unknown keyword, or an invalid value.
             ConfigError: the config cannot be used.
         """
-        known = {entry.name for entry in fields(cls)}
+        option_names = {entry.name for entry in fields(cls)}
         for key, value in keywords.items():
             if key == "step_on":
                 raise OptionError("step_on= is only an option of PrecisionDebugCallback and PrecisionDebugger.")
-            if key not in known:
-                raise OptionError(f"There is no option {key!r}.{suggestion(key, known)}")
+            if key not in option_names:
+                raise OptionError(f"There is no option {key!r}.{suggestion(key, option_names)}")
             check_value(key, value)
         start_step = keywords.get("start_step")
         if start_step is not None:
@@ -295,11 +295,11 @@ def spelled_out(constructor: FunctionT) -> FunctionT:
     for a sequence. With ``os.PathLike`` in an annotation, jsonargparse 4.52 and later converts every mapping and list
     to text, and the path of a file to its content.
     """
-    own = inspect.signature(constructor)
+    signature = inspect.signature(constructor)
     hints = get_type_hints(constructor)
     defaults = {entry.name: entry.default for entry in fields(SessionOptions)}
     parameters = []
-    for name, entry in own.parameters.items():
+    for name, entry in signature.parameters.items():
         if entry.kind is not entry.VAR_KEYWORD:
             annotation = _yaml_type(hints[name]) if name in hints else entry.annotation
             parameters.append(entry.replace(annotation=annotation))
@@ -307,7 +307,7 @@ def spelled_out(constructor: FunctionT) -> FunctionT:
     for name, hint in _hints().items():
         annotation = _yaml_type(hint)
         parameters.append(option(name, default=defaults[name], annotation=annotation))
-    constructor.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    constructor.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return constructor
 
 
@@ -318,8 +318,8 @@ def _yaml_type(hint: Any) -> Any:
     origin = get_origin(hint)
     arguments = get_args(hint)
     if origin in (Union, UnionType):
-        kept = [_yaml_type(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]
-        return Union[tuple(kept)]  # noqa: UP007  # made at run time
+        yaml_types = [_yaml_type(entry) for entry in arguments if (get_origin(entry) or entry) not in _ONLY_IN_PYTHON]
+        return Union[tuple(yaml_types)]  # noqa: UP007  # made at run time
     if origin in (Iterable, Sequence):
         return list[_yaml_type(arguments[0])]  # type: ignore[misc]
     # jsonargparse requires the annotations of a protocol's methods; from_keywords() checks classes without them.

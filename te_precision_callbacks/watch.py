@@ -147,13 +147,13 @@ class ScriptWatch:
         with contextlib.suppress(Exception):
             self.end(error)
 
-    def _replace(self, owner: Any, name: str, before: Any) -> None:
+    def _replace(self, owner: Any, name: str, before_call: Any) -> None:
         original = getattr(owner, name)
-        before = self._guard(before)
+        before_call = self._guard(before_call)
 
         @functools.wraps(original)
         def call(*args: Any, **keywords: Any) -> Any:
-            before(*args, **keywords)
+            before_call(*args, **keywords)
             return original(*args, **keywords)
 
         self._replaced.replace(owner, name, call)

@@ -367,7 +367,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "resume-without-scales": Mechanism(
         "a resume restores neither scales nor amax histories",
         ("NVIDIA-NeMo/Megatron-Bridge#1730", "NVIDIA/TransformerEngine#982"),
-        ("stale-scale",),
+        ("resume",),
         _resume_without_scales,
         recipes=("delayed",),
     ),

@@ -305,7 +305,7 @@ CASES: Mapping[str, Case] = {
         {"call it inside": TAKEN_OUT}, count=4,
     ),
     "lost-scales": Case(
-        "stale-scale", "a resume restores neither scales nor amax histories", resumed_without_scales,
+        "resume", "a resume restores neither scales nor amax histories", resumed_without_scales,
         {"load the whole state_dict()": TAKEN_OUT}, "delayed",
     ),
     "schedule": Case(

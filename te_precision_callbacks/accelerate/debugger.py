@@ -274,11 +274,11 @@ class PrecisionDebugger:
         ``register_for_checkpointing`` is not used: it requires the same number of registered objects to load a
         checkpoint, so checkpoints saved without the debugger would not load with it, and vice versa.
         """
-        own: Any = weakref.proxy(self)  # keeps the debugger and the model collectable
+        debugger: Any = weakref.proxy(self)  # keeps the debugger and the model collectable
         accelerator = self._accelerator
         for hook in (
-            accelerator.register_save_state_pre_hook(lambda *arguments: own._save(Path(arguments[-1]))),
-            accelerator.register_load_state_pre_hook(lambda *arguments: own._load(Path(arguments[-1]))),
+            accelerator.register_save_state_pre_hook(lambda *arguments: debugger._save(Path(arguments[-1]))),
+            accelerator.register_load_state_pre_hook(lambda *arguments: debugger._load(Path(arguments[-1]))),
         ):
             weakref.finalize(self, hook.remove)
 
@@ -346,8 +346,8 @@ class PrecisionDebugger:
 
 def _has_stepped(accelerator: Accelerator, model: Model) -> bool:
     """Return whether an optimizer of the model has a state. The accelerator also keeps optimizers of earlier models."""
-    own = set(map(id, parameters_of(model)))
-    optimizers = [other for other in accelerator._optimizers if not own.isdisjoint(held_ids(other))]
+    parameter_ids = set(map(id, parameters_of(model)))
+    optimizers = [other for other in accelerator._optimizers if not parameter_ids.isdisjoint(held_ids(other))]
     entries = itertools.chain.from_iterable(getattr(other, "state", {}).values() for other in optimizers)
     # Most optimizers count steps in their state; some, such as Adagrad, create the state at step 0.
     return any(not isinstance(entry, Mapping) or float(entry.get("step", 1)) > 0 for entry in entries if entry)

@@ -44,7 +44,7 @@ def convert_to_te(model: ModuleT) -> ModuleT:
     """
     if not isinstance(model, torch.nn.Module):
         raise OptionError(f"convert_to_te(model): the model must be a torch.nn.Module, not a {type(model).__name__}.")
-    places = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters()}
     gathered = transformer_engine.GatheredParameters
     # It queries an Accelerator's state for DeepSpeed's sharding of weights, and creating that state would initialize
     # torch.distributed. Read from Accelerate 1.10 to 1.15, utils/transformer_engine.py.
@@ -53,8 +53,8 @@ def convert_to_te(model: ModuleT) -> ModuleT:
     try:
         with torch.no_grad():
             transformer_engine.convert_model(model)
-            if len(places) == 1:
-                model.to(next(iter(places)))  # Transformer Engine creates layers on the GPU
+            if len(devices) == 1:
+                model.to(next(iter(devices)))  # Transformer Engine creates layers on the GPU
     finally:
         transformer_engine.GatheredParameters = gathered
     return model
@@ -128,17 +128,17 @@ def _find(model: Model) -> dict[str, str]:
         for name, shape in _multiplied_parameters(module):
             size = " x ".join(map(str, shape[-2:]))
             what = type(module).__name__ if len(shape) == 2 else f"{type(module).__name__}, {shape[0]} experts"
-            own = "" if name == "weight" else name
-            label = ".".join(filter(None, (path, own))) or type(module).__name__
+            child_name = "" if name == "weight" else name
+            label = ".".join(filter(None, (path, child_name))) or type(module).__name__
             layers[label] = f"{size} of {what}: Accelerate converts only Linear"
-        of_children = why
+        children_reason = why
         for name, child in module.named_children():
             if is_wrapper_part(module, name):
                 return visit(child, path, why)
             below = path
             if not is_adapted(module, name):
                 below = f"{path}.{name}" if path else name
-            of_children = visit(child, below, of_children)
+            children_reason = visit(child, below, children_reason)
         return why
 
     for prefix, root in roots_of(model):
@@ -173,8 +173,8 @@ def scales_loss(accelerator: Accelerator) -> bool:
     """Return whether DeepSpeed or Megatron-LM scales the loss for float16: an inf in a gradient then lowers the scale,
     and is not an error. torch's GradScaler is detected when it scales.
     """
-    of_others = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    return of_others and accelerator.mixed_precision == "fp16"
+    is_of_other_engine = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    return is_of_other_engine and accelerator.mixed_precision == "fp16"
 
 
 def roots_of(model: Any) -> list[NamedTorchModule]:

@@ -99,15 +99,15 @@ def _compiled(source: Path, flags: str) -> Path:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         processor = next(line for line in file if line.startswith(("flags", "Features")))
     key = repr((source.read_text(encoding="utf-8"), flags, compiler, os.stat(compiler).st_mtime_ns, processor))
-    own_folder = f"{tempfile.gettempdir()}/te_precision_{os.getuid()}"
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", own_folder))
+    user_folder = f"{tempfile.gettempdir()}/te_precision_{os.getuid()}"
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", user_folder))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if str(folder) == own_folder and folder.stat().st_uid != os.getuid():  # whose code would run here
+    if str(folder) == user_folder and folder.stat().st_uid != os.getuid():  # whose code would run here
         raise PermissionError(f"{folder} belongs to another user")
     library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as place:  # another process may compile at the same time
-            new = Path(place, library.name)
+        with tempfile.TemporaryDirectory(dir=folder) as build_folder:  # another process may compile at the same time
+            new = Path(build_folder, library.name)
             done = subprocess.run([compiler, source, *flags.split(), "-o", new], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr)

@@ -107,21 +107,21 @@ class ObservationFailures:
         if self._strict:
             raise ObservationError(f"{where}: {_format_error(error)}") from error
         kind = (operation, type(error), error.kind if isinstance(error, FeatureError) else _format_error(error))
-        known = kind in self._reported or len(self._reported) >= MAX_REPORTS
-        if not known:
+        is_known = kind in self._reported or len(self._reported) >= MAX_REPORTS
+        if not is_known:
             self._reported.add(kind)
         if isinstance(error, QuantizationError):  # a statistic that the layer cannot have
-            if not known:
+            if not is_known:
                 text = str(error).removesuffix(".")
                 logger.warning("%s cannot be observed: %s. Training continues without it.", where, text)
             return
         self._count += 1
-        if not known:
+        if not is_known:
             self._new.append((self.iteration, f"{where}: {_format_error(error)}"))
         if isinstance(error, ReductionError):
-            if not known:
+            if not is_known:
                 self._report_disconnected(where, error)
-        elif self._count == 1 or not known:
+        elif self._count == 1 or not is_known:
             # If the operating system refused to read or write, a traceback does not explain that.
             is_of_disk = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
             logger.error(

@@ -28,7 +28,7 @@ def regular_file(path: Path) -> Path:
 
 def why_full(folder: Path, nbytes: int = 0) -> str | None:
     """Return the reason for not writing this many bytes to a folder, which need not exist; None if they fit."""
-    existing = next((place for place in (folder, *folder.parents) if place.is_dir()), Path())
+    existing = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), Path())
     disk = shutil.disk_usage(existing)
     if disk.free - nbytes < min(_KEPT_FREE, disk.total // 20):
         return f"little space is left on the disk: {disk.free:,} of {disk.total:,} bytes are free"
@@ -40,10 +40,10 @@ class AppendedFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         """Append data; raises OSError, also if the file was deleted."""
-        left = memoryview(data).cast("B")
-        count = len(left)
-        while left:
-            left = left[super().write(left) :]
+        remaining = memoryview(data).cast("B")
+        count = len(remaining)
+        while remaining:
+            remaining = remaining[super().write(remaining) :]
         if os.fstat(self.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written", str(self.name))
         return count

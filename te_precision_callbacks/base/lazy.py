@@ -34,8 +34,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], object], Callable[[], list
     def getattr_(name: str) -> object:
         if name.startswith("__") or name not in origins():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, own = origins()[name]
-        return getattr(importlib.import_module(module), own)
+        module, original_name = origins()[name]
+        return getattr(importlib.import_module(module), original_name)
 
     def dir_() -> list[str]:
         return sorted({*vars(sys.modules[package]), *origins()})

@@ -31,9 +31,9 @@ class Replacements:
 
     def restore(self) -> None:
         while self._saved:
-            owner, name, before, value = self._saved.pop()
+            owner, name, original, value = self._saved.pop()
             if not self._keeps_later or vars(owner).get(name) is value:
-                set_attribute(owner, name, before)
+                set_attribute(owner, name, original)
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
@@ -57,19 +57,19 @@ class BeforeCalls:
         before: a bound method, which is weakly referenced.
     """
 
-    def __init__(self, owner: Any, name: str, before: Callable[..., None]) -> None:
+    def __init__(self, owner: Any, name: str, before_call: Callable[..., None]) -> None:
         self.owner = owner
         self._name = name
         self._own = getattr(owner, name)
-        self._before = weakref.WeakMethod(before)
+        self._before = weakref.WeakMethod(before_call)
         functools.update_wrapper(self, self._own, updated=())  # not __dict__: _own may be another BeforeCalls
         self._saved = Replacements(keeps_later=True)
         self._saved.replace(owner, name, self)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        before = self._before()
-        if before is not None:
-            before(*args, **keywords)
+        before_call = self._before()
+        if before_call is not None:
+            before_call(*args, **keywords)
         return self._own(*args, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:

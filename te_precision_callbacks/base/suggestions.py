@@ -53,9 +53,9 @@ _MEANT: Mapping[str, tuple[str, ...]] = {
 """Words of users -> words of a config."""
 
 
-def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Return entries of ``known`` that are similar to ``word``, contain it, or are synonyms; best first."""
-    by_folded = {candidate.casefold(): candidate for candidate in known}
+def nearest(word: str, candidates: Iterable[str], most: int = 3) -> list[str]:
+    """Return entries of ``candidates`` that are similar to ``word``, contain it, or are synonyms; best first."""
+    by_folded = {candidate.casefold(): candidate for candidate in candidates}
     folded = word[:_LONGEST_WORD].casefold()
     if folded in _MEANT:
         return [by_folded[other] for other in _MEANT[folded] if other in by_folded]
@@ -64,10 +64,10 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
     return [by_folded[match] for match in dict.fromkeys((*having, *close))][:most]
 
 
-def with_common_part(word: str, known: Iterable[str]) -> list[str]:
-    """Return up to 3 entries of ``known`` that share a part, such as qkv, with ``word``."""
+def with_common_part(word: str, candidates: Iterable[str]) -> list[str]:
+    """Return up to 3 entries of ``candidates`` that share a part, such as qkv, with ``word``."""
     parts = _parts(word[:_LONGEST_WORD].casefold())
-    return [candidate for candidate in known if parts & _parts(candidate.casefold())][:3]
+    return [candidate for candidate in candidates if parts & _parts(candidate.casefold())][:3]
 
 
 def _parts(word: str) -> set[str]:
@@ -85,12 +85,12 @@ def meant_for(key: str, present: Iterable[object]) -> str:
     return ""
 
 
-def suggestion(word: str, known: Iterable[str], known_as: str = "Known") -> str:
+def suggestion(word: str, candidates: Iterable[str], known_as: str = "Known") -> str:
     """Return ``" Did you mean ...?"`` if a known word is similar, else a sentence that lists known words."""
-    known = list(known)
-    close = nearest(word, known)
+    candidates = list(candidates)
+    close = nearest(word, candidates)
     if close:
         return f" Did you mean {' or '.join(map(shown, close))}?"
-    if known:
-        return f" {known_as}: {', '.join(first_of(sorted(known), 60))}."
+    if candidates:
+        return f" {known_as}: {', '.join(first_of(sorted(candidates), 60))}."
     return ""

@@ -49,10 +49,10 @@ _SEPARATED = re.compile(r"(?<=[\w})\]][._/])(?=[^\W\d]|{)")
 
 
 def table(*columns: str) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    rich_table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
+        rich_table.add_column(column, overflow="fold")
+    return rich_table
 
 
 def is_terminal() -> bool:
@@ -78,34 +78,34 @@ def show(what: RenderableType, optional: Sequence[str] = ()) -> None:
     typer.echo("\n".join(line.rstrip(" ") for line in captured.get().split("\n")), nl=False)
 
 
-def _least_width(made: Table) -> int:
+def _least_width(rich_table: Table) -> int:
     """Return the smallest width of a table without broken words, except in long names."""
     width = 0
-    for column in made.columns:
+    for column in rich_table.columns:
         words = " ".join([str(column.header), *map(str, column.cells)]).split()
         width += 3 + min(max(map(cell_len, words), default=0), _NAME)
     return width
 
 
-def _narrow(made: Table, width: int, optional: Iterable[str]) -> list[str]:
+def _narrow(rich_table: Table, width: int, optional: Iterable[str]) -> list[str]:
     """Leave out optional columns until a table fits, if it then fits; return their names."""
-    all_columns = list(made.columns)
+    all_columns = list(rich_table.columns)
     left_out = []
     for name in optional:
-        if _least_width(made) > width:
-            made.columns = [column for column in made.columns if column.header != name]
+        if _least_width(rich_table) > width:
+            rich_table.columns = [column for column in rich_table.columns if column.header != name]
             left_out.append(name)
-    if _least_width(made) <= width:
+    if _least_width(rich_table) <= width:
         return left_out
-    made.columns = all_columns
+    rich_table.columns = all_columns
     return []
 
 
-def _show_rows(made: Table) -> None:
+def _show_rows(rich_table: Table) -> None:
     """Print each row of a table as a paragraph: on a narrow terminal, columns would break words."""
-    for row in zip(*(column.cells for column in made.columns), strict=True):
+    for row in zip(*(column.cells for column in rich_table.columns), strict=True):
         cells = []
-        for column, value in zip(made.columns, map(str, row), strict=True):
+        for column, value in zip(rich_table.columns, map(str, row), strict=True):
             if value:
                 lines = ", ".join(value.splitlines())
                 cells.append(f"{column.header}: {lines}".removeprefix(": "))

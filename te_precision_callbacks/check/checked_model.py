@@ -158,10 +158,12 @@ def check_model(
     if tokens is not None and tokens < 1:
         raise OptionError(f"tokens={tokens} must be 1 or more: the tokens of a step on one rank.")
     check_value("observe", observe)
-    made = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    used_recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     contract = read_requirements(require)
-    is_wanted = recipe != NONE and made is not None
-    return _Check(model, with_early_steps(config), made, tokens, contract, observe, is_wanted, allow_unmatched).check()
+    is_wanted = recipe != NONE and used_recipe is not None
+    return _Check(
+        model, with_early_steps(config), used_recipe, tokens, contract, observe, is_wanted, allow_unmatched
+    ).check()
 
 
 @dataclass
@@ -288,7 +290,9 @@ class _Check:
         for name, section in self._sections.items():
             effects = {feature: effect.at(iteration) for feature, effect in section.effects.items()}
             sections[name] = replace(section, effects=effects)
-        acting_now = {layer: [sections[section.name] for section in own] for layer, own in acting.items()}
+        acting_now = {
+            layer: [sections[section.name] for section in layer_sections] for layer, layer_sections in acting.items()
+        }
         return plan_products(
             self._model,
             self._modules,
@@ -327,8 +331,8 @@ class _Check:
         refused = RefusedLayers(strict=False)
         effects = {name: tuple(section.effects.values()) for name, section in self._sections.items()}
         plan = refused.leave(drafted.plan, self._model, self._modules, effects, self._on_fused_path(drafted.plan))
-        kept = {entry.layer.name for entry in plan.layers}
-        names_left = [entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in kept]
+        planned_names = {entry.layer.name for entry in plan.layers}
+        names_left = [entry.layer.name for entry in drafted.plan.layers if entry.layer.name not in planned_names]
         for why, names in group_by_key((refused.why(name), name) for name in names_left).items():
             text = (
                 f"No feature can act on {join_names(names)}, because Transformer Engine's debug path does not support"
@@ -357,9 +361,9 @@ class _Check:
                 for feature, effect in section.effects.items():
                     if effect.needs_recipe not in ("", name):
                         needing.append(((section.place(NAMESPACE, feature), feature, effect.needs_recipe), layer))
-        for (place, feature, needed), names in group_by_key(needing).items():
+        for (where, feature, needed), names in group_by_key(needing).items():
             text = (
-                f"{place}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {name or 'none'}."
+                f"{where}: {feature} on {join_names(names)} needs the recipe {needed}, and fails with {name or 'none'}."
             )
             yield PlanFinding("recipe", text, tuple(names))
         # Read from Transformer Engine 2.20.2: pytorch/module/linear.py and grouped_linear.py.

@@ -26,6 +26,7 @@ from te_precision_callbacks.base.garbage import without_collections
 from te_precision_callbacks.base.notices import collect_warnings
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES
+from te_precision_callbacks.te.package import warn_unless_supported
 
 if TYPE_CHECKING:
     from te_precision_callbacks.check.checked_model import CheckedModel
@@ -119,7 +120,7 @@ def check_command(
 
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the planned GPU if there is none.
     """
-    of_plan = {
+    plan_options = {
         "--recipe": recipe,
         "--tokens": tokens,
         "--require": require,
@@ -129,7 +130,7 @@ def check_command(
         "--speed": speed,
     }
     if model is None:
-        _refuse(of_plan, "also give --model: this option is for a plan")
+        _refuse(plan_options, "also give --model: this option is for a plan")
     if same_as is None:
         _refuse({"--alignment": alignment}, "an alignment is for --same-as")
     if speed is not None and tokens is None:
@@ -138,16 +139,13 @@ def check_command(
     if model is None:
         _show_config(config, loaded, warnings, as_json=as_json)
         return
-    from te_precision_callbacks.check.printing import as_json as plan_as_json
-    from te_precision_callbacks.check.printing import show
-    from te_precision_callbacks.speed.devices import device_named
-    from te_precision_callbacks.speed.expected import estimate_step
-    from te_precision_callbacks.speed.expected import show as show_times
+    from te_precision_callbacks.check import printing
+    from te_precision_callbacks.speed import devices, expected
 
     device = None
     capability = None
     if speed is not None:
-        device = device_named(speed)
+        device = devices.device_named(speed)
         capability = device.capability
         if recipe and recipe in RECIPES:
             device.check_recipe(recipe)  # its error names a recipe for this device
@@ -166,18 +164,18 @@ def check_command(
     checked = replace(checked, notes=(*warnings, *more, *checked.notes))
     times = None
     if device is not None:
-        times = estimate_step(checked.coverage, device)
+        times = expected.estimate_step(checked.coverage, device)
     if as_json:
-        content = {"config": config, "errors": [], **plan_as_json(checked, model, made_on)}
+        content = {"config": config, "errors": [], **printing.as_json(checked, model, made_on)}
         if times is not None:
             content["speed"] = times.as_json()
         terminal.show_json(content)
     else:
         terminal.show_text(_first_line(config, loaded, len(checked.findings), checked.undecided))
-        show(checked, model, made_on)
+        printing.show(checked, model, made_on)
         if times is not None:
             typer.echo()
-            show_times(times)
+            expected.show(times)
     if checked.findings:
         raise typer.Exit(1)
 
@@ -235,30 +233,25 @@ def plan_function(
 ) -> tuple[CheckedModel, str]:
     """Plan the model that a function builds, with further arguments of check_model; returns the plan and the device."""
     install_backend(capability)
-    from te_precision_callbacks.te.package import warn_unless_supported
-
     warn_unless_supported()
-    from te_precision_callbacks.check.checked_model import check_model
-    from te_precision_callbacks.check.factory import build_model, recipe_by_name
+    from te_precision_callbacks.check import checked_model, factory
 
-    recipe_by_name(recipe)  # reports an unknown name before building a model
-    model, device = build_model(spec)
-    return check_model(model, recipe=recipe, **keywords), device
+    factory.recipe_by_name(recipe)  # reports an unknown name before building a model
+    model, device = factory.build_model(spec)
+    return checked_model.check_model(model, recipe=recipe, **keywords), device
 
 
 def _contract(require: str | None, same_as: str | None, alignment: Path | None) -> Contract | None:
     from te_precision_callbacks.config.contract import Contract
-    from te_precision_callbacks.maps.alignment import read_alignment
-    from te_precision_callbacks.maps.comparing import SameAs, read_requirements
-    from te_precision_callbacks.maps.precision_map import MapError
-    from te_precision_callbacks.maps.sources import open_map
+    from te_precision_callbacks.maps import alignment as alignments
+    from te_precision_callbacks.maps import comparing, precision_map, sources
 
-    contract = read_requirements(require)
+    contract = comparing.read_requirements(require)
     if same_as is None:
         return contract
     if contract is not None and contract.same_as is not None:
-        raise MapError("--require has a contract with same_as, so --same-as must not name another map.")
-    required = SameAs(open_map(same_as), read_alignment(alignment))
+        raise precision_map.MapError("--require has a contract with same_as, so --same-as must not name another map.")
+    required = comparing.SameAs(sources.open_map(same_as), alignments.read_alignment(alignment))
     return (contract or Contract.model_validate({})).model_copy(update={"same_as": required})
 
 

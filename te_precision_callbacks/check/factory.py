@@ -102,25 +102,25 @@ def _call(function: Callable[[], Any], spec: str, expected: _Expected) -> Any:
         raise expected.error(f"{format_failure(f'{shown(spec)} failed', error)} {expected.spelling}") from error
 
 
-def _module(made: object, spec: str) -> torch.nn.Module:
-    if isinstance(made, torch.nn.Module):
-        return made
-    raise ModelFactoryError(f"{shown(spec)} has returned {shown(made)}. {_MODEL.spelling}")
+def _module(returned: object, spec: str) -> torch.nn.Module:
+    if isinstance(returned, torch.nn.Module):
+        return returned
+    raise ModelFactoryError(f"{shown(spec)} has returned {shown(returned)}. {_MODEL.spelling}")
 
 
 def format_failure(what: str, error: BaseException) -> str:
     """Format an exception, with the last line of the user's code in its traceback."""
     text = f"{what}: {type(error).__name__}: {shorten(str(error))}"
-    place = _place(error)
-    if place:
-        return f"{text} ({place})."
+    location = _place(error)
+    if location:
+        return f"{text} ({location})."
     return f"{text}."
 
 
 def _place(error: BaseException) -> str:
-    others = (os.path.dirname(os.path.dirname(__file__)), sys.prefix, sys.base_prefix, "<")
+    other_folders = (os.path.dirname(os.path.dirname(__file__)), sys.prefix, sys.base_prefix, "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(others) and "site-packages" not in frame.filename:
+        if not frame.filename.startswith(other_folders) and "site-packages" not in frame.filename:
             return f"{frame.filename}, line {frame.lineno}: {frame.line}"
     return ""
 

@@ -21,6 +21,7 @@ from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.check.command import Alignment, install_backend, plan_function
+from te_precision_callbacks.layers.folding import fold_names, form_of
 
 if TYPE_CHECKING:
     from te_precision_callbacks.maps.comparing import MapComparison
@@ -78,13 +79,12 @@ def map_command(
     as_json: Json = False,
 ) -> None:
     """Show the format of each module and its origin; of two sources, the modules that only one of them quantizes."""
-    from te_precision_callbacks.maps.alignment import read_alignment
-    from te_precision_callbacks.maps.comparing import compare_maps
-    from te_precision_callbacks.maps.tool_files import Surroundings
+    from te_precision_callbacks.maps import alignment as alignments
+    from te_precision_callbacks.maps import comparing, tool_files
 
     if b is None and alignment is not None:
         raise typer.BadParameter("an alignment is for two sources", param_hint="--alignment")
-    around = Surroundings(engine, recipe, bf16_layers)
+    around = tool_files.Surroundings(engine, recipe, bf16_layers)
     first = _open(a, modules, around)
     if b is None:
         has_findings = bool(first.findings)
@@ -93,7 +93,7 @@ def map_command(
         else:
             _show_map(first)
     else:
-        comparison = compare_maps(first, _open(b, modules, around), read_alignment(alignment))
+        comparison = comparing.compare_maps(first, _open(b, modules, around), alignments.read_alignment(alignment))
         has_findings = bool(comparison.broken or comparison.a.findings or comparison.b.findings)
         if as_json:
             sides = {"a": comparison.a.as_json(), "b": comparison.b.as_json()}
@@ -131,7 +131,6 @@ def _plan(spec: str, recipe: str) -> PrecisionMap:
 
 
 def _show_map(shown: PrecisionMap) -> None:
-    from te_precision_callbacks.layers.folding import fold_names, form_of
     from te_precision_callbacks.maps.comparing import fold_said
 
     terminal.show_text(f"{shown.source}: {many(len(shown.modules), 'module')} with weights.")
@@ -161,12 +160,12 @@ def _show_comparison(comparison: MapComparison) -> None:
     terminal.show_text(f"{many(comparison.compared, 'pair')} of modules compared: {differing}.")
     for tensor, count in comparison.not_said.items():
         terminal.show_text(f"Not compared: the {tensor} of {many(count, 'pair')}, which a side does not say.")
-    left = {
+    names_by_title = {
         "Allowed to differ": comparison.allowed,
         "Not compared, only in A": comparison.only_a,
         "Not compared, only in B": comparison.only_b,
     }
-    for title, names in left.items():
+    for title, names in names_by_title.items():
         if names:
             terminal.show_text(f"{title}: {join_names(names)}.")
     findings = (*comparison.a.findings, *comparison.b.findings)

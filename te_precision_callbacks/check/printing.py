@@ -46,8 +46,8 @@ class PlannedLayers:
         )
         texts = []
         for why, gemms in by_reason.items():
-            of_gemms = "" if gemms == running else f"{', '.join(gemms)}: "
-            texts.append(f"{of_gemms}{why}")
+            gemm_names = "" if gemms == running else f"{', '.join(gemms)}: "
+            texts.append(f"{gemm_names}{why}")
         return "; ".join(texts)
 
 

@@ -24,8 +24,16 @@ from te_precision_callbacks.cli.manual.command import features_command, statisti
 from te_precision_callbacks.diagnosis.command import diagnose_command, rules_command
 from te_precision_callbacks.dumps.command import app as dumps
 from te_precision_callbacks.reference import inherited
-from te_precision_callbacks.reference.launch import Backend
+from te_precision_callbacks.reference.launch import (
+    Backend,
+    CommandError,
+    launch,
+    module_command,
+    plan_launch,
+    script_command,
+)
 from te_precision_callbacks.search.command import search_command
+from te_precision_callbacks.startup import watch_environment
 from te_precision_callbacks.te.environment import LAUNCH_VARIABLE
 from te_precision_callbacks.views.compare.command import SeveralRuns, compare_command
 from te_precision_callbacks.views.report.command import report_command
@@ -41,8 +49,8 @@ app = typer.Typer(
 app.add_typer(dumps)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"te-precision-callbacks {version('te-precision-callbacks')}")
         raise typer.Exit
 
@@ -111,14 +119,6 @@ def run(
     The environment variable TE_PRECISION_REFERENCE_CAPABILITY (9.0 or 10.0) chooses the GPU that the reference backend
     emulates. The exit code is the script's own.
     """
-    from te_precision_callbacks.reference.launch import (
-        CommandError,
-        launch,
-        module_command,
-        plan_launch,
-        script_command,
-    )
-
     runner = ("-m", "te_precision_callbacks.startup") if watch else ()
     try:
         command = module_command(script, runner) if module else script_command(script, runner)
@@ -129,7 +129,6 @@ def run(
     plan = plan_launch(backend)
     variables = {**plan.environment, LAUNCH_VARIABLE: secrets.token_hex(8)}
     if watch:
-        from te_precision_callbacks.startup import watch_environment
         from te_precision_callbacks.watch import read_options
 
         variables = {**variables, **watch_environment(read_options(config, log_dir, settings or []))}
@@ -158,7 +157,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     reads = bool(_READERS.intersection(sys.argv[1:2]))
     # In a pipe to head, the exit code 1 would mean that a problem was found in the run.
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if reads and hasattr(signal, "SIGPIPE") else None
+    handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if reads and hasattr(signal, "SIGPIPE") else None
     try:
         app()
     except OSError as error:
@@ -179,10 +178,10 @@ def main() -> None:
             " file is damaged, or this is a bug in te-precision-callbacks: please report it."
         )
     finally:
-        if before is not None:
+        if handler is not None:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
-            signal.signal(signal.SIGPIPE, before)
+            signal.signal(signal.SIGPIPE, handler)
 
 
 def _end(message: str) -> NoReturn:

@@ -32,7 +32,7 @@ class ReadOptions(dict[str, Any]):
         return type(self), (dict(self), self.schema)
 
 
-def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOptions]:
+def read_features(features: Mapping[str, Any], location: Where) -> dict[str, ReadOptions]:
     """Validate the enabled features of a section that have a schema.
 
     Custom features and disabled features are ignored. If ``enabled`` is invalid, which is reported elsewhere, the other
@@ -56,15 +56,15 @@ def read_features(features: Mapping[str, Any], place: Where) -> dict[str, ReadOp
             written = {**written, "enabled": True}
             for key in misspelt:
                 written.pop(key, None)
-        written = _without_gemms(schema, name, written, place)
+        written = _without_gemms(schema, name, written, location)
         with problems.collecting():
-            read[name] = ReadOptions(written, read_options(schema, name, written, place))
+            read[name] = ReadOptions(written, read_options(schema, name, written, location))
     problems.raise_any()
     return read
 
 
 def _without_gemms(
-    schema: type[FeatureSchema], feature: str, written: Mapping[str, Any], place: Where
+    schema: type[FeatureSchema], feature: str, written: Mapping[str, Any], location: Where
 ) -> Mapping[str, Any]:
     """Remove GEMMs from lists of tensors.
 
@@ -76,37 +76,37 @@ def _without_gemms(
         return written
     tensors = names(schema.model_fields["tensors"])
     gemms = [entry for entry in listed if entry in GEMMS and entry not in tensors]
-    kept = [entry for entry in listed if entry not in gemms]
-    if not gemms or not kept:
+    kept_tensors = [entry for entry in listed if entry not in gemms]
+    if not gemms or not kept_tensors:
         return written
     for gemm in gemms:
         result = RESULT[gemm]
         logger.warning(
             "%s: 'tensors' of %s has %r, which is a GEMM, not a tensor: it is ignored, as in Transformer Engine.%s",
-            place(feature, "tensors"),
+            location(feature, "tensors"),
             shown(feature),
             gemm,
             f" Its result is {result!r}." if result in tensors else "",
         )
-    return {**written, "tensors": kept}
+    return {**written, "tensors": kept_tensors}
 
 
-def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], place: Where) -> FeatureSchema:
+def read_options(schema: type[FeatureSchema], name: str, options: Mapping[str, Any], location: Where) -> FeatureSchema:
     try:
         return schema.model_validate(dict(options))
     except ValidationError as error:
-        problems = (_problem(schema, name, place, details) for details in error.errors(include_url=False))
+        problems = (_problem(schema, name, location, details) for details in error.errors(include_url=False))
         raise ConfigError(*problems) from None
 
 
-def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: Any) -> str:
+def _problem(schema: type[FeatureSchema], feature: str, location: Where, details: Any) -> str:
     kind = details["type"]
     value = details["input"]
     cause = details.get("ctx", {}).get("error")
     keys: KeyPath = (*details["loc"], *getattr(cause, "keys", ()))
     if kind == "invalid_key":  # a key that is not a str; in `loc` it looks like a list index
         keys = (*keys[:-1], str(value))
-    where = place(feature, *keys)
+    where = location(feature, *keys)
     if kind in ("extra_forbidden", "invalid_key"):
         text = f"{where}: {_subject(feature, keys[:-1])} has no key {shown(keys[-1])}"
         if kind == "extra_forbidden":
@@ -137,17 +137,17 @@ def _problem(schema: type[FeatureSchema], feature: str, place: Where, details: A
 def _elsewhere(schema: type[FeatureSchema], feature: str, keys: KeyPath) -> str:
     by_path = levels(schema)
     key = keys[-1]
-    others = [path for path, level in by_path.items() if key in level.model_fields]
-    own = by_path[_level(keys[:-1])].model_fields
+    other_paths = [path for path, level in by_path.items() if key in level.model_fields]
+    level_keys = by_path[_level(keys[:-1])].model_fields
     takers = [name for name, other in FEATURES.items() if key in other.model_fields]
-    if takers and not others:  # a key of another feature is not a typo
-        return f" Its keys are: {', '.join(sorted(own))}. {key!r} is a key of {', '.join(takers)}."
-    near = suggestion(str(key), own, known_as="Its keys are")
-    if not others:
+    if takers and not other_paths:  # a key of another feature is not a typo
+        return f" Its keys are: {', '.join(sorted(level_keys))}. {key!r} is a key of {', '.join(takers)}."
+    near = suggestion(str(key), level_keys, known_as="Its keys are")
+    if not other_paths:
         return near
-    if not others[0]:
+    if not other_paths[0]:
         return f" It belongs to {feature!r} itself.{near}"
-    return f" It belongs in the items of {others[0][-1]!r}.{near}"
+    return f" It belongs in the items of {other_paths[0][-1]!r}.{near}"
 
 
 def _level(keys: KeyPath) -> tuple[str, ...]:

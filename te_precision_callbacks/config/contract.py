@@ -111,12 +111,12 @@ def _entries(data: Any) -> Mapping[Any, Any]:
 
 def _one_of(words: Iterable[str], problem: str) -> PlainValidator:
     """Validate that a value is one of some words; ``problem`` has a placeholder for the value."""
-    known = list(words)
+    choices = list(words)
 
     def check(value: Any) -> str:
-        if isinstance(value, str) and value in known:
+        if isinstance(value, str) and value in choices:
             return value
-        raise ValueError(f"{problem.format(shown(value))}.{suggestion(str(value), known)}")
+        raise ValueError(f"{problem.format(shown(value))}.{suggestion(str(value), choices)}")
 
     return PlainValidator(check)
 
@@ -177,14 +177,14 @@ def read_contract(source: ContractSource) -> Contract | None:
         return source
     if isinstance(source, os.PathLike) or (isinstance(source, str) and source.endswith((".yaml", ".yml"))):
         twice = Problems()
-        data, places = read_yaml(Path(source).expanduser(), twice, "contract")
+        data, locate = read_yaml(Path(source).expanduser(), twice, "contract")
         twice.raise_any()
         if not isinstance(data, Mapping) or set(data) != {CONTRACT}:
             raise ConfigError(
-                f"{places.name} is not a contract: the file must have the key {CONTRACT!r}, and below it 'share',"
+                f"{locate.name} is not a contract: the file must have the key {CONTRACT!r}, and below it 'share',"
                 " 'layers', 'state', 'same_as' or 'by_step'."
             )
-        return _read(data[CONTRACT], lambda *keys: places(CONTRACT, *keys))
+        return _read(data[CONTRACT], lambda *keys: locate(CONTRACT, *keys))
     if isinstance(source, str):
         return _read({"share": source}, lambda *keys: "require=")
     if isinstance(source, Mapping):
@@ -197,27 +197,27 @@ def read_contract(source: ContractSource) -> Contract | None:
     )
 
 
-def _read(data: Any, place: Callable[..., str]) -> Contract:
+def _read(data: Any, locate: Callable[..., str]) -> Contract:
     if not isinstance(data, Mapping):
         raise ConfigError(
-            f"{place()}: a contract is a mapping of {', '.join(map(repr, Contract.model_fields))}, not {shown(data)}."
+            f"{locate()}: a contract is a mapping of {', '.join(map(repr, Contract.model_fields))}, not {shown(data)}."
         )
     try:
         contract = Contract.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(*(_problem(details, place) for details in error.errors(include_url=False))) from None
+        raise ConfigError(*(_problem(details, locate) for details in error.errors(include_url=False))) from None
     if not (contract.share or contract.layers or contract.state or contract.same_as):
-        raise ConfigError(f"{place()}: the contract is empty. Add 'share', 'layers', 'state' or 'same_as'.")
+        raise ConfigError(f"{locate()}: the contract is empty. Add 'share', 'layers', 'state' or 'same_as'.")
     return contract
 
 
-def _problem(details: Any, place: Callable[..., str]) -> str:
+def _problem(details: Any, locate: Callable[..., str]) -> str:
     keys = [key for key in details["loc"] if key != "[key]"]
-    known = Contract.model_fields
-    where = place(*keys)
+    contract_keys = Contract.model_fields
+    where = locate(*keys)
     key = keys[0]
-    if key not in known:
-        return f"{where}: a contract has no key {shown(key)}.{suggestion(str(key), known)}"
+    if key not in contract_keys:
+        return f"{where}: a contract has no key {shown(key)}.{suggestion(str(key), contract_keys)}"
     if details["type"] == "value_error":
         return f"{where}{' ' if key == 'share' else ': '}{details['ctx']['error']}"
-    return f"{where}: {key!r} must be {known[key].description}, not {shown(details['input'])}."
+    return f"{where}: {key!r} must be {contract_keys[key].description}, not {shown(details['input'])}."

@@ -49,21 +49,21 @@ def require_equal(config: FlatConfig, iteration: int, ranks: Ranks) -> None:
     """Require equal configs and first iterations on all ranks. Otherwise all ranks raise a ConfigError or a
     SessionError.
     """
-    of_rank = ranks.differing((int(config_hash(config)[:13], 16), iteration), "configs")  # 52 bits of the hash
-    hashes = list(dict.fromkeys(number for number, _ in of_rank.values()))
+    begun = ranks.differing((int(config_hash(config)[:13], 16), iteration), "configs")  # 52 bits of the hash
+    hashes = list(dict.fromkeys(number for number, _ in begun.values()))
     if len(hashes) > 1:
         configs = ranks.pool([tuple(config.items())], "texts of configs", tuple[tuple[str, Any], ...])
         if len(configs) < 2:  # a rank was lost in the meantime
             return
-        names = {rank: f"config {1 + hashes.index(number)}" for rank, (number, _) in of_rank.items()}
+        names = {rank: f"config {1 + hashes.index(number)}" for rank, (number, _) in begun.items()}
         raise ConfigError(
             f"The ranks have different configs: {format_by_rank(names)}."
             f" First difference: {difference(dict(configs[0]), dict(configs[-1]))}. Give all ranks the same config,"
             " or set reduce=False."
         )
-    if of_rank:
+    if begun:
         raise SessionError(
             "The ranks start at different iterations:"
-            f" {format_by_rank({rank: f'iteration {begun}' for rank, (_, begun) in of_rank.items()})}. Give all ranks"
+            f" {format_by_rank({rank: f'iteration {first}' for rank, (_, first) in begun.items()})}. Give all ranks"
             " the same start_step, or resume them from the same checkpoint."
         )

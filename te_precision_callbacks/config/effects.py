@@ -47,9 +47,9 @@ class Effect:
 
     def steps(self, gemm: str, tensor: str = "") -> tuple[Schedule, ...]:
         acting = []
-        for (of_gemm, of_tensor), schedule in self.schedules.items():
-            is_for_tensor = not tensor or of_tensor in ("", tensor)
-            if is_for_tensor and of_gemm in ("", gemm):
+        for (effect_gemm, effect_tensor), schedule in self.schedules.items():
+            is_for_tensor = not tensor or effect_tensor in ("", tensor)
+            if is_for_tensor and effect_gemm in ("", gemm):
                 acting.append(schedule)
         return tuple(dict.fromkeys(acting)) or (EVERY_STEP,)
 
@@ -79,23 +79,25 @@ def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
         for schedule in effect.schedules.values():
             for start, end in schedule.intervals:
                 bounds |= {start, end + 1}
-    alike: dict[tuple[tuple[tuple[Pair, ...], tuple[str, ...]], ...], list[tuple[int, float]]] = {}
+    intervals_of_effects: dict[tuple[tuple[tuple[Pair, ...], tuple[str, ...]], ...], list[tuple[int, float]]] = {}
     for begin, following in itertools.pairwise(sorted(bounds)):
         first = int(begin)
         doing = []
         for effect in acting:
-            now = effect.at(first)
-            doing.append((now.modifies, now.high_precision))
-        intervals = alike.setdefault(tuple(doing), [])
+            step_effects = effect.at(first)
+            doing.append((step_effects.modifies, step_effects.high_precision))
+        intervals = intervals_of_effects.setdefault(tuple(doing), [])
         if intervals and intervals[-1][1] == first - 1:
             first = intervals.pop()[0]
         intervals.append((first, following - 1))
-    spans = sorted(alike.items(), key=lambda entry: sum(len(pairs) + len(high) for pairs, high in entry[0]))
+    spans = sorted(
+        intervals_of_effects.items(), key=lambda entry: sum(len(pairs) + len(high) for pairs, high in entry[0])
+    )
     return {str(Schedule(intervals=tuple(intervals))): intervals[0][0] for _, intervals in spans}
 
 
-def _meets(some: Iterable[Schedule], others: Sequence[Schedule]) -> bool:
-    return any(schedule.meets(other) for schedule, other in itertools.product(some, others))
+def _meets(some: Iterable[Schedule], other_schedules: Sequence[Schedule]) -> bool:
+    return any(schedule.meets(other) for schedule, other in itertools.product(some, other_schedules))
 
 
 class Acting(Protocol):
@@ -115,11 +117,11 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
     for section in sections:
         acting += [(section, feature, effect) for feature, effect in section.effects.items()]
     for number, (section, feature, effect) in enumerate(acting):
-        for owner, other, others in acting[:number]:
+        for owner, other, other_effect in acting[:number]:
             here = section.place(NAMESPACE, feature)
             there = owner.place(NAMESPACE, other)
-            shared = [pair for pair in effect.modifies if pair in others.modifies]
-            both = next((pair for pair in shared if _meets(effect.steps(*pair), others.steps(*pair))), None)
+            shared = [pair for pair in effect.modifies if pair in other_effect.modifies]
+            both = next((pair for pair in shared if _meets(effect.steps(*pair), other_effect.steps(*pair))), None)
             if both is not None:
                 gemm, tensor = both
                 yield (
@@ -128,7 +130,7 @@ def conflicts(sections: Iterable[Acting], layers: str) -> Iterator[str]:
                     " two different layers or steps."
                 )
                 continue
-            disputed = _find_conflict(effect, others)
+            disputed = _find_conflict(effect, other_effect)
             if disputed is not None:
                 verb = "quantizes tensors of"
                 opposite = "runs that GEMM in high precision"

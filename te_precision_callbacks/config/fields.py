@@ -91,7 +91,7 @@ def _error_for(
     entry: object,
     error: UnknownStatisticError,
     names: Sequence[str],
-    known: Sequence[str],
+    known_statistics: Sequence[str],
     *,
     other_feature: str,
 ) -> ValueError:
@@ -101,7 +101,7 @@ def _error_for(
     if isinstance(entry, Mapping):
         return ValueError(f"has {shown(entry)}: {reason}.")
     near = isinstance(entry, str) and nearest(entry, names)
-    hint = suggestion(str(entry), names if near else known, known_as="The statistics are")
+    hint = suggestion(str(entry), names if near else known_statistics, known_as="The statistics are")
     return ValueError(f"has {shown(entry)}: {reason}.{hint}")
 
 
@@ -109,9 +109,9 @@ def _tensor_statistic(entry: Any) -> Request:
     try:
         return tensor_request(entry)
     except UnknownStatisticError as error:
-        known = (*TENSOR_STATISTICS, BLOCKWISE)
+        tensor_statistics = (*TENSOR_STATISTICS, BLOCKWISE)
         other = "LogFp8TensorStats" if is_quantized_name(entry) else ""
-        raise _error_for(entry, error, known, known, other_feature=other) from error
+        raise _error_for(entry, error, tensor_statistics, tensor_statistics, other_feature=other) from error
 
 
 def _quantized_statistic(entry: Any, *, default_recipe: str = OWN_RECIPE) -> Request:
@@ -213,7 +213,7 @@ def words(field: FieldInfo) -> str:
     if is_list(field):
         entries = _find_words(_plain(get_args(kind)[0])[1]) or ", ".join(names(field))
         if item := item_of(field):
-            required = next(key for key, of_item in item.model_fields.items() if of_item.is_required())
+            required = next(key for key, item_field in item.model_fields.items() if item_field.is_required())
             entries = f"mappings with {required!r}"
         return f"a list of {entries}"
     if choices := names(field):

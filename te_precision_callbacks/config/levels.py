@@ -164,10 +164,10 @@ class Target(Generic[HeldT_co]):
 
 def options_for(targets: Iterable[Target[HeldT_co]], tensor: str | None, gemm: str | None) -> list[HeldT_co]:
     """Return the options for a call, one per target of its tensor; without a tensor, only the first."""
-    of_gemm = (target for target in targets if gemm is None or target.gemm in (gemm, None))
+    gemm_targets = (target for target in targets if gemm is None or target.gemm in (gemm, None))
     if tensor is None:
-        return [target.options for target in of_gemm][:1]
-    return [target.options for target in of_gemm if target.tensor in (tensor, None)]
+        return [target.options for target in gemm_targets][:1]
+    return [target.options for target in gemm_targets if target.tensor in (tensor, None)]
 
 
 class FeatureSchema(Level):

@@ -142,33 +142,33 @@ def load_config(
     Raises:
         ConfigError: the config cannot be read or is invalid; lists all problems of the sections.
     """
-    known = known_features(feature.__name__ for feature in features or ())
-    others = features is None or bool(feature_dirs)
+    registered = known_features(feature.__name__ for feature in features or ())
+    allows_unknown = features is None or bool(feature_dirs)
     problems = Problems()
     if isinstance(source, Config):
         for section in source.enabled_sections:
             with problems.collecting():
-                resolve_features(section, known, others=others)
+                resolve_features(section, registered, allows_unknown=allows_unknown)
         problems.raise_any()
         return source
     path = None
     data: Any = source
     if source is None:
         data = DEFAULT_CONFIG
-        places = Places("the default config")
+        locate = Places("the default config")
     elif isinstance(source, Mapping):
-        places = Places("the config mapping")
+        locate = Places("the config mapping")
     elif not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"A config must be a path, a mapping or None, not {type(source).__name__} {shown(source)}.")
     elif source == "":  # Path("") would be the current folder
         raise ConfigError("The config's path is empty. Give the path of a YAML file, a mapping, or None.")
     else:
         path = Path(source).expanduser()
-        data, places = read_yaml(path, problems)
+        data, locate = read_yaml(path, problems)
     if not isinstance(data, Mapping):
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise ConfigError(
-            f"{places.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
+            f"{locate.name} {what}; a config is a mapping of section names to sections, each with 'enabled', 'layers'"
             " and features."
         )
     sections: list[Section] = []
@@ -178,46 +178,46 @@ def load_config(
             if key == LAYER_NAMES and not isinstance(body, Mapping):
                 if body not in get_args(LayerNames):
                     raise ConfigError(
-                        f"{places(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be"
+                        f"{locate(LAYER_NAMES)}: {LAYER_NAMES!r} beside the sections must be"
                         f" {' or '.join(map(repr, get_args(LayerNames)))}, not {shown(body)}."
                     )
                 layer_names = body
             else:
-                sections.append(_section(str(key), body, places, known, others=others))
+                sections.append(_section(str(key), body, locate, registered, allows_unknown=allows_unknown))
     problems.raise_any()
     return Config(tuple(sections), path, layer_names, data)
 
 
-def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *, others: bool) -> Section:
+def _section(name: str, body: Any, locate: Places, registered: RegisteredFeatures, *, allows_unknown: bool) -> Section:
     if not isinstance(body, Mapping):
         raise ConfigError(
-            f"{places(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
+            f"{locate(name)}: a section must be a mapping with 'enabled', 'layers' and features, not {shown(body)}."
         )
-    place = functools.partial(places, name, "layers")
-    selector = LayerSelector({EXACT: ()}, place)  # selects nothing
+    locate_layers = functools.partial(locate, name, "layers")
+    selector = LayerSelector({EXACT: ()}, locate_layers)  # selects nothing
     if body.get("enabled") is False:
-        return Section(name, False, selector, {}, places)
-    if "layers" not in body and any(name in features for features in known.values()):
+        return Section(name, False, selector, {}, locate)
+    if "layers" not in body and any(name in features for features in registered.values()):
         raise ConfigError(
-            f"{places(name)}: {shown(name)} is a feature, not a section. Put it into a section: 'my_section:' with"
+            f"{locate(name)}: {shown(name)} is a feature, not a section. Put it into a section: 'my_section:' with"
             " 'enabled: True', 'layers: {layer_types: [all]}' and, below 'transformer_engine:', the feature."
         )
     problems = Problems()
     if body.get("enabled", True) is not True:
-        problems.append(f"{places(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
+        problems.append(f"{locate(name, 'enabled')}: 'enabled' must be True or False, not {shown(body['enabled'])}.")
     misplaced = [key for key in SELECTOR_KEYS if key in body]
     for key in misplaced:
         problems.append(
-            f"{places(name, key)}: {key!r} selects layers and belongs below 'layers:', not next to 'enabled'."
+            f"{locate(name, key)}: {key!r} selects layers and belongs below 'layers:', not next to 'enabled'."
         )
     others_of_section = {*_SECTION_KEYS, *misplaced}
     for key in _SECTION_KEYS:
         if key not in body and not (key == "layers" and misplaced):
-            problems.append(f"{places(name)}: the key {key!r} is missing.{meant_for(key, body)}")
+            problems.append(f"{locate(name)}: the key {key!r} is missing.{meant_for(key, body)}")
             others_of_section.update(nearest(key, map(str, body), most=1))
     if "layers" in body:
         with problems.collecting():
-            selector = LayerSelector.parse(body["layers"], place)
+            selector = LayerSelector.parse(body["layers"], locate_layers)
     features: dict[str, dict[str, Any]] = {}
     for key, value in body.items():
         if key in others_of_section:
@@ -226,11 +226,11 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
             features[str(key)] = {str(feature): options for feature, options in value.items()}
         else:
             problems.append(
-                f"{places(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}."
+                f"{locate(name, str(key))}: {shown(key)} must be a mapping of features, not {shown(value)}."
             )
-    section = Section(name, True, selector, features, places)
+    section = Section(name, True, selector, features, locate)
     with problems.collecting():
-        resolve_features(section, known, others=others)
+        resolve_features(section, registered, allows_unknown=allows_unknown)
     if NAMESPACE in features:
         with problems.collecting():
             read = read_features(features[NAMESPACE], functools.partial(section.place, NAMESPACE))
@@ -244,8 +244,10 @@ def _section(name: str, body: Any, places: Places, known: RegisteredFeatures, *,
 
 
 def notes_of(config: Config) -> list[str]:
-    known = known_features()
-    return describe_idle_sections(config, [resolve_features(section, known) for section in config.enabled_sections])
+    registered = known_features()
+    return describe_idle_sections(
+        config, [resolve_features(section, registered) for section in config.enabled_sections]
+    )
 
 
 def describe_idle_sections(config: Config, features: Sequence[NamespacedFeatures]) -> list[str]:

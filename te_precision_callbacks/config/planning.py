@@ -186,13 +186,15 @@ def _merge(
     return {} if problems else merged
 
 
-def resolve_features(section: Section, registered: RegisteredFeatures, *, others: bool = False) -> NamespacedFeatures:
+def resolve_features(
+    section: Section, registered: RegisteredFeatures, *, allows_unknown: bool = False
+) -> NamespacedFeatures:
     """Return the enabled features of a section by namespace, under their registered names.
 
     Names are case-insensitive: Transformer Engine's documentation writes ``DisableFp8Gemm`` for ``DisableFP8GEMM``.
 
     Args:
-        others: whether features may exist that are not registered yet; unknown features are then ignored.
+        allows_unknown: whether features may exist that are not registered yet; unknown features are then ignored.
 
     Raises:
         ConfigError: unknown feature or namespace, or a feature without ``enabled``.
@@ -209,7 +211,7 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
             name = path[-1]
             feature = registered_name(name, registered.get(namespace, ()))
             if feature is None:
-                if not others:
+                if not allows_unknown:
                     problems.append(_unknown_feature(name, namespace, registered, section.place(*path)))
             elif feature in resolved.setdefault(namespace, {}):
                 problems.append(f"{section.place(*path)}: {shown(feature)} is given twice, in two spellings. Keep one.")
@@ -224,18 +226,18 @@ def resolve_features(section: Section, registered: RegisteredFeatures, *, others
     return resolved
 
 
-def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, place: str) -> str:
-    others = [space for space in registered if space != namespace]
-    for other in others:
+def _unknown_feature(name: str, namespace: str, registered: RegisteredFeatures, location: str) -> str:
+    spaces = [space for space in registered if space != namespace]
+    for other in spaces:
         if registered_name(name, registered[other]) is not None:
-            return f"{place}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'."
+            return f"{location}: {shown(name)} is a feature of {other!r}; indent it below '{other}:'."
     what = f"there is no feature {shown(name)} in {namespace!r}"
-    known = [feature for feature in registered.get(namespace, ()) if not is_upstream_test(feature)]
+    feature_names = [feature for feature in registered.get(namespace, ()) if not is_upstream_test(feature)]
     if namespace == BASE:
-        what = f"{shown(name)} is neither a namespace ({', '.join(others)}) nor a feature of nvidia-dlfw-inspect itself"
-        known = [*others, *known]
+        what = f"{shown(name)} is neither a namespace ({', '.join(spaces)}) nor a feature of nvidia-dlfw-inspect itself"
+        feature_names = [*spaces, *feature_names]
     return (
-        f"{place}: {what}.{suggestion(name, known)} Pass your own feature to the session with features= or"
+        f"{location}: {what}.{suggestion(name, feature_names)} Pass your own feature to the session with features= or"
         " feature_dirs=; te-precision check does not know it."
     )
 
@@ -258,8 +260,8 @@ def _feature_options(section: Section, path: tuple[str, ...], options: Any) -> F
 def _other_layers_message(
     section: Section, layers: Sequence[Layer], selected: Sequence[int], by_upstream: Sequence[int]
 ) -> str:
-    here = some_of([layers[at].name for at in selected])
-    there = some_of([f"{layers[at].upstream[0]} (here {layers[at].name})" for at in by_upstream])
+    here = some_of([layers[index].name for index in selected])
+    there = some_of([f"{layers[index].upstream[0]} (here {layers[index].name})" for index in by_upstream])
     return (
         f"{section.selector.place()}: the section {shown(section.name)} selects {here}; by nvidia-dlfw-inspect's"
         f" names it would select {there}. {_BY_UPSTREAM};"

@@ -370,8 +370,8 @@ _SCHEMAS: tuple[type[FeatureSchema], ...] = (
 FEATURES = {schema.__name__: schema for schema in _SCHEMAS}
 
 
-def registered_name(name: str, known: Iterable[str]) -> str | None:
-    return next((candidate for candidate in known if candidate.casefold() == name.casefold()), None)
+def registered_name(name: str, registered: Iterable[str]) -> str | None:
+    return next((candidate for candidate in registered if candidate.casefold() == name.casefold()), None)
 
 
 def schema_of(feature: str) -> type[FeatureSchema] | None:
@@ -382,15 +382,15 @@ UPSTREAM_FEATURE = "LogTensorStats"
 """nvidia-dlfw-inspect's own feature (0.2.2, ``debug_features/``). Layers of Transformer Engine do not call it."""
 
 
-def known_features(own: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
+def known_features(user_features: Iterable[str] = ()) -> Mapping[str, tuple[str, ...]]:
     """Map namespaces to the features that a session will find; custom features are in ``transformer_engine``."""
-    known = {NAMESPACE: dict.fromkeys((*FEATURES, *own)), BASE: {UPSTREAM_FEATURE: None}}
+    registered = {NAMESPACE: dict.fromkeys((*FEATURES, *user_features)), BASE: {UPSTREAM_FEATURE: None}}
     registry = sys.modules.get("nvdlfw_inspect.registry")  # includes features that the script has registered
     if registry is not None:
         for namespace, data in registry.Registry.data.items():
             names = (*data.features, *(waiting.__name__ for waiting in data.deferred_features))
-            known.setdefault(namespace, {}).update(dict.fromkeys(names))
-    return {namespace: tuple(features) for namespace, features in known.items()}
+            registered.setdefault(namespace, {}).update(dict.fromkeys(names))
+    return {namespace: tuple(features) for namespace, features in registered.items()}
 
 
 def is_upstream_test(name: str) -> bool:

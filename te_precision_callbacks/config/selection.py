@@ -92,15 +92,21 @@ class LayerIndex:
             return self._by_name.get(entry, ())
         if key == NUMBERS:
             first, last = entry
-            return [at for at, number in enumerate(self._numbers) if number is not None and first <= number <= last]
+            return [
+                index for index, number in enumerate(self._numbers) if number is not None and first <= number <= last
+            ]
         if key == PATTERN:
             end = None
             if _NEGATIVE.search(entry.pattern):  # an alias may lack the excluded text
                 end = 1
-            return [at for at in positions if any(map(entry.search, self._names[at][:end]))]
+            return [index for index in positions if any(map(entry.search, self._names[index][:end]))]
         if entry == "all":
             return positions
-        return [at for at in positions if entry in self._types[at] or any(entry in name for name in self._names[at])]
+        return [
+            index
+            for index in positions
+            if entry in self._types[index] or any(entry in name for name in self._names[index])
+        ]
 
     def near(self, word: str, key: str) -> list[str]:
         names = self.layer_names
@@ -146,29 +152,29 @@ class LayerSelector:
     place: Where
 
     @classmethod
-    def parse(cls, block: object, place: Where) -> LayerSelector:
+    def parse(cls, block: object, locate: Where) -> LayerSelector:
         """Validate a ``layers`` block, and warn about keys that have no effect because of another key."""
         if not isinstance(block, Mapping):
             raise ConfigError(
-                f"{place()}: 'layers' must be a mapping with one of {_KEYS_IN_WORDS}, not {shown(block)}."
+                f"{locate()}: 'layers' must be a mapping with one of {_KEYS_IN_WORDS}, not {shown(block)}."
             )
         if not block:
-            raise ConfigError(f"{place()}: 'layers' is empty; it needs one of {_KEYS_IN_WORDS}.")
+            raise ConfigError(f"{locate()}: 'layers' is empty; it needs one of {_KEYS_IN_WORDS}.")
         problems = Problems()
         parsed: dict[str, Sequence[Any]] = {}
         for key, value in block.items():
             if key not in SELECTOR_KEYS:
                 hint = suggestion(str(key), SELECTOR_KEYS)
-                problems.append(f"{place(key)}: unknown layer selector {shown(str(key))}.{hint}")
+                problems.append(f"{locate(key)}: unknown layer selector {shown(str(key))}.{hint}")
                 continue
             with problems.collecting():
-                parsed[key] = _PARSERS[key](key, value, place)
+                parsed[key] = _PARSERS[key](key, value, locate)
         problems.raise_any()
-        for alone in (EXACT, PATTERN):
-            if alone in parsed:
-                _warn_of_idle_keys(block, alone, place)
-                return cls({alone: parsed[alone]}, place)
-        return cls({key: parsed[key] for key in (TYPES, NUMBERS) if key in parsed}, place)
+        for selecting_key in (EXACT, PATTERN):
+            if selecting_key in parsed:
+                _warn_of_idle_keys(block, selecting_key, locate)
+                return cls({selecting_key: parsed[selecting_key]}, locate)
+        return cls({key: parsed[key] for key in (TYPES, NUMBERS) if key in parsed}, locate)
 
     def select(self, index: LayerIndex) -> Sequence[int]:
         selected = set(range(len(index.layers)))
@@ -249,52 +255,54 @@ def _why_no_number(span: tuple[int, int], is_idle: bool, numbers: Sequence[int])
     return f"{what}. The numbers go from {numbers[0]} to {numbers[-1]}."
 
 
-def _warn_of_idle_keys(block: Mapping[str, Any], alone: str, place: Where) -> None:
+def _warn_of_idle_keys(block: Mapping[str, Any], selecting_key: str, locate: Where) -> None:
     for key in SELECTOR_KEYS:
-        if key in block and key != alone:
+        if key in block and key != selecting_key:
             logger.warning(
                 "%s: %r has no effect beside %r, which takes precedence, as in nvidia-dlfw-inspect. Remove one of the"
                 " two.",
-                place(key),
+                locate(key),
                 key,
-                alone,
+                selecting_key,
             )
-    if alone == PATTERN and not block[PATTERN]:
+    if selecting_key == PATTERN and not block[PATTERN]:
         logger.warning(
             "%s: %r is empty, which matches every name and selects all layers. If you want all layers, write %s:"
             " [all].",
-            place(PATTERN),
+            locate(PATTERN),
             PATTERN,
             TYPES,
         )
 
 
-def _strings(key: str, value: Any, place: Where) -> tuple[str, ...]:
+def _strings(key: str, value: Any, locate: Where) -> tuple[str, ...]:
     entries = [value] if isinstance(value, str) else value
     example = f"Write for example {key}: [fc1, fc2]."
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise ConfigError(f"{place(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
+        raise ConfigError(f"{locate(key)}: {key!r} must be a list of names, not {shown(value)}. {example}")
     problems = Problems()
     for number, entry in enumerate(entries):
         if not isinstance(entry, str) or not entry:
-            problems.append(f"{place(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}")
+            problems.append(
+                f"{locate(key, number)}: {key!r} must be a list of names, but has {shown(entry)}. {example}"
+            )
     problems.raise_any()
     return tuple(entries)
 
 
-def _pattern(key: str, value: Any, place: Where) -> tuple[re.Pattern[str]]:
+def _pattern(key: str, value: Any, locate: Where) -> tuple[re.Pattern[str]]:
     if not isinstance(value, str):
-        raise ConfigError(f"{place(key)}: {key!r} must be one regular expression, not {shown(value)}.")
+        raise ConfigError(f"{locate(key)}: {key!r} must be one regular expression, not {shown(value)}.")
     try:
         return (re.compile(value),)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{place(key)}: {key!r} {shown(value)} is not a regular expression: {error}.") from error
+        raise ConfigError(f"{locate(key)}: {key!r} {shown(value)} is not a regular expression: {error}.") from error
 
 
-def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
+def _numbers(key: str, value: Any, locate: Where) -> tuple[tuple[int, int], ...]:
     entries = value if isinstance(value, (list, tuple)) else [value]
     if not entries:
-        raise ConfigError(f"{place(key)}: {key!r} is empty. Write for example {key}: [0, '4-7'].")
+        raise ConfigError(f"{locate(key)}: {key!r} is empty. Write for example {key}: [0, '4-7'].")
     spans: list[tuple[int, int]] = []
     problems = Problems()
     for number, entry in enumerate(entries):
@@ -305,14 +313,14 @@ def _numbers(key: str, value: Any, place: Where) -> tuple[tuple[int, int], ...]:
         span = SPAN.fullmatch(str(entry)) if is_number or isinstance(entry, str) else None
         if span is None:
             problems.append(
-                f"{place(key, number)}: {key!r} takes numbers up to {LARGEST_NUMBER}, ranges such as '0-3', and 'all',"
+                f"{locate(key, number)}: {key!r} takes numbers up to {LARGEST_NUMBER}, ranges such as '0-3', and 'all',"
                 f" not {shown(entry)}."
             )
             continue
         first = int(span[1])
         last = int(span[2] or span[1])
         if last < first:
-            problems.append(f"{place(key, number)}: the range {shown(entry)} in {key!r} ends before it starts.")
+            problems.append(f"{locate(key, number)}: the range {shown(entry)} in {key!r} ends before it starts.")
         spans.append((first, last))
     problems.raise_any()
     return tuple(spans)

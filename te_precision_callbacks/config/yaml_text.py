@@ -111,19 +111,19 @@ class _Index:
 
     def enter(self, node: yaml.Node, path: KeyPath) -> None:
         if isinstance(node, yaml.MappingNode):
-            own: dict[KeyPath, Mark] = {}
+            marks: dict[KeyPath, Mark] = {}
             for key_node, value_node in node.value:
                 if key_node.tag == _MERGE or not isinstance(key_node, yaml.ScalarNode):
                     continue
                 key_path = (*path, str(key_node.value))
                 mark = self._mark(key_node)
-                if key_path in own:
+                if key_path in marks:
                     self._problems.append(
-                        f"{self._file}, {mark}: {shown(key_node.value)} is already defined in {own[key_path]}. Rename"
+                        f"{self._file}, {mark}: {shown(key_node.value)} is already defined in {marks[key_path]}. Rename"
                         " one: YAML would silently keep only one."
                     )
                 self.marks[key_path] = mark
-                own[key_path] = mark
+                marks[key_path] = mark
                 self.enter(value_node, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for number, child in enumerate(node.value):
@@ -133,5 +133,5 @@ class _Index:
     def _mark(self, node: yaml.Node) -> Mark:
         line = node.start_mark.line
         column = node.start_mark.column
-        before = self._lines[line][:column] if line < len(self._lines) else ""
-        return Mark(line + 1, column + 1 if before.strip(" -?") else None)
+        line_start = self._lines[line][:column] if line < len(self._lines) else ""
+        return Mark(line + 1, column + 1 if line_start.strip(" -?") else None)

@@ -144,14 +144,14 @@ class ContractKeeper:
         raises = raises and self._contract.on_broken == "raise"
         all_seen = not ranks.several
         for step in self._incomplete:  # later steps may have counted the calls that were missing
-            of_step = coverage_at(step)
-            if of_step.is_incomplete:
+            step_coverage = coverage_at(step)
+            if step_coverage.is_incomplete:
                 self.unchecked_steps.append(step)
                 continue
-            self.unchecked = left_out(self._contract, of_step) or self.unchecked
-            if broken := self._broken_clauses(of_step, all_seen=all_seen):
+            self.unchecked = left_out(self._contract, step_coverage) or self.unchecked
+            if broken := self._broken_clauses(step_coverage, all_seen=all_seen):
                 when = f" in step {step}, checked at the end of the run"
-                return self._report_broken(broken, of_step, when, raises=raises)
+                return self._report_broken(broken, step_coverage, when, raises=raises)
         if not coverage and not coverage.state:
             if self._checked_until < 0:
                 self.unchecked = f"The precision contract (require=) was never checked: {why_not}."
@@ -239,31 +239,31 @@ def _broken_shares(contract: Contract, coverage: Coverage) -> Iterator[str]:
 
 def _broken_layers(contract: Contract, coverage: Coverage) -> Iterator[str]:
     for pattern, precision in contract.layers.items():
-        others = [
+        high_products = [
             product
             for product in coverage
             if product.macs and product.precision not in PRECISIONS[precision] and re.search(pattern, product.layer)
         ]
-        if others:
-            first = max(others, key=lambda product: product.macs)
+        if high_products:
+            first = max(high_products, key=lambda product: product.macs)
             text = (
                 f"{pattern!r} must run in {precision}: {fold_for_sentence(first.layer)} {first.gemm} runs in"
                 f" {first.precision}"
             )
             if first.why:
                 text += f" ({first.why})"
-            if len(others) > 1:
-                text += f", and {len(others) - 1} more GEMMs"
+            if len(high_products) > 1:
+                text += f", and {len(high_products) - 1} more GEMMs"
             yield f"{text}."
 
 
 def _broken_state(contract: Contract, state: Iterable[StateRow], *, all_seen: bool) -> Iterator[str]:
     dtypes = group_by_key((row.subject, row.dtype) for row in state)
     for subject, dtype in contract.state.items():
-        others = dict.fromkeys(dtypes.get(subject, ()))
-        others.pop(dtype, None)
-        if others:
-            yield f"{subject} must be {dtype}: some are {', '.join(others)}."
+        other_dtypes = dict.fromkeys(dtypes.get(subject, ()))
+        other_dtypes.pop(dtype, None)
+        if other_dtypes:
+            yield f"{subject} must be {dtype}: some are {', '.join(other_dtypes)}."
         elif all_seen and subject not in dtypes:
             yield f"{subject} must be {dtype}: no such tensor was found."
 
@@ -274,9 +274,9 @@ def require_layers(contract: Contract, names: Iterable[str], without_products: I
     Raises:
         ConfigError: a pattern matches none.
     """
-    known = list(names)
+    layer_names = list(names)
     for pattern, precision in contract.layers.items():
-        if any(map(re.compile(pattern).search, known)):
+        if any(map(re.compile(pattern).search, layer_names)):
             continue
         unknown = next(filter(re.compile(pattern).search, without_products), None)
         if unknown is not None:
@@ -287,7 +287,7 @@ def require_layers(contract: Contract, names: Iterable[str], without_products: I
             )
         raise ConfigError(
             f"require=: no layer matches {pattern!r}, which the contract requires to run in"
-            f" {precision!r}.{suggestion(pattern, known)}"
+            f" {precision!r}.{suggestion(pattern, layer_names)}"
         )
 
 
@@ -322,7 +322,7 @@ class _Entry:
     product: Product = field(compare=False)
 
 
-def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bool = False) -> list[Product]:
+def shared_products(rank_products: Iterable[Product], ranks: Ranks, kind: str, *, mean: bool = False) -> list[Product]:
     """Merge the products of all ranks, with sizes from the first rank that has the product. A collective call.
 
     Args:
@@ -330,11 +330,11 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bo
         mean: whether products get the mean multiply-adds of the ranks that have them, instead of the sum.
     """
     macs: dict[_Entry, tuple[int, int]] = {}
-    for product in own:
-        alike = replace(product, n=0, m=0, k=0, batch=0, calls=0, macs=0, reason_ref="", recipe="")
-        entry = _Entry(alike, product)
-        before, _ = macs.get(entry, (0, 1))
-        macs[entry] = before + product.macs, 1
+    for product in rank_products:
+        kind_of_product = replace(product, n=0, m=0, k=0, batch=0, calls=0, macs=0, reason_ref="", recipe="")
+        entry = _Entry(kind_of_product, product)
+        former_macs, _ = macs.get(entry, (0, 1))
+        macs[entry] = former_macs + product.macs, 1
     added = _sum_over_ranks(macs, ranks, kind, _Entry)
     products = []
     for entry, (total, count) in added.items():
@@ -344,9 +344,9 @@ def shared_products(own: Iterable[Product], ranks: Ranks, kind: str, *, mean: bo
     return products
 
 
-def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
+def shared_state(rank_rows: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[StateRow, ...]:
     sizes: dict[tuple[str, str], tuple[int, int]] = {}
-    for row in own:
+    for row in rank_rows:
         tensors, size = sizes.get((row.subject, row.dtype), (0, 0))
         sizes[row.subject, row.dtype] = tensors + row.tensors, size + row.bytes
     added = _sum_over_ranks(sizes, ranks, kind, tuple[str, str])
@@ -354,10 +354,12 @@ def shared_state(own: Iterable[StateRow], ranks: Ranks, kind: str) -> tuple[Stat
 
 
 def _sum_over_ranks(
-    own: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, of: Any
+    rank_numbers: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, entry_type: Any
 ) -> dict[EntryT, tuple[int, int]]:
-    entries = ranks.pool(own, kind, of)
-    numbers = np.array([own.get(entry, (0, 0)) for entry in entries], np.float64).reshape(-1)  # exact up to 2**53
+    entries = ranks.pool(rank_numbers, kind, entry_type)
+    numbers = np.array([rank_numbers.get(entry, (0, 0)) for entry in entries], np.float64).reshape(
+        -1
+    )  # exact up to 2**53
     merged = ranks.merge(numbers, f"sizes of {kind}", len(numbers))
     sums = list(map(round, numbers if merged is None else merged))
     return dict(zip(entries, zip(sums[::2], sums[1::2], strict=True), strict=True))

@@ -202,10 +202,10 @@ class Coverage(tuple[Product, ...]):
     def __new__(
         cls, products: Iterable[Product] = (), *, state: tuple[StateRow, ...] = (), steps: str = ""
     ) -> Coverage:
-        made = super().__new__(cls, products)
-        made.state = state
-        made.steps = steps
-        return made
+        coverage = super().__new__(cls, products)
+        coverage.state = state
+        coverage.steps = steps
+        return coverage
 
     def macs(self, precision: str | None = None, *, gemm: str | None = None, backward: bool | None = None) -> int:
         """The multiply-adds of a step.
@@ -221,10 +221,10 @@ class Coverage(tuple[Product, ...]):
         names = None if precision is None else PRECISIONS[precision]
         return sum(
             count
-            for (its_precision, its_gemm, its_backward), count in self._sums.items()
-            if (names is None or its_precision in names)
-            and gemm in (None, its_gemm)
-            and backward in (None, its_backward)
+            for (row_precision, row_gemm, row_backward), count in self._sums.items()
+            if (names is None or row_precision in names)
+            and gemm in (None, row_gemm)
+            and backward in (None, row_backward)
         )
 
     @functools.cached_property
@@ -278,11 +278,11 @@ class Coverage(tuple[Product, ...]):
 
     def __str__(self) -> str:
         whole = self.macs()
-        left = list_uncounted(self)
-        for place, text in enumerate(left):
+        uncounted = list_uncounted(self)
+        for index, text in enumerate(uncounted):
             if not text.startswith((ESTIMATED, NOT_OBSERVED)):
-                left[place] = f"not counted: {text}"
-        first = "; ".join(left)
+                uncounted[index] = f"not counted: {text}"
+        first = "; ".join(uncounted)
         if not whole:
             return f"{first[:1].upper()}{first[1:]}" or "No matrix product has run"
         whole_name = "multiply-adds"
@@ -312,7 +312,7 @@ class Coverage(tuple[Product, ...]):
             return f"{first[:1].upper()}{first[1:]}; {'; '.join(texts)}"
         if not self.has_backward:
             texts.append(_NO_BACKWARD)
-        return "; ".join([*texts, *left])
+        return "; ".join([*texts, *uncounted])
 
 
 _PARTS = {"qk": "attention", "pv": "attention", "other": "other products"}

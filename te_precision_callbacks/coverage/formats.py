@@ -38,14 +38,14 @@ _DTYPES = {
 }
 
 
-def format_of_operand(given: Any, *, columnwise: bool) -> str:
+def format_of_operand(operand: Any, *, columnwise: bool) -> str:
     """The format that a GEMM reads from an operand, with :data:`MODIFIED` if a feature has changed it."""
-    text = format_of(given, columnwise=columnwise)
-    if not hasattr(given, "rowwise_gemm_tensor"):  # not of the debug path
+    text = format_of(operand, columnwise=columnwise)
+    if not hasattr(operand, "rowwise_gemm_tensor"):  # not of the debug path
         return text
     from te_precision_callbacks.te.debug import debug_quantization
 
-    quantizer = given.quantizer
+    quantizer = operand.quantizer
     plan = quantizer.columnwise_tensor_plan if columnwise else quantizer.rowwise_tensor_plan
     return f"{text}{MODIFIED}" if plan == debug_quantization.API_CALL_MODIFY else text
 

@@ -63,9 +63,9 @@ def _format_formats(formats: tuple[str, ...]) -> str:
     if len(set(formats)) == 1:
         return formats[0]
     texts = list(formats)
-    for place, text in enumerate(formats):
+    for index, text in enumerate(formats):
         if "->" in text:
-            texts[place] = f"({text})"
+            texts[index] = f"({text})"
     joined = " * ".join(texts)
     kind = formats[0].partition(" ")[0]
     if all(text.startswith(f"{kind} ") for text in texts):
@@ -86,9 +86,9 @@ class Precision(tuple[GemmPrecision, ...]):
     _at: Callable[[int], Iterable[GemmPrecision]]
 
     def __new__(cls, gemms: Iterable[GemmPrecision], at: Callable[[int], Iterable[GemmPrecision]]) -> Precision:
-        made = super().__new__(cls, gemms)
-        made._at = at
-        return made
+        precision = super().__new__(cls, gemms)
+        precision._at = at
+        return precision
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return tuple(self), self._at
@@ -194,7 +194,7 @@ def _merge(changes: tuple[_Change, ...]) -> GemmPrecision:
     return GemmPrecision(
         "",
         "fprop",
-        {tensor: join_with_arrows(alike) for tensor, alike in texts.items()},
+        {tensor: join_with_arrows(tensor_texts) for tensor, tensor_texts in texts.items()},
         bool(ran),
         "" if ran else [NO_BACKWARD, *reasons][-1],
         changes[0].since,

@@ -104,8 +104,8 @@ class StepProducts:
 
     def _make_products(self) -> Iterator[Product]:
         gemms = self.step.gemms
-        of_torch, uncounted = self.step.kinds.products(self.step.parts, self.steps)
-        placed = [*of_torch, *self.table.products(gemms, self.steps)]
+        torch_products, uncounted = self.step.kinds.products(self.step.parts, self.steps)
+        placed = [*torch_products, *self.table.products(gemms, self.steps)]
         for _, product in sorted(placed, key=lambda entry: entry.place):
             if product.recipe:
                 product = explain(
@@ -197,13 +197,13 @@ class CoverageHistory:
                 iteration = self._spans.pop().since
             elif last.steps == 1 and last.step._replace(state=None) == step._replace(state=None):
                 return
-        of_step = self._find(iteration, step, facts)
-        before = self._spans[-1] if self._spans else None
-        if before is None or before.of_step is not of_step:
+        step_products = self._find(iteration, step, facts)
+        last_span = self._spans[-1] if self._spans else None
+        if last_span is None or last_span.of_step is not step_products:
             since = iteration
-            if before is not None and before.of_step.counts == of_step.counts:
-                since = before.counts_since
-            self._spans.append(_Span(iteration, of_step, since))
+            if last_span is not None and last_span.of_step.counts == step_products.counts:
+                since = last_span.counts_since
+            self._spans.append(_Span(iteration, step_products, since))
 
     def _find(
         self, iteration: int, step: CountedStep, facts: Callable[[], Mapping[str, HighPrecisionFacts]]
@@ -216,23 +216,25 @@ class CoverageHistory:
             key = kinds, step.gemms.forms
             if key not in self._tables and len(self._tables) >= 2 * MOST_TABLES:
                 key = kinds
-        of_step = self._tables.get(key)
-        if of_step is None:
-            of_step = StepProducts(self._table, step, facts(), iteration)
+        step_products = self._tables.get(key)
+        if step_products is None:
+            step_products = StepProducts(self._table, step, facts(), iteration)
             last = self._spans[-1].of_step if self._spans else None
-            if key is like and last is not None and last.products == of_step.products:
-                of_step = last
+            if key is like and last is not None and last.products == step_products.products:
+                step_products = last
             else:
                 self.changes += 1
-            self._tables[key] = of_step
+            self._tables[key] = step_products
         elif key is not like:
-            of_step.add(step)
-            self.changes += not of_step.steps & (of_step.steps - 1)  # at powers of two: a change rewrites the record
-        return of_step
+            step_products.add(step)
+            self.changes += not step_products.steps & (
+                step_products.steps - 1
+            )  # at powers of two: a change rewrites the record
+        return step_products
 
     def put_other_ranks(self, products: Iterable[Product]) -> None:
-        own = {product.layer for span in self._spans for product in span.of_step.products}
-        self.other_ranks_products = tuple(product for product in products if product.layer not in own)
+        rank_layers = {product.layer for span in self._spans for product in span.of_step.products}
+        self.other_ranks_products = tuple(product for product in products if product.layer not in rank_layers)
 
     def put_unobserved(self, layers: Mapping[str, str]) -> None:
         """Record the layers of Transformer Engine that ran without being observed, with the reasons."""
@@ -310,7 +312,7 @@ def _reason(product: Product, facts: HighPrecisionFacts, since: int, *, excluded
 
 
 def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[KeepingFeature, ...]]:
-    kept: dict[str, tuple[KeepingFeature, ...]] = {}
+    features: dict[str, tuple[KeepingFeature, ...]] = {}
     for section in sections:
         for feature, effect in section.effects.items():
             gemms = dict.fromkeys(effect.high_precision)
@@ -320,5 +322,5 @@ def kept_by_sections(sections: Iterable[Acting]) -> dict[str, tuple[KeepingFeatu
                 text = f"{feature} in {section.place()}"
                 if effect.schedules:
                     text += f", {effect.format_steps(gemm)}"
-                kept[gemm] = (*kept.get(gemm, ()), KeepingFeature(text, effect.steps(gemm)))
-    return kept
+                features[gemm] = (*features.get(gemm, ()), KeepingFeature(text, effect.steps(gemm)))
+    return features

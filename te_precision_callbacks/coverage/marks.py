@@ -107,7 +107,7 @@ def mark_call(results: Iterable[Any], call: object) -> bool:
 def calls_in_graph(roots: Iterable[Any]) -> Iterator[Any]:
     """Yield the nearest call on each path of a backward from these tensors or edges, by its mark or a product."""
     nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
-    known = set(nodes)
+    seen = set(nodes)
     while nodes:
         node = nodes.pop()
         if node is None:
@@ -119,8 +119,8 @@ def calls_in_graph(roots: Iterable[Any]) -> Iterator[Any]:
                 yield call
             continue
         for following, _ in node.next_functions:
-            if following is not None and following not in known:
-                known.add(following)
+            if following is not None and following not in seen:
+                seen.add(following)
                 nodes.append(following)
 
 
@@ -195,10 +195,10 @@ class WeightMarks:
         embeddings_last = sorted(modules, key=lambda named: isinstance(named[1], torch.nn.Embedding))
         for path, module in embeddings_last:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                place = _place(parameter)
-                if place is not None:
+                address = _place(parameter)
+                if address is not None:
                     weight = Weight(path, name, parameter.requires_grad, kind_of(module))
-                    by_place.setdefault(place, []).append(weight)
+                    by_place.setdefault(address, []).append(weight)
         by_storage = group_by_key((storage, weights[0]) for (storage, _), weights in by_place.items())
         self._weights = {**by_place, **by_storage}  # in one assignment: another thread may be searching
 
@@ -209,16 +209,16 @@ class WeightMarks:
 
         If several modules share the parameter, ``inside`` is preferred; with ``embedding``, an embedding.
         """
-        place = _place(tensor)
-        if place is None:
+        address = _place(tensor)
+        if address is None:
             return None
         if inside is not None:
             path, module = inside
             for name, parameter in module._parameters.items():
-                if parameter is not None and _place(parameter) == place:
+                if parameter is not None and _place(parameter) == address:
                     return Weight(path, name, parameter.requires_grad, kind_of(module))
-        owners = self._weights.get(place) or self._weights.get(place[0], [])
-        if place in self._weights or len(owners) == 1:
+        owners = self._weights.get(address) or self._weights.get(address[0], [])
+        if address in self._weights or len(owners) == 1:
             return owners[-embedding]
         return self._copies.get(tensor)
 

@@ -98,22 +98,22 @@ def _matrices(a: int, b: int) -> _Find:
     """``[..., n, k] @ [..., k, m]``, or a vector in place of either, arguments by two argument numbers."""
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
-        left = arguments[a]
+        left_operand = arguments[a]
         right = arguments[b]
-        n = 1 if left.dim() == 1 else left.shape[-2]
+        n = 1 if left_operand.dim() == 1 else left_operand.shape[-2]
         m = 1 if right.dim() == 1 else right.shape[-1]
-        yield MatrixProduct(left, right, (n, m, left.shape[-1], math.prod(left.shape[:-2])))
+        yield MatrixProduct(left_operand, right, (n, m, left_operand.shape[-1], math.prod(left_operand.shape[:-2])))
 
     return find
 
 
 def _grouped(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
     """Grouped GEMM: a 3-D operand has a matrix for each group; a 2-D operand is split into groups."""
-    left, right = arguments[:2]
+    left_operand, right = arguments[:2]
     groups = 1
-    if left.dim() == right.dim() == 3:
-        groups = left.shape[0]
-    yield MatrixProduct(left, right, (left.shape[-2], right.shape[-1], left.shape[-1], groups))
+    if left_operand.dim() == right.dim() == 3:
+        groups = left_operand.shape[0]
+    yield MatrixProduct(left_operand, right, (left_operand.shape[-2], right.shape[-1], left_operand.shape[-1], groups))
 
 
 def _sum_of_two(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
@@ -145,8 +145,8 @@ def _convolution_product(
     """A convolution as products with its weight, one for each position in ``moved``: [batch, channels, positions, ...].
     Each gradient has as many multiply-adds as the forward.
     """
-    places = moved.numel() // moved.shape[1]
-    return MatrixProduct(a, b, (places, weight.shape[0] // groups, weight[0].numel(), groups), "fprop")
+    positions = moved.numel() // moved.shape[1]
+    return MatrixProduct(a, b, (positions, weight.shape[0] // groups, weight[0].numel(), groups), "fprop")
 
 
 def _recurrent(*, backward: bool) -> _Find:
@@ -157,9 +157,9 @@ def _recurrent(*, backward: bool) -> _Find:
 
     def find(arguments: Sequence[Any], result: Any) -> Iterator[MatrixProduct]:
         activation = arguments[0]
-        wanted = arguments[-1]
+        output_mask = arguments[-1]
         rows = activation.numel() // max(1, activation.shape[-1])
-        needs_wgrad = backward and (not isinstance(wanted, (list, tuple)) or wanted[-1])  # cuDNN has a mask
+        needs_wgrad = backward and (not isinstance(output_mask, (list, tuple)) or output_mask[-1])  # cuDNN has a mask
         for weight in tensors_in(arguments[1:3]):
             if weight.dim() != 2:
                 continue  # a bias

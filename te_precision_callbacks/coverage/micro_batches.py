@@ -172,9 +172,9 @@ class ModelCalls:
         if integers_count and numbers and self._equal_counts[base] < _ENOUGH_EQUAL:
             form = hash((base, numbers))
         search = self._forms.setdefault(form, _CallSearch())
-        wanted = search.is_wanted and (self.is_first or self._left > 0)
-        wanted = wanted or (self.is_first and search.is_data_dependent)
-        call = ModelCall(form, base, wanted, producers=list(calls_in_graph(tensors_in(inputs))))
+        is_wanted = search.is_wanted and (self.is_first or self._left > 0)
+        is_wanted = is_wanted or (self.is_first and search.is_data_dependent)
+        call = ModelCall(form, base, is_wanted, producers=list(calls_in_graph(tensors_in(inputs))))
         if call.is_counted:
             self._left -= not self.is_first
             search.is_new = False
@@ -208,7 +208,7 @@ class ModelCalls:
     def begin_backward(self, roots: Iterable[Any]) -> ModelCall | None:
         current = self.current  # a backward inside a call, as with manual optimization in a training step
         waiting = [current] if current else list(calls_in_graph(roots))
-        known = set(map(id, waiting))
+        waiting_ids = set(map(id, waiting))
         counted: ModelCall | None = None
         while waiting:
             call = waiting.pop()
@@ -216,8 +216,8 @@ class ModelCalls:
                 counted = call
             call.has_backward = True
             for producer in call.producers:
-                if id(producer) not in known:
-                    known.add(id(producer))
+                if id(producer) not in waiting_ids:
+                    waiting_ids.add(id(producer))
                     waiting.append(producer)
         return counted
 

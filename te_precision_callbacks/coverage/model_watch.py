@@ -66,7 +66,7 @@ _SHAPE = operator.attrgetter("shape")
 @functools.lru_cache(1024)
 def _kinds_of(classes: tuple[type, ...]) -> tuple[Sequence[bool], Sequence[bool]]:
     """Return which arguments of these classes are tensors, and which are bools or strings."""
-    return [issubclass(one, torch.Tensor) for one in classes], [issubclass(one, (bool, str)) for one in classes]
+    return [issubclass(kind, torch.Tensor) for kind in classes], [issubclass(kind, (bool, str)) for kind in classes]
 
 
 class UnobservedForwards:
@@ -236,8 +236,8 @@ class ModelProducts:
         return OperatorProducts(self._modules, self.state, self.calls, self.table)
 
     def _wrap_module(self, number: int, module: Any) -> None:
-        own = module._compiled_call_impl
-        upstream = own or module._call_impl
+        compiled_call = module._compiled_call_impl
+        upstream = compiled_call or module._call_impl
         here = self.calls.thread_call
         is_te = has_state(module)
         is_unknown = is_te and te_modules.is_unknown(type(module))
@@ -263,7 +263,7 @@ class ModelProducts:
             return result
 
         compiled_in_callers_only(part)  # after a graph break its module is compiled, without it
-        setattr(part, SURROUNDS, own)
+        setattr(part, SURROUNDS, compiled_call)
         self._replaced.replace(module, "_compiled_call_impl", part)
 
     def _may_multiply(self, module: torch.nn.Module) -> bool:
@@ -304,16 +304,16 @@ class ModelProducts:
             self.unobserved.with_backward.add(module)
 
     def _wrap_root(self, root: Any) -> None:
-        own = root._compiled_call_impl
-        around = CallOfOneModule(self._wrap_call(root, own or root._call_impl, is_forward=True), type(None))
-        setattr(around, SURROUNDS, own)
+        original = root._compiled_call_impl
+        around = CallOfOneModule(self._wrap_call(root, original or root._call_impl, is_forward=True), type(None))
+        setattr(around, SURROUNDS, original)
         self._replaced.replace(root, "_compiled_call_impl", around)
         if "LightningModule" in class_names(root):
-            own = root.training_step
-            step = self._wrap_call(root, own, is_forward=False)
+            original = root.training_step
+            step = self._wrap_call(root, original, is_forward=False)
             around = CallOfOneModule(step, functools.partial, type(root).training_step, root)
             # Lightning unwraps once, and passes batch_idx to a function that takes it, or any arguments.
-            around.__wrapped__ = getattr(own, "__wrapped__", own)
+            around.__wrapped__ = getattr(original, "__wrapped__", original)
             self._replaced.replace(root, "training_step", around)
 
     def _wrap_call(self, root: Any, upstream: AnyFunction, *, is_forward: bool) -> AnyFunction:

@@ -101,20 +101,20 @@ class OperatorProducts:
             if is_backward:
                 self._state.note_reduced(operator, arguments)
             return
-        given = (*arguments, *keywords.values())
-        uncounted = why_not_counted(operator, given)
+        values = (*arguments, *keywords.values())
+        uncounted = why_not_counted(operator, values)
         products = products_of(operator, arguments, result)
         if not products and not uncounted:
             if not is_backward or torch.is_grad_enabled():  # in a recomputed forward gradients are enabled
-                self._follow(operator, given, result)
+                self._follow(operator, values, result)
             return
         if any(product.sequences is not None for product in products):
             self.note_data_dependent_sizes()
         if not is_backward:
             if not is_evaluation_forward():
-                self._note_forward(operator, products, given, result, uncounted=uncounted)
+                self._note_forward(operator, products, values, result, uncounted=uncounted)
         elif is_recomputing():
-            self._note_forward(operator, products, given, result, uncounted=uncounted, recomputed=True)
+            self._note_forward(operator, products, values, result, uncounted=uncounted, recomputed=True)
         else:
             self._note_backward(operator, products, uncounted=uncounted)
 
@@ -138,8 +138,8 @@ class OperatorProducts:
             if operator in _SOFTMAX:
                 scores.role = "qk"
                 scores.family = "attention"
-            for made in results:
-                self._scores.put(made, scores)
+            for result_tensor in results:
+                self._scores.put(result_tensor, scores)
 
     def _note_forward(
         self,
@@ -223,35 +223,43 @@ class OperatorProducts:
         if not at_node:
             return  # the forward product was outside the model
         if uncounted:
-            of = at_node[0]
+            forward_product = at_node[0]
             what = f"{operator} {uncounted}"
-            self.see(SeenProduct(of.layer, of.family, backward=True, call=of.call, not_counted=what))
-        for product in products:
-            of = self._find_forward_product(product, at_node)
-            role = product.role or of.role
-            if of.weight is not None and not product.role:
-                role = self._role_in_backward(product, of, of.weight)
-            of.gradients += role != "dgrad"
             self.see(
                 SeenProduct(
-                    of.layer,
-                    of.family,
+                    forward_product.layer,
+                    forward_product.family,
+                    backward=True,
+                    call=forward_product.call,
+                    not_counted=what,
+                )
+            )
+        for product in products:
+            forward_product = self._find_forward_product(product, at_node)
+            role = product.role or forward_product.role
+            if forward_product.weight is not None and not product.role:
+                role = self._role_in_backward(product, forward_product, forward_product.weight)
+            forward_product.gradients += role != "dgrad"
+            self.see(
+                SeenProduct(
+                    forward_product.layer,
+                    forward_product.family,
                     role,
                     _formats(product),
                     product.sizes,
-                    of.kind,
+                    forward_product.kind,
                     backward=True,
-                    call=of.call,
+                    call=forward_product.call,
                     sequences=product.sequences,
                 )
             )
 
-    def _role_in_backward(self, product: MatrixProduct, of: SeenProduct, forward_weight: Weight) -> Role:
+    def _role_in_backward(self, product: MatrixProduct, forward_product: SeenProduct, forward_weight: Weight) -> Role:
         for operand in (product.a, product.b):
             weight = self.weights.find(operand)
             if weight is not None and weight.module == forward_weight.module:
                 return "dgrad"
-        rows, columns, *_ = of.sizes
+        rows, columns, *_ = forward_product.sizes
         if product.sizes[2] == columns != rows:
             return "dgrad"
         return "wgrad"
@@ -261,19 +269,19 @@ class OperatorProducts:
         the first product with matching sizes that still lacks gradients.
         """
         seen: SeenProduct
-        alike = list(at_node)
+        candidates = list(at_node)
         if product.role in ATTENTION:
-            alike = [seen for seen in at_node if seen.role == product.role] or alike
-        if len(alike) == 1:
-            return alike[0]
+            candidates = [seen for seen in at_node if seen.role == product.role] or candidates
+        if len(candidates) == 1:
+            return candidates[0]
         weight = self.weights.find(product.a) or self.weights.find(product.b)
         if weight:
-            return next((seen for seen in reversed(alike) if seen.weight == weight), alike[0])
-        for seen in alike:
+            return next((seen for seen in reversed(candidates) if seen.weight == weight), candidates[0])
+        for seen in candidates:
             fits = sorted(seen.sizes[:3]) == sorted(product.sizes[:3]) and seen.sizes[3] == product.sizes[3]
             if fits and seen.gradients < (2 if seen.weight is None else seen.weight.trains):
                 return seen
-        return alike[0]
+        return candidates[0]
 
     def _innermost_module(self) -> NamedTorchModule | None:
         """The innermost running module of the model with its path; None while a constant is created."""
@@ -344,14 +352,14 @@ class KeptState:
             if call is not None:
                 times = call.forwards
             sizes.setdefault(("reduce", dtype), []).extend([size] * times)
-        return tuple(StateRow(*key, len(alike), sum(alike)) for key, alike in sizes.items())
+        return tuple(StateRow(*key, len(element_counts), sum(element_counts)) for key, element_counts in sizes.items())
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         try:
-            of_model = set(map(id, self._parameters))
+            model_ids = set(map(id, self._parameters))
             stepped = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
             for parameter in stepped:
-                if id(parameter) not in of_model:
+                if id(parameter) not in model_ids:
                     self._add("master_weight", parameter)
             for parameter in stepped:
                 for name, value in optimizer.state.get(parameter, {}).items():

@@ -49,9 +49,9 @@ class OtherSteps:
     @property
     def steps(self) -> str:
         text = str(Schedule(intervals=tuple(self.intervals[:_MOST_INTERVALS])))
-        left = len(self.intervals) - _MOST_INTERVALS
-        if left > 0:
-            text += f" and {left} more spans"
+        remaining = len(self.intervals) - _MOST_INTERVALS
+        if remaining > 0:
+            text += f" and {remaining} more spans"
         return text
 
     def __str__(self) -> str:
@@ -70,19 +70,19 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
         if product.macs or product.runs == "uncounted":  # others do not appear in the summary
             key = product.layer, product.gemm, product.backward, product.macs, product.format_name, product.why
             spans.setdefault(key, (product, []))[1].append((span.since, span.until))
-    alike: dict[tuple[_Span, ...], int] = {}  # few, even with thousands of layers
+    number_of_spans: dict[tuple[_Span, ...], int] = {}  # few, even with thousands of layers
     numbered = []
-    for product, its_spans in spans.values():
-        numbered.append((product, alike.setdefault(tuple(its_spans), len(alike))))
+    for product, product_spans in spans.values():
+        numbered.append((product, number_of_spans.setdefault(tuple(product_spans), len(number_of_spans))))
     changed = set()
-    for since, until in itertools.chain.from_iterable(alike):
+    for since, until in itertools.chain.from_iterable(number_of_spans):
         changed.add(since)
         if until is not None:
             changed.add(until + 1)
     firsts = sorted(changed)
 
     def state_in(step: int) -> frozenset[int]:
-        return frozenset(number for its_spans, number in alike.items() if _has_step(its_spans, step))
+        return frozenset(number for product_spans, number in number_of_spans.items() if _has_step(product_spans, step))
 
     states: dict[frozenset[int], list[tuple[int, int]]] = {}
     for first, following in itertools.pairwise(firsts):
@@ -100,21 +100,21 @@ def other_steps(products: Iterable[ProductSpan]) -> list[OtherSteps]:
         return Coverage(product for product, number in numbered if number in state)
 
     in_last = str(coverage_of(last))
-    others = []
+    differing = []
     for state, intervals in states.items():
         if state:
             coverage = coverage_of(state)
             if str(coverage) != in_last:
-                others.append(OtherSteps(intervals, coverage))
-    return others
+                differing.append(OtherSteps(intervals, coverage))
+    return differing
 
 
 def _has_step(spans: Iterable[_Span], step: int) -> bool:
     return any(since <= step and (until is None or step <= until) for since, until in spans)
 
 
-def format_other_steps(others: Sequence[OtherSteps]) -> list[str]:
-    return first_of(map(str, others), _MOST_LINES, "and {} more: session.coverage(at=...)")
+def format_other_steps(differing: Sequence[OtherSteps]) -> list[str]:
+    return first_of(map(str, differing), _MOST_LINES, "and {} more: session.coverage(at=...)")
 
 
 def recorded_products(gemms: pa.Table, operands: pa.Table) -> Iterator[tuple[Mapping[str, Any], Product]]:

@@ -77,7 +77,7 @@ def plan_products(
     by_id = {id(module): module for module in modules_of(model)}
     trains = any(parameter.requires_grad for parameter in parameters_of(model))
     planner = _ProductPlanner(acting, recipe, tokens, trains=trains)
-    others: dict[str, torch.nn.Module] = {}
+    plain_modules: dict[str, torch.nn.Module] = {}
     counted: set[int] = set()
     names = module_names(model)
     for key, path in names.items():
@@ -85,12 +85,12 @@ def plan_products(
         if key in layers:
             planner.plan_module(module, layers[key])
         elif not planner.plan_torch(path, module):
-            others[path] = module
+            plain_modules[path] = module
             continue
         counted.update(map(id, module.parameters(recurse=False)))
     # A te.ops.Linear also holds the weight of the operation inside it.
     not_counted = []
-    for path, other in others.items():
+    for path, other in plain_modules.items():
         if any(p.ndim > 1 and id(p) not in counted for p in other.parameters(recurse=False)):
             not_counted.append(path)
     return PlannedProducts(Coverage(planner.products), tuple(not_counted), _attention(names, by_id))
@@ -120,23 +120,23 @@ class _ProductPlanner:
             family = "te_ops"
         recipe = recipe_text(self._recipe) or HIGH_PRECISION
         override = getattr(self._recipe, "backward_override", None)
-        made = self._quantizers.of(module, self._recipe)
-        for layer, quantizers, sizes in zip(layers, made, row.features(module), strict=True):
+        module_quantizers = self._quantizers.of(module, self._recipe)
+        for layer, quantizers, sizes in zip(layers, module_quantizers, row.features(module), strict=True):
             sections = self._acting.get(layer, ())
-            kept = kept_by_sections(sections)
+            kept_high = kept_by_sections(sections)
             effects = itertools.chain.from_iterable(section.effects.values() for section in sections)
             modified: set[object] = set(itertools.chain.from_iterable(effect.modifies for effect in effects))
             operands: dict[GemmName, dict[str, str]] = {gemm: {} for gemm in GEMMS}
-            for gemm, of_gemm in operands.items():
-                is_high = gemm in kept or (override is not None and gemm != "fprop")
+            for gemm, gemm_formats in operands.items():
+                is_high = gemm in kept_high or (override is not None and gemm != "fprop")
                 for tensor in OPERANDS[gemm]:
                     quantizer = None
                     if not is_high:
                         quantizer = quantizers.get(tensor)
-                    of_gemm[tensor] = quantizer_format(quantizer, dtype, columnwise=ROWWISE[tensor] != gemm)
+                    gemm_formats[tensor] = quantizer_format(quantizer, dtype, columnwise=ROWWISE[tensor] != gemm)
                     if (gemm, tensor) in modified:
-                        of_gemm[tensor] += MODIFIED
-            facts = HighPrecisionFacts(kept, override or "")
+                        gemm_formats[tensor] += MODIFIED
+            facts = HighPrecisionFacts(kept_high, override or "")
             for product in self._products(layer, family, sizes, operands, left_out[layer], groups):
                 if product.operands:
                     product = explain(replace(product, recipe=recipe), facts, 0)

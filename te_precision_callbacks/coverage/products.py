@@ -79,10 +79,10 @@ class SeenProduct:
 
     def detached(self) -> list[SeenProduct]:
         """The product without references to its step; packed sequences become a product each."""
-        alone = replace(self, call=None, sequences=None)
+        without_call = replace(self, call=None, sequences=None)
         if self.sequences is None:
-            return [alone]
-        return [replace(alone, sizes=sizes) for sizes in self.sequences]
+            return [without_call]
+        return [replace(without_call, sizes=sizes) for sizes in self.sequences]
 
     @property
     def reason(self) -> Reason | None:
@@ -138,15 +138,15 @@ def sum_products(seen: Iterable[tuple[SeenProduct, float]]) -> Iterator[PlacedPr
         )
         if product.reason is not None and product.is_low:
             product = replace(product, reason=None, reason_ref="")
-        place = calls[0].place
-        yield PlacedProduct(place, product)
+        order = calls[0].place
+        yield PlacedProduct(order, product)
         weight = first.weight
         if weight is None or gemm != "fprop" or not in_backward:
             continue
         if (layer, "dgrad") not in in_backward:
-            yield PlacedProduct(place, Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT))
+            yield PlacedProduct(order, Product.left_out(layer, first.family, "dgrad", NO_INPUT_GRADIENT))
         if not weight.trains:
-            yield PlacedProduct(place, Product.left_out(layer, first.family, "wgrad", FROZEN))
+            yield PlacedProduct(order, Product.left_out(layer, first.family, "wgrad", FROZEN))
 
 
 class _CountedCalls(NamedTuple):
@@ -175,18 +175,18 @@ class CountedKinds:
 
     def put(self, kind: Kind, counted: Sequence[ModelCall], model: ModelCalls) -> None:
         """Keep the products of counted calls of a kind of calls of ``model``."""
-        before = self._counted.get(kind)
+        former = self._counted.get(kind)
         calls = [call for call in counted if call.may_have_backward] or counted[:1]
         if any(call.has_data_dependent_sizes for call in counted):
             calls = counted
         backwards = sum(call.may_have_backward for call in calls)
-        if before is not None and (before.backwards or not backwards):
+        if former is not None and (former.backwards or not backwards):
             return
         other = next((other for other in self._counted if other != kind and other[1:] == kind[1:]), None)
-        seen = [alone for call in calls for product in call.seen for alone in product.detached()]
+        seen = [product_kind for call in calls for product in call.seen for product_kind in product.detached()]
         self._counted[kind] = _CountedCalls(seen, len(calls), backwards)
         self.changes += 1
-        if before is None and other is not None:
+        if former is None and other is not None:
             model.note_integers(kind.base, decide=self._counted[kind].sizes != self._counted[other].sizes)
 
     def has_backward(self, kind: Kind) -> bool | None:
@@ -206,21 +206,21 @@ class CountedKinds:
             counted = self._counted.get(kind)
             if counted is None:
                 unknown += forwards
-                alike = [self._counted[other] for other in self._counted if other.form == kind.form]
-                alike = alike or list(self._counted.values())
+                counted_kinds = [self._counted[other] for other in self._counted if other.form == kind.form]
+                counted_kinds = counted_kinds or list(self._counted.values())
             else:
-                alike = [counted]
+                counted_kinds = [counted]
                 lacking += 0 if counted.backwards else backwards
-            for known in alike:
-                for seen in known.seen:
-                    times = forwards / known.calls
+            for counted_kind in counted_kinds:
+                for seen in counted_kind.seen:
+                    times = forwards / counted_kind.calls
                     if seen.backward:
-                        times = backwards / max(known.backwards, 1)
+                        times = backwards / max(counted_kind.backwards, 1)
                     if seen.not_counted:
                         product = Product.uncounted(seen.layer, seen.family, seen.not_counted, backward=seen.backward)
                         uncounted[product] = None
                     elif times:
-                        weighted.append((seen, times / len(alike) / steps))
+                        weighted.append((seen, times / len(counted_kinds) / steps))
         whole = sum(number for (_, backward), number in parts.items() if not backward)
         texts = []
         if unknown:

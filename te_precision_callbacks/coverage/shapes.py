@@ -28,19 +28,21 @@ from te_precision_callbacks.te.state import recipe_of_module
 logger = logging.getLogger(__name__)
 
 
-def explain_failure(error: BaseException | None, modules: Sequence[NamedModule], others: Mapping[int, str]) -> None:
+def explain_failure(
+    error: BaseException | None, modules: Sequence[NamedModule], other_layers: Mapping[int, str]
+) -> None:
     """Add notes to the exceptions in the chain of an error.
 
     An exception of Transformer Engine gets the layer, and the next supported size; a ``CheckpointError`` of torch that
-    layers of Transformer Engine in FP8 cause gets the remedy. ``others`` are the names of other modules of Transformer
-    Engine, such as attention, by id.
+    layers of Transformer Engine in FP8 cause gets the remedy. ``other_layers``: the names of other modules of
+    Transformer Engine, such as attention, by id.
     """
     was_shown = error is getattr(sys, "last_value", None)
     inner = transformer_engine_error(error)
     if isinstance(inner, Exception):
         try:
-            place = _place(inner.__traceback__, modules)
-            _add_note(inner, _explanation(place) or _layer_of(inner, place, others), was_shown=was_shown)
+            failed = _place(inner.__traceback__, modules)
+            _add_note(inner, _explanation(failed) or _layer_of(inner, failed, other_layers), was_shown=was_shown)
         except Exception as failure:
             logger.error("The layer of the exception above could not be found.", exc_info=failure)
     while error is not None and not isinstance(error, CheckpointError):
@@ -65,21 +67,21 @@ def _add_note(error: BaseException, text: str, *, was_shown: bool) -> None:
         error.add_note(text)
 
 
-def _layer_of(error: Exception, place: _FailedLayer | None, others: Mapping[int, str]) -> str:
+def _layer_of(error: Exception, failed: _FailedLayer | None, other_layers: Mapping[int, str]) -> str:
     where = "forward"
-    if place is not None:
-        name = place.named.name
-        module: Any = place.named.module
-        if place.in_backward:
+    if failed is not None:
+        name = failed.named.name
+        module: Any = failed.named.module
+        if failed.in_backward:
             where = "backward"
     else:
         for frame, _ in walk_tb(error.__traceback__):
             module = frame.f_locals.get("self")
-            if frame.f_code.co_name in _FORWARDS and id(module) in others:
+            if frame.f_code.co_name in _FORWARDS and id(module) in other_layers:
                 break
         else:
             return ""
-        name = others[id(module)]
+        name = other_layers[id(module)]
     return f"te-precision-callbacks: raised in the {where} of the layer {name!r} ({type(module).__name__})."
 
 
@@ -96,10 +98,10 @@ class _FailedLayer:
     gemm: GemmName | None = None
 
 
-def _explanation(place: _FailedLayer | None) -> str | None:
-    if place is None or not place.named.module.fp8:
+def _explanation(failed: _FailedLayer | None) -> str | None:
+    if failed is None or not failed.named.module.fp8:
         return None
-    module: Any = place.named.module
+    module: Any = failed.named.module
     recipe = recipe_of_module(module)
     name = recipe_of(recipe)
     if name is None:
@@ -107,17 +109,17 @@ def _explanation(place: _FailedLayer | None) -> str | None:
     from te_precision_callbacks.te.recipes import compute_capability
 
     gemms: tuple[GemmName, ...] = ("fprop",)
-    if place.gemm is not None:
-        gemms = (place.gemm,)
-    elif place.in_backward:
+    if failed.gemm is not None:
+        gemms = (failed.gemm,)
+    elif failed.in_backward:
         gemms = ("dgrad", "wgrad")
     checked = {*gemms, "fprop"}
     if module.training and recipe.backward_override is None:
         checked.update(GEMMS)
     row = te_modules.of(module)
-    sizes = row.tokens(module, place.rows or 0, place.splits, in_backward=place.in_backward)
-    layers = list(zip(place.named.layers, sizes, row.features(module), strict=True))
-    for layer, tokens, (in_features, out_features) in row.in_backward_order(layers) if place.in_backward else layers:
+    sizes = row.tokens(module, failed.rows or 0, failed.splits, in_backward=failed.in_backward)
+    layers = list(zip(failed.named.layers, sizes, row.features(module), strict=True))
+    for layer, tokens, (in_features, out_features) in row.in_backward_order(layers) if failed.in_backward else layers:
         refused = refusals(
             name,
             compute_capability(),
@@ -145,7 +147,7 @@ def _explanation(place: _FailedLayer | None) -> str | None:
 
 def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _FailedLayer | None:
     by_module = {id(named.module): named for named in modules}
-    place: _FailedLayer | None = None
+    failed: _FailedLayer | None = None
     for frame, _ in walk_tb(trace):
         if not frame.f_globals.get("__name__", "").startswith("transformer_engine.pytorch."):
             continue
@@ -153,26 +155,26 @@ def _place(trace: TracebackType | None, modules: Sequence[NamedModule]) -> _Fail
         function = frame.f_code.co_name
         layer = by_module.get(id(local.get("self")))
         forward = getattr(local.get("ctx"), "te_precision_forward", None)  # of the tap, which has entered the module
-        if layer is not None and (place is not None or function == "forward"):
-            place = _FailedLayer(layer, in_backward=False)
+        if layer is not None and (failed is not None or function == "forward"):
+            failed = _FailedLayer(layer, in_backward=False)
         elif function == "backward" and forward is not None and forward.module in by_module:
-            place = _FailedLayer(by_module[forward.module], in_backward=True)
-        if place is not None:
-            _read_sizes(place, local)
-    return place
+            failed = _FailedLayer(by_module[forward.module], in_backward=True)
+        if failed is not None:
+            _read_sizes(failed, local)
+    return failed
 
 
-def _read_sizes(place: _FailedLayer, local: Mapping[str, Any]) -> None:
+def _read_sizes(failed: _FailedLayer, local: Mapping[str, Any]) -> None:
     names: tuple[str, ...] = ("inp",)
-    if place.in_backward:
+    if failed.in_backward:
         names = ("grad_output", "grad_outputs")
     for name in names:
         tensor: Any = local.get(name)
         if isinstance(tensor, tuple) and tensor:
             tensor = tensor[0]
-        if place.rows is None and hasattr(tensor, "size"):  # also the storage of a quantized tensor
-            place.rows = math.prod(tensor.size()[:-1])
+        if failed.rows is None and hasattr(tensor, "size"):  # also the storage of a quantized tensor
+            failed.rows = math.prod(tensor.size()[:-1])
     splits = local.get("m_splits", getattr(local.get("ctx"), "m_splits", None))
-    if place.splits is None and splits is not None:
-        place.splits = list(splits)
-    place.gemm = GEMM_OF_LAYOUT.get(str(local.get("layout")), place.gemm)
+    if failed.splits is None and splits is not None:
+        failed.splits = list(splits)
+    failed.gemm = GEMM_OF_LAYOUT.get(str(local.get("layout")), failed.gemm)

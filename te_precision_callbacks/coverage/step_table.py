@@ -119,7 +119,7 @@ class StepGemms:
 
     @property
     def key(self) -> object:
-        reasons = frozenset((layer, *of_layer.items()) for layer, of_layer in self.left_out.items())
+        reasons = frozenset((layer, *layer_reasons.items()) for layer, layer_reasons in self.left_out.items())
         counts = frozenset(self.calls.items()), frozenset(self.attention.items())
         return *counts, frozenset(self.unseen), frozenset(self.excluded), reasons
 
@@ -256,8 +256,8 @@ class StepTable:
             order.setdefault(layer, len(order))
         for (layer, gemm), calls in group_by_key(((call[0], call[1]), call) for call in self.calls).items():
             operands = []
-            for tensor, place in zip(OPERANDS[gemm], (_B, _A), strict=True):
-                formats = dict.fromkeys(Format(self.text_of(call[place]), call[2]) for call in calls)
+            for tensor, column in zip(OPERANDS[gemm], (_B, _A), strict=True):
+                formats = dict.fromkeys(Format(self.text_of(call[column]), call[2]) for call in calls)
                 operands.append((tensor, tuple(formats)))
             fact = GemmFact(tuple(operands), excluded=layer in self.excluded)
             self._history.put(layer, gemm, self._iteration, fact)
@@ -289,12 +289,12 @@ class StepTable:
         if not self.is_complete:
             return NO_GEMMS
         self.write()
-        now = StepGemms(
+        step = StepGemms(
             self.calls, self.attention, self.unseen, self.excluded, self._left_out, has_backward=self._has_backward
         )
-        if now != self._gemms:
+        if step != self._gemms:
             self._gemms = replace(
-                now,
+                step,
                 calls=dict(self.calls),
                 attention=dict(self.attention),
                 unseen=set(self.unseen),
@@ -306,7 +306,7 @@ class StepTable:
         """Yield a product for each layer, GEMM, recipe and pair of formats, as the mean over some steps; then those
         of attention."""
         seen: list[tuple[SeenProduct, float]] = []
-        for place, (call, count) in enumerate(gemms.calls.items()):
+        for order, (call, count) in enumerate(gemms.calls.items()):
             layer, gemm, recipe, a, b, shape = call
             if shape is not None:
                 sizes = *gemm_sizes(math.prod(shape[:-1]), *self.features[layer])[gemm], 1
@@ -318,7 +318,7 @@ class StepTable:
                     formats,
                     sizes,
                     backward=gemm != "fprop",
-                    place=place,
+                    place=order,
                     recipe=recipe or HIGH_PRECISION,
                 )
                 seen.append((product, count / steps))

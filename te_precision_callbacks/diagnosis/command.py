@@ -125,15 +125,15 @@ def _order_of_verdicts(checked: _Checked) -> tuple[bool, bool, int]:
     return not verdict.wrong, verdict.healthy, (*SEVERITIES, "").index(verdict.severity)
 
 
-def _check(recorded: RecordedRun, known: Path | None, lines: Sequence[KnownLine]) -> _Checked:
+def _check(recorded: RecordedRun, known_file: Path | None, lines: Sequence[KnownLine]) -> _Checked:
     from te_precision_callbacks.diagnosis.replay import diagnose
     from te_precision_callbacks.runs.summary import outcome_notes
 
     notes = [note for note in recorded.notes if note not in recorded.unread]
     verdict, left_out, unused = leave_out(lines, diagnose(recorded))
     if left_out:
-        notes.append(f"{known} leaves out {many(left_out, 'known finding')}.")
-    notes += [f"{known}:{line.number}: {line.text!r} matches no finding." for line in unused]
+        notes.append(f"{known_file} leaves out {many(left_out, 'known finding')}.")
+    notes += [f"{known_file}:{line.number}: {line.text!r} matches no finding." for line in unused]
     return _Checked(recorded, verdict, outcome_notes(recorded), notes)
 
 

@@ -275,16 +275,16 @@ def _is_deleted(file: str) -> bool:
     return path.is_absolute() and path.parent.is_dir() and not path.exists()
 
 
-def _merge_findings(known: Finding, other: Finding) -> Finding:
+def _merge_findings(former: Finding, other: Finding) -> Finding:
     """Merge two findings of a subject: the earlier first step, and the text of the more severe finding."""
-    first, second = sorted((known, other), key=first_step)
+    first, second = sorted((former, other), key=first_step)
     lead, more = worst_first((first, second))
     return replace(
         lead,
         layers=tuple(dict.fromkeys((*lead.layers, *more.layers))),
         ranks=tuple(dict.fromkeys((*lead.ranks, *more.ranks))),
         since=first.since,
-        until=max((finding.until for finding in (known, other) if finding.until is not None), default=None),
+        until=max((finding.until for finding in (former, other) if finding.until is not None), default=None),
         last_good=first.last_good,
     )
 

@@ -225,8 +225,8 @@ class Facts:
             layers = [part for inner, part in self.layers.items() if inner.startswith(f"{name}.")]
         in_backward = tensor in ("gradient", "dgrad", "wgrad")
         orders = [part.backward if in_backward else part.forward for part in layers]
-        known = [order for order in orders if order is not None]
-        return int(in_backward), min(known, default=_UNSEEN + layer.place)
+        known_orders = [order for order in orders if order is not None]
+        return int(in_backward), min(known_orders, default=_UNSEEN + layer.place)
 
     def layer(self, name: str) -> LayerFacts:
         """Return a layer, without any facts if it is unknown."""

@@ -163,8 +163,8 @@ class StepNumbers:
         """[rows]: whether each has a value of a statistic, and is the tensor."""
         key = "known", statistic, tensor
         if key not in self._derived:
-            known = np.isin(np.arange(len(self)), self.column(statistic).rows)
-            self._derived[key] = known & self.are(tensor) if tensor else known
+            has_value = np.isin(np.arange(len(self)), self.column(statistic).rows)
+            self._derived[key] = has_value & self.are(tensor) if tensor else has_value
         mask: Mask = self._derived[key]
         return mask
 

@@ -140,7 +140,7 @@ def simulate(
 
     Args:
         values: any shape, float64, float32, float16 or bfloat16; only finite elements count.
-        wanted: the kinds of columns to return. An empty tensor returns no columns.
+        sources: the kinds of columns to return. An empty tensor returns no columns.
 
     Raises:
         QuantizationError: delayed scaling, since its scale comes from the amaxes of earlier steps; or block statistics

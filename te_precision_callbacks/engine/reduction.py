@@ -327,18 +327,18 @@ class _Layout:
         trailer[_CHANGED] = changed
         trailer[_CHANGED + 1 :] = requests
 
-    def _note_asked(self, asked: Sequence[Asked]) -> None:
-        self._asked = list(asked)
+    def _note_asked(self, requests: Sequence[Asked]) -> None:
+        self._asked = list(requests)
         labels: dict[SegmentKey, set[str]] = {}
         measured: set[SegmentKey] = set()
-        for segment, segment_labels, is_measured in itertools.chain.from_iterable(asked):
+        for segment, segment_labels, is_measured in itertools.chain.from_iterable(requests):
             labels.setdefault(segment.key, set()).update(segment_labels)
             if is_measured:
                 measured.add(segment.key)
         due: list[bool] = []
         resting: list[int] = []
-        for entry, own_segment, sums_at, maxima_at in self._pieces:
-            due_labels = () if own_segment is None else labels.get(entry.key, ())
+        for entry, segment_number, sums_at, maxima_at in self._pieces:
+            due_labels = () if segment_number is None else labels.get(entry.key, ())
             due.extend(output in due_labels for output in entry.outputs)
             if entry.key.shard is not None and entry.key not in measured:
                 resting.extend(range(sums_at, maxima_at))

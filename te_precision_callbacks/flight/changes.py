@@ -89,19 +89,19 @@ class Change:
             return f"{count} ran in high precision in the steps {self.since} to {self.until}, and not before and after"
         if self.kind in ABSENCES:
             return describe_absences(self.kind, [(self.since, self.until)] * len(self.slots))
-        others = len(self.slots) - 1
-        before = f"in the {LEAST_HISTORY} to {HISTORY} steps before"
+        further = len(self.slots) - 1
+        earlier_steps = f"in the {LEAST_HISTORY} to {HISTORY} steps before"
         if first.tensor == UPDATE:
-            more = f"; also {many(others, 'more weight')}" if others else ""
+            more = f"; also {many(further, 'more weight')}" if further else ""
             usual = f"and by at most {self.before:.2%} in each of the {LEAST_HISTORY} updates before"
             return f"the weight has changed by {self.now:.0%} of its norm, in a sample, {usual}{more}"
-        more = f"; {many(others, 'more tensor')} in the same step" if others else ""
+        more = f"; {many(further, 'more tensor')} in the same step" if further else ""
         stays = "" if self.until is None else f", and has stayed so in the {STAYS} steps after it"
         if self.now in LARGEST_CODES:
             more += ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
         return (
             f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g}"
-            f" {before}{stays}{more}"
+            f" {earlier_steps}{stays}{more}"
         )
 
 
@@ -116,8 +116,8 @@ _ABSENCE_OF: Mapping[str, Kind] = {"activation": "uncalled", "wgrad": "frozen"}
 
 def describe_absences(kind: Kind, spans: Collection[tuple[int, int | None]]) -> str:
     """Describe layers by the first and the last step of each one's absence; None if it goes on."""
-    before, none = ABSENCES[kind]
-    text = before.format(many(len(spans), "layer"))
+    template, none = ABSENCES[kind]
+    text = template.format(many(len(spans), "layer"))
     firsts, lasts = zip(*spans, strict=True)
     ends = [last for last in lasts if last is not None]
     if len(ends) == len(spans):
@@ -227,16 +227,16 @@ class Changes:
         if count > len(self._limits):
             self._grow(count)
         is_number = (row.magnitudes > 0) & (row.magnitudes < np.inf)
-        now = np.full(self._bits.shape[1], np.nan, np.float32)
-        np.log2(row.magnitudes, where=is_number, out=now[:count])
+        magnitudes = np.full(self._bits.shape[1], np.nan, np.float32)
+        np.log2(row.magnitudes, where=is_number, out=magnitudes[:count])
         are_weights = self._are["weight"]
         are_updates = self._are[UPDATE]
         largest = np.fmax.reduce(self._bits)
         smallest = np.fmin.reduce(self._bits)
-        fallen = smallest - now >= self._limits
+        fallen = smallest - magnitudes >= self._limits
         fallen[:count] |= (row.magnitudes == 0) & np.isfinite(self._bits[(self._steps - 1) % HISTORY, :count])
-        jumps = (now - largest >= self._limits) | (are_weights & fallen)
-        jumps &= ~are_updates | (now >= math.log2(LEAST_UPDATE))
+        jumps = (magnitudes - largest >= self._limits) | (are_weights & fallen)
+        jumps &= ~are_updates | (magnitudes >= math.log2(LEAST_UPDATE))
         if row.first is not None:
             jumps &= are_updates
         if jumps.any():
@@ -248,24 +248,26 @@ class Changes:
                 ("spike", jumps & ~are_weights & ~are_updates),
                 ("weights", jumps & are_updates),
             )
-            risen = (now - largest)[are_updates] >= 1  # twice as large, or more
-            most_rise = bool(risen.sum() >= max(2.0, NEARLY_ALL * np.isfinite(now[are_updates]).sum()))
+            risen = (magnitudes - largest)[are_updates] >= 1  # twice as large, or more
+            most_rise = bool(risen.sum() >= max(2.0, NEARLY_ALL * np.isfinite(magnitudes[are_updates]).sum()))
             for kind, group in groups:
                 numbers = [number for number in dict.fromkeys(row.order) if group[number]]
                 if numbers:
                     first = numbers[0]
                     slots = tuple(self._slots[number] for number in numbers)
-                    before = float(np.exp2(largest[first]))
-                    of_all = most_rise and slots[0].tensor == UPDATE
-                    change = Change(kind, slots, row.iteration, None, before, float(row.magnitudes[first]), of_all)
+                    former_magnitude = float(np.exp2(largest[first]))
+                    is_of_all = most_rise and slots[0].tensor == UPDATE
+                    change = Change(
+                        kind, slots, row.iteration, None, former_magnitude, float(row.magnitudes[first]), is_of_all
+                    )
                     yield change
                     if kind == "spike" and slots[0].tensor not in BACKWARD:
                         least = float(largest[first] + self._limits[first] / 2)
                         self._spikes.append(_Spike(change, self._steps, first, least))
-        fresh = are_updates & np.isfinite(now)
+        fresh = are_updates & np.isfinite(magnitudes)
         self._bits[: LEAST_HISTORY - 1, fresh] = self._bits[1:LEAST_HISTORY, fresh]
-        self._bits[LEAST_HISTORY - 1, fresh] = now[fresh]
-        self._bits[self._steps % HISTORY, ~are_updates] = now[~are_updates]
+        self._bits[LEAST_HISTORY - 1, fresh] = magnitudes[fresh]
+        self._bits[self._steps % HISTORY, ~are_updates] = magnitudes[~are_updates]
         if self._spikes and self._steps - self._spikes[0].step >= STAYS:
             spike = self._spikes.pop(0)
             steps = np.arange(spike.step, self._steps + 1) % HISTORY

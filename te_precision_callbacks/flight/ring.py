@@ -55,12 +55,12 @@ class Ring:
         self._calls: Counter[int] = Counter()  # of each model of the session, by its id
 
     def slot(self, layer: str, tensor: str) -> int:
-        place = self.places.get((layer, tensor))
-        if place is None:
-            place = len(self.slots)
-            self.places[layer, tensor] = place
+        slot_number = self.places.get((layer, tensor))
+        if slot_number is None:
+            slot_number = len(self.slots)
+            self.places[layer, tensor] = slot_number
             self.slots.append(TensorSlot(layer, tensor))
-        return place
+        return slot_number
 
     def begin_call(self, model: int) -> None:
         """Note that a call of a model with gradients begins, given its id."""
@@ -95,22 +95,22 @@ class Ring:
             self.order.append(slot)
         self.tokens[slot] += count
 
-    def put(self, slots: Sequence[int], places: torch.Tensor, numbers: torch.Tensor) -> None:
+    def put(self, slots: Sequence[int], slot_numbers: torch.Tensor, numbers: torch.Tensor) -> None:
         """Add a number to each of ``slots``, which are also on the device; numbers that are not finite are left out.
 
         Args:
-            places: int64, [slots].
+            slot_numbers: int64, [slots].
             numbers: float32, [slots], at least 0.
         """
-        on = self.devices.get(numbers.device)
-        if on is not None:
+        device_ring = self.devices.get(numbers.device)
+        if device_ring is not None:
             self.order += slots
             bits = numbers.nan_to_num(nan=-1.0, posinf=-1.0).view(torch.int32)
-            on.row(len(self.slots))[:, MAGNITUDE].scatter_reduce_(0, places, bits, "amax")
+            device_ring.row(len(self.slots))[:, MAGNITUDE].scatter_reduce_(0, slot_numbers, bits, "amax")
 
     def is_broken(self) -> bool:
         """Return whether the step has inf or nan so far. Waits for the devices."""
-        return any(on.is_broken() for on in self.devices.values())
+        return any(device_ring.is_broken() for device_ring in self.devices.values())
 
     def end_step(self, iteration: int) -> list[StepRow]:
         """End a step; return the steps that the host has now, in order."""
@@ -126,26 +126,26 @@ class Ring:
         )
         self._waiting.append(row)
         self._begin_step()
-        for on in self.devices.values():
-            on.end_step(row)
+        for device_ring in self.devices.values():
+            device_ring.end_step(row)
         return self._take()
 
     def take(self) -> list[StepRow]:
         """Wait for the devices, and return all steps that :meth:`end_step` has not returned."""
-        for on in self.devices.values():
-            on.copy()
-            on.read()
+        for device_ring in self.devices.values():
+            device_ring.copy()
+            device_ring.read()
         return self._take()
 
     def _take(self) -> list[StepRow]:
-        missing = {id(step) for on in self.devices.values() for step in on.missing}
-        taken = list(itertools.takewhile(lambda step: id(step) not in missing, self._waiting))
-        del self._waiting[: len(taken)]
-        for step in taken:
+        missing = {id(step) for device_ring in self.devices.values() for step in device_ring.missing}
+        read_steps = list(itertools.takewhile(lambda step: id(step) not in missing, self._waiting))
+        del self._waiting[: len(read_steps)]
+        for step in read_steps:
             step.magnitudes = step.magnitudes[: len(self.slots)]
             counted = [slot for slot in step.tokens if slot < len(step.magnitudes)]
             step.magnitudes[counted] = [step.tokens[slot] for slot in counted]
-        return taken
+        return read_steps
 
 
 class _OnDevice:
@@ -190,9 +190,9 @@ class _OnDevice:
         if handle not in self.streams:
             self.streams[handle] = current_stream(self._device)
         if slots > self.slots:
-            before = self._rows
+            former_rows = self._rows
             self._make(2 * slots)
-            self._rows[:, : before.shape[1]] = before
+            self._rows[:, : former_rows.shape[1]] = former_rows
         return self.now
 
     def is_broken(self) -> bool:

@@ -68,9 +68,9 @@ class StepRow:
     turns: Sequence[tuple[int, int]] = ()
     micro_batches: int = 0
 
-    def micro_batch_of(self, place: int) -> int:
+    def micro_batch_of(self, order: int) -> int:
         """Return the micro-batch of a place in ``order``, from 0; -1 if it is not known."""
-        return next((number for begin, number in reversed(self.turns) if begin <= place), -1)
+        return next((number for begin, number in reversed(self.turns) if begin <= order), -1)
 
     def add(self, row: npt.NDArray[np.int32]) -> None:
         """Add the row of a device: int32, [slots, 3]."""
@@ -78,9 +78,13 @@ class StepRow:
         magnitudes = bits.view(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             scaled = np.where(scales < 0, magnitudes, magnitudes * scales.view(np.float32))
-        found = np.where(bits < 0, np.float32(-1), scaled).astype(np.float32)
-        before = np.pad(self.magnitudes, (0, max(len(found) - len(self.magnitudes), 0)), constant_values=-1)
-        self.magnitudes = np.fmax(before, found) if (before >= 0).any() else found
+        new_magnitudes = np.where(bits < 0, np.float32(-1), scaled).astype(np.float32)
+        former_magnitudes = np.pad(
+            self.magnitudes, (0, max(len(new_magnitudes) - len(self.magnitudes), 0)), constant_values=-1
+        )
+        self.magnitudes = (
+            np.fmax(former_magnitudes, new_magnitudes) if (former_magnitudes >= 0).any() else new_magnitudes
+        )
         earliest = int(first.min(initial=_NEVER))
         if earliest != _NEVER and (self.first is None or earliest < self.first):
             self.first = earliest

@@ -72,8 +72,8 @@ class Origin:
                 if self.ranks > 1:
                     text += " on this rank: the gradients of another rank may have brought them"
             return text + self._limits
-        of_batch = f"micro-batch {self.micro_batch} of " if self.micro_batch >= 0 and self.micro_batches > 1 else ""
-        text = f"inf or nan appear in {of_batch}{step}"
+        batch_text = f"micro-batch {self.micro_batch} of " if self.micro_batch >= 0 and self.micro_batches > 1 else ""
+        text = f"inf or nan appear in {batch_text}{step}"
         if self.magnitude is not None:
             text += f", after at most {self.magnitude:.3g} in the step before"
         if self.before:
@@ -81,9 +81,9 @@ class Origin:
             which = "the watched" if self.unwatched else "the"
             size = "" if self.before_magnitude is None else f" (at most {self.before_magnitude:.3g})"
             text += f"; all that {which} GEMMs before it read is finite, last the {tensor} of {layer}{size}"
-        others = self.tensors - 1
-        if others:
-            text += f"; {many(others, 'more tensor')} in this step"
+        further = self.tensors - 1
+        if further:
+            text += f"; {many(further, 'more tensor')} in this step"
         return text + self._limits
 
     @property
@@ -117,13 +117,13 @@ class LastSteps:
             return None
         if self._since is None:
             self._since = row.iteration
-        before = self.rows[-1] if self.rows else None
+        former_row = self.rows[-1] if self.rows else None
         self.rows.append(row)
         if row.first is None:
             self._finite += row.updated_at is not None
             return None
         self._finite = 0
-        origin = self._origin(row, row.first, before, self._since)
+        origin = self._origin(row, row.first, former_row, self._since)
         if origin.weights:
             self._open = None
         self.last = origin
@@ -164,7 +164,7 @@ class LastSteps:
             "first": first,
         }
 
-    def _origin(self, row: StepRow, first: int, before: StepRow | None, since: int) -> Origin:
+    def _origin(self, row: StepRow, first: int, former_row: StepRow | None, since: int) -> Origin:
         slot = row.order[first]
         is_backward = self.slots[slot].tensor in BACKWARD
         last = None
@@ -177,18 +177,18 @@ class LastSteps:
             ):
                 last = other
                 break
-        broken = [self.slots[place] for place in (~(row.magnitudes < float("inf"))).nonzero()[0].tolist()]
-        of_weights = sum(other.tensor == "weight" for other in broken)
+        broken = [self.slots[slot_number] for slot_number in (~(row.magnitudes < float("inf"))).nonzero()[0].tolist()]
+        broken_weights = sum(other.tensor == "weight" for other in broken)
         return Origin(
             row.iteration,
             *self.slots[slot],
             micro_batch=-1 if self.slots[slot].tensor == "weight" else row.micro_batch_of(first),
             micro_batches=row.micro_batches,
-            magnitude=None if before is None else _magnitude(before, slot),
+            magnitude=None if former_row is None else _magnitude(former_row, slot),
             before=() if last is None else (self.slots[last].layer, self.slots[last].tensor),
             before_magnitude=None if last is None else _magnitude(row, last),
             tensors=len(broken),
-            weights=of_weights,
+            weights=broken_weights,
             in_backward=all(other.tensor in BACKWARD for other in broken),
             since=since,
             ranks=world_size(),

@@ -51,7 +51,7 @@ class UpdateSizes:
     @torch.no_grad()
     def add(self, parameters: Iterable[Parameter]) -> None:
         """Add the stepped weights of an iteration; of a sharded weight, this rank's part counts."""
-        alike: dict[_Kind, list[tuple[Parameter, int, torch.Tensor]]] = defaultdict(list)
+        samples_by_kind: dict[_Kind, list[tuple[Parameter, int, torch.Tensor]]] = defaultdict(list)
         for parameter in parameters:
             weight = parameter.weight
             if weight.ndim < 2 or parameter.is_unwatched:
@@ -63,23 +63,25 @@ class UpdateSizes:
             if parameter.slot is not None and size >= ELEMENTS and part.is_contiguous():
                 stride = ((size - 1) // (ELEMENTS - 1) - 1) | 1  # odd, so that they are in different columns
                 sample = part.as_strided((ELEMENTS,), (stride,))
-                alike[part.device, part.dtype].append((parameter, parameter.slot, sample))
-        for kind, entries in alike.items():
-            of_kind, slots, samples = map(list, zip(*entries, strict=True))
+                samples_by_kind[part.device, part.dtype].append((parameter, parameter.slot, sample))
+        for kind, entries in samples_by_kind.items():
+            kind_parameters, slots, samples = map(list, zip(*entries, strict=True))
             values = torch.stack(samples)
             if kind[1] is not torch.float32:
                 values = values.float()
-            before = self._before(kind, of_kind, slots)
-            self._ring.put(slots, before.places, vector_norm(values - before.values, dim=1) / before.norms)
-            self._last[kind] = before._replace(values=values, norms=vector_norm(values, dim=1))
+            former_samples = self._before(kind, kind_parameters, slots)
+            self._ring.put(
+                slots, former_samples.places, vector_norm(values - former_samples.values, dim=1) / former_samples.norms
+            )
+            self._last[kind] = former_samples._replace(values=values, norms=vector_norm(values, dim=1))
 
     def _before(self, kind: _Kind, parameters: list[Parameter], slots: list[int]) -> _Samples:
         """Return the last samples of parameters: nan for a new one."""
-        before = self._last.get(kind)
-        if before is not None:
-            if before.parameters == parameters:
-                return before
-            for parameter, sample in zip(before.parameters, before.values, strict=True):
+        former_samples = self._last.get(kind)
+        if former_samples is not None:
+            if former_samples.parameters == parameters:
+                return former_samples
+            for parameter, sample in zip(former_samples.parameters, former_samples.values, strict=True):
                 parameter.stepped_sample = sample
         new = torch.full((ELEMENTS,), torch.nan, device=kind[0])
         samples = [new if parameter.stepped_sample is None else parameter.stepped_sample for parameter in parameters]

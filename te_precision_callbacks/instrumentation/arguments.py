@@ -41,21 +41,21 @@ user's wrapper with ``*arguments``.
 _READ = {"A", "B", "out", "layout", "accumulate", "m_splits"}
 
 
-def argument_namer(function: Callable[..., Any], known: Sequence[str]) -> ArgumentNamer:
+def argument_namer(function: Callable[..., Any], positional_names: Sequence[str]) -> ArgumentNamer:
     """Return a function that names the positional arguments of a TE function.
 
     Args:
-        known: the first parameters in TE 2.20.
+        positional_names: the first parameters in TE 2.20.
 
     Raises:
         TypeError: a parameter is missing, as in another TE version.
     """
     parameters = inspect.signature(function).parameters
-    missing = sorted(_READ.intersection(known).difference(parameters))
+    missing = sorted(_READ.intersection(positional_names).difference(parameters))
     if not missing:
         return lambda arguments: dict(zip(parameters, arguments, strict=False))
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
-        return lambda arguments: dict(zip(known, arguments, strict=False))
+        return lambda arguments: dict(zip(positional_names, arguments, strict=False))
     raise _missing(function, missing)
 
 
@@ -106,14 +106,14 @@ def _tensors_of(row: ModuleRow, forward: Callable[..., Any]) -> FindTensors:
     if row.groups:
         inp, splits, first = map(positions.__getitem__, names)
         return lambda arguments: _tensors_of_experts(arguments[inp], _rows(arguments[splits]), arguments[first:])
-    places = [(positions[name], place) for name, place in row.arguments().items()]
+    positions_of_fields = [(positions[name], field) for name, field in row.arguments().items()]
 
     def find(arguments: Sequence[Any]) -> PlainTensors:
         tensors: PlainTensors = {}
-        for position, place in places:
+        for position, field in positions_of_fields:
             tensor = arguments[position]
             if type(tensor) in PLAIN or _is_plain_subclass(tensor):
-                tensors[place] = tensor
+                tensors[field] = tensor
         return tensors
 
     return find

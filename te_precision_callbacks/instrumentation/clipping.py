@@ -27,8 +27,8 @@ class ClippingWatch:
         before: called with the parameters before their gradients are scaled.
     """
 
-    def __init__(self, before: Callable[[list[torch.Tensor]], None], failures: ObservationFailures) -> None:
-        self._before = before
+    def __init__(self, before_clipping: Callable[[list[torch.Tensor]], None], failures: ObservationFailures) -> None:
+        self._before = before_clipping
         self._failures = failures
         self._scalars: dict[str, Any] = {}
         self._clipped = 0
@@ -52,13 +52,13 @@ class ClippingWatch:
         return scalars
 
     def _observed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        place = weakref.WeakMethod(self._note)
+        weak_note = weakref.WeakMethod(self._note)
 
         @functools.wraps(original)
         def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **keywords: Any) -> Any:
             if not torch.compiler.is_compiling() and not is_capturing():
                 parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-                note = place()
+                note = weak_note()
                 if note is not None:
                     note(parameters, max_norm, total_norm)
             return original(parameters, max_norm, total_norm, *args, **keywords)

@@ -68,12 +68,12 @@ class Forward:
     shapes: dict[int, torch.Size]
     has_wgrad = False
 
-    def operand(self, index: int, tensor: OperandName, given: Any, *, columnwise: bool) -> GemmOperand:
+    def operand(self, index: int, tensor: OperandName, passed: Any, *, columnwise: bool) -> GemmOperand:
         key = index, tensor
         first = key not in self.read
         self.read.add(key)
         high = None if self.high is None else self.high.pop(key, None)
-        return GemmOperand(tensor, given, columnwise, high, first)
+        return GemmOperand(tensor, passed, columnwise, high, first)
 
     def next_layer_index(self, gemm: str, expert: int | None) -> int:
         """Return the index of the layer with the next GEMM, and advance to it."""
@@ -119,7 +119,7 @@ class Running:
     def call(self, forward: Forward, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Call a function as part of a forward or backward, hidden from dispatch modes, since its GEMMs are counted."""
         state = self.thread_state
-        before = state.running
+        caller = state.running
         state.running = forward
         try:
             if not modes_are_active():
@@ -127,7 +127,7 @@ class Running:
             with hide_operators():
                 return function(*arguments, **keywords)
         finally:
-            state.running = before
+            state.running = caller
 
 
 class CurrentForward(threading.local):

@@ -48,6 +48,7 @@ from te_precision_callbacks.statistics.names import STALE
 from te_precision_callbacks.statistics.schedule import Schedule
 from te_precision_callbacks.statistics.series import log_name
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.debug import any_feature_enabled, debug_quantization
 from te_precision_callbacks.te.state import (
     BACKWARD,
     FORWARD,
@@ -262,8 +263,6 @@ class DebugPathDecisions:
         return compiled_in_callers_only(is_debug_iter)
 
     def make_no_debug_features_active(self, upstream: Any) -> Any:
-        from te_precision_callbacks.te.debug import any_feature_enabled
-
         def no_debug_features_active(module: Any, quantizers: Any) -> bool:
             kind = self.current.kind
             forward = DebugForward(module, quantizers, self.current.has_quantized_input)
@@ -359,15 +358,17 @@ def _forget_cached_weights(module: Any, quantizers: Sequence[Any]) -> None:
     Transformer Engine would write the new weight with the cached weight's quantizer, which has the features and the
     precision of an earlier iteration. Read from 2.20.2, ``pytorch/module/base.py: quantize_weight``.
     """
-    from te_precision_callbacks.te.debug import debug_quantization
-
     cached_by_name = cached_weights(module)
-    now = quantizers[0]
+    quantizer = quantizers[0]
     for name, cached in list(cached_by_name.items()):
         if isinstance(cached, debug_quantization.DebugQuantizedTensor):
-            made = cached.quantizer
+            cached_quantizer = cached.quantizer
             # With an fsdp_group, TE reads attributes that this weight lacks.
-            if made.iteration != now.iteration or made.kind is not now.kind or module.fsdp_group is not None:
+            if (
+                cached_quantizer.iteration != quantizer.iteration
+                or cached_quantizer.kind is not quantizer.kind
+                or module.fsdp_group is not None
+            ):
                 del cached_by_name[name]
 
 
@@ -398,12 +399,12 @@ def _stale_percentage(weight: torch.Tensor, codes: Any) -> torch.Tensor | None:
     weight = getattr(weight, "_local_tensor", weight)
     if name not in _ROUNDING or name_of_format(weight) is not None:
         return None
-    now = weight.float()
-    then = codes.dequantize(dtype=torch.float32)
-    if now.shape != then.shape:
+    values = weight.float()
+    cached_values = codes.dequantize(dtype=torch.float32)
+    if values.shape != cached_values.shape:
         return None
-    size = now.abs()
+    size = values.abs()
     percentage: torch.Tensor = (
-        100 * ((then - now).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
+        100 * ((cached_values - values).abs() > _ROUNDING[name] * size + _SMALL[name] * size.max()).float().mean()
     )
     return percentage

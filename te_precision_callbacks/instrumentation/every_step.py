@@ -118,12 +118,12 @@ class EveryStep:
             elif gemm == "fprop" and forward.kind is ForwardKind.OBSERVED:
                 shape = shapes[index] = out.shape if type(out) in PLAIN else (b if out is None else out).size()
             self.table.calls[layer, gemm, forward.recipe, form_a, form_b, shape] += 1
-            known = forward.watched
-            if known is None or not self.is_on:
+            watched = forward.watched
+            if watched is None or not self.is_on:
                 return
             ring = self.ring
             order = ring.order
-            found: list[Any] = []
+            parts: list[Any] = []
             if gemm == "fprop":
                 # A reentrant checkpoint runs it in a backward, which may be of an earlier call.
                 forward.micro_batch = -1 if ring.is_late and is_in_backward() else ring.called
@@ -135,18 +135,18 @@ class EveryStep:
                 if layer not in self._weights:
                     self._weights.add(layer)
                     adds += (("weight", a, form_a),)
-                if (index, "activation") not in known:
+                if (index, "activation") not in watched:
                     adds += (("activation", b, form_b),)
                     if kind_b in PLAIN:
                         ring.high.add(layer)
-            elif (index, "gradient") not in known:
+            elif (index, "gradient") not in watched:
                 is_same_in_wgrad = forward.has_wgrad and (kind_b in self._per_tensor or kind_b in PLAIN)
                 if gemm == "wgrad" or not is_same_in_wgrad or (out is not None and out.dtype is torch.float16):
-                    known.add((index, "gradient"))
+                    watched.add((index, "gradient"))
                     adds += (("gradient", b, form_b),)
             if out is not None and (gemm == "wgrad" or out.dtype is torch.float16):
                 adds += (("output" if gemm == "fprop" else gemm, out, out.dtype if type(out) in PLAIN else None),)
-            for now, (name, tensor, form) in enumerate(adds, len(order)):
+            for order_in_step, (name, tensor, form) in enumerate(adds, len(order)):
                 slot = ring.places[layer, name] if (layer, name) in ring.places else ring.slot(layer, name)
                 order += (slot,)
                 number = self._numbers[form]
@@ -154,26 +154,26 @@ class EveryStep:
                     tensor = gemm_operand(tensor, columnwise=gemm == "wgrad")
                     number = self._number(tensor)
                 if number < 0:
-                    found += self._parts(tensor, slot, now)
+                    parts += self._parts(tensor, slot, order_in_step)
                 elif type(tensor) in PLAIN:
                     if tensor.nbytes:
-                        found += ((tensor, number, None, slot, now, MAGNITUDE),)
+                        parts += ((tensor, number, None, slot, order_in_step, MAGNITUDE),)
                 else:
                     codes, transpose, scale, quantizer = PER_TENSOR_PARTS(tensor)
                     codes = transpose if codes is None else codes
                     if not codes.nbytes:
                         continue
-                    found += ((codes, number, scale, slot, now, MAGNITUDE),)
+                    parts += ((codes, number, scale, slot, order_in_step, MAGNITUDE),)
                     is_stored = name == "weight" and getattr(tensor, "requires_grad", False)  # not cast in its forward
                     if type(quantizer) in self._delayed and not is_stored:
-                        found += ((quantizer.amax, AMAX, None, slot, now, MAGNITUDE),)
-            if found:
-                device = found[0][0].device
+                        parts += ((quantizer.amax, AMAX, None, slot, order_in_step, MAGNITUDE),)
+            if parts:
+                device = parts[0][0].device
                 on = ring.devices.get(device)  # as in Ring.add, mostly without a call of it
                 if on is None or len(ring.slots) > on.slots or on.handle_now() not in on.streams or on.captures():
-                    ring.add(found)
+                    ring.add(parts)
                 else:
-                    largest.add(found, on.now)
+                    largest.add(parts, on.now)
         except Exception as error:
             self.fail(layer, error)
 
@@ -209,7 +209,7 @@ class EveryStep:
         self.ring.unwatched["failed"] += 1
         self._report("watching the GEMMs of", layer, error)
 
-    def _parts(self, tensor: Any, slot: int, place: int) -> list[LargestOf]:
+    def _parts(self, tensor: Any, slot: int, order: int) -> list[LargestOf]:
         """Return a tensor in blocks and their scales, as the ring takes them; empty if it takes no such tensor."""
         mode = scaling_mode(tensor)
         if mode is None:
@@ -217,15 +217,15 @@ class EveryStep:
             return []
         if mode == NVFP4:
             self.cast_hides_nan = True
-            return [(nvfp4_amax(tensor), FLOAT32, None, slot, place, MAGNITUDE)]
+            return [(nvfp4_amax(tensor), FLOAT32, None, slot, order, MAGNITUDE)]
         stored = read_either(tensor)
         if stored is None or not stored.codes.numel():
             return []
-        codes = stored.codes, _number_of_codes(tensor), None, slot, place, MAGNITUDE
+        codes = stored.codes, _number_of_codes(tensor), None, slot, order, MAGNITUDE
         if stored.scale_format is not None:
-            return [codes, (stored.scales, E8M0, None, slot, place, SCALE)]
+            return [codes, (stored.scales, E8M0, None, slot, order, SCALE)]
         scales = torch.where(stored.scales == 1.0, 0.0, stored.scales)  # TE gives a block of zeros the scale 1
-        return [codes, (scales, FLOAT32, None, slot, place, SCALE)]
+        return [codes, (scales, FLOAT32, None, slot, order, SCALE)]
 
 
 def _number_of_codes(tensor: Any) -> int:

@@ -96,7 +96,7 @@ class ForwardHooks:
             failures.report,
             self.every_step,
             self._consume,
-            before=self.selected_gemms.before_sum,
+            before_sum=self.selected_gemms.before_sum,
             enter=self._enter_fused,
             products=self.products,
             statistics=self.statistics,
@@ -243,17 +243,10 @@ class ForwardHooks:
         Raises:
             SessionError: this Transformer Engine lacks a replaced function.
         """
-        from te_precision_callbacks.te.debug import debug_quantization
-        from te_precision_callbacks.te.seams import (
-            base,
-            grouped_linear,
-            layernorm_linear,
-            layernorm_mlp,
-            linear,
-            state_manager,
-        )
+        from te_precision_callbacks.te import debug, seams
 
-        module_class = base.TransformerEngineBaseModule
+        debug_quantization = debug.debug_quantization
+        module_class = seams.base.TransformerEngineBaseModule
         require(module_class, "is_debug_iter", "no_debug_features_active")
         require(
             debug_quantization,
@@ -263,15 +256,15 @@ class ForwardHooks:
             "HIGH_PRECISION",
             "STANDARD_QUANTIZE",
         )
-        require(state_manager, "autocast_enter")
+        require(seams.state_manager, "autocast_enter")
         require(debug_quantization.DebugQuantizedTensor, "get_tensor")
         from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, make_quantizer_class
 
         require(debug_quantization.DebugQuantizer, *OVERRIDDEN)
         self._seams.wrap(module_class, "is_debug_iter", self.answers.make_is_debug_iter)
         self._seams.wrap(module_class, "no_debug_features_active", self.answers.make_no_debug_features_active)
-        autocast_enter = self._wrap_autocast_enter(state_manager.autocast_enter)
-        self._seams.replace(state_manager, "autocast_enter", staticmethod(autocast_enter))
+        autocast_enter = self._wrap_autocast_enter(seams.state_manager.autocast_enter)
+        self._seams.replace(seams.state_manager, "autocast_enter", staticmethod(autocast_enter))
         # torch.distributed.pipelining (2.13) runs each stage once before its micro-batches, on uninitialized memory.
         pipelining: Any = sys.modules.get("torch.distributed.pipelining.stage")
         if pipelining is not None and hasattr(pipelining.PipelineStage, _STAGE_INFERENCE):
@@ -279,7 +272,7 @@ class ForwardHooks:
         self._install_for_refusals()
         quantizer = make_quantizer_class(self.answers.current, self._failures)
         self._seams.replace(debug_quantization, "DebugQuantizer", quantizer)
-        for module in (layernorm_linear, layernorm_mlp, linear, grouped_linear):
+        for module in (seams.layernorm_linear, seams.layernorm_mlp, seams.linear, seams.grouped_linear):
             if hasattr(module, "DebugQuantizer"):
                 self._seams.replace(module, "DebugQuantizer", quantizer)
 
@@ -294,12 +287,12 @@ class ForwardHooks:
         return autocast_enter
 
     def _install_for_refusals(self) -> None:
-        from te_precision_callbacks.te.debug import STATE_NAME
-        from te_precision_callbacks.te.seams import cpu_offload, cpu_offload_v1, graph
+        from te_precision_callbacks.te import debug, seams
 
-        for module in (cpu_offload, cpu_offload_v1):
-            require(module, STATE_NAME)
-            self._seams.replace(module, STATE_NAME, _NotDebugging)
+        for module in (seams.cpu_offload, seams.cpu_offload_v1):
+            require(module, debug.STATE_NAME)
+            self._seams.replace(module, debug.STATE_NAME, _NotDebugging)
+        graph = seams.graph
         require(graph, "set_capture_start", "set_capture_end", "is_graph_capturing")
         self._seams.wrap(graph, "set_capture_start", _after(self._begin_capture))
         self._seams.wrap(graph, "set_capture_end", self._make_capture_end)

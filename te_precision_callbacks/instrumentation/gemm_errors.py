@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import nvdlfw_inspect.api as debug_api
 import torch
 
 from te_precision_callbacks.base.devices import is_capturing
@@ -58,6 +59,7 @@ from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Kept
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.statistics.table import StatisticSource
+from te_precision_callbacks.te.debug import debug_quantization
 from te_precision_callbacks.te.state import debug_iteration
 from te_precision_callbacks.te.tensors import is_quantized
 
@@ -104,30 +106,28 @@ class SelectedGemms:
             self._module = module
         self._operands[layer, tensor] = values
 
-    def _due(self, kind: type[_OptionsT], layer: str, gemm: str, kept: Kept) -> tuple[_OptionsT, int] | None:
+    def _due(self, kind: type[_OptionsT], layer: str, gemm: str, call_data: Kept) -> tuple[_OptionsT, int] | None:
         if layer not in self._options:
             self._options[layer] = self._find(layer) if layer in self._modules else ()
-        iteration = kept.setdefault("iteration", debug_iteration())
+        iteration = call_data.setdefault("iteration", debug_iteration())
         for options in self._options[layer]:
             if isinstance(options, kind) and options.gemm == gemm and options.schedule.at(iteration)[0]:
                 return options, iteration
         return None
 
     def _find(self, layer: str) -> Sequence[LogGemmErrorItem | DumpTensorsGemmItem]:
-        import nvdlfw_inspect.api as debug_api
-
         watchers = (debug_api.transformer_engine.watchers(layer, tensor) for tensor in ROWWISE)
         options = [watcher.options for watcher in itertools.chain.from_iterable(watchers)]
         kinds = LogGemmErrorItem, DumpTensorsGemmItem
         return [item for item in options if isinstance(item, kinds) and item.gemm]
 
-    def before_sum(self, layer: str, gemm: GemmName, out: Any, kept: Kept) -> Thin | None:
+    def before_sum(self, layer: str, gemm: GemmName, out: Any, call_data: Kept) -> Thin | None:
         """Copy the accumulated tensor, or multiply it with the probes, before a GEMM adds to it."""
         if not isinstance(out, torch.Tensor) or is_capturing():
             return None
-        if self._due(DumpTensorsGemmItem, layer, gemm, kept) is not None:
-            kept.setdefault("sums", {})[layer, gemm] = out.detach().clone()
-        due = self._due(LogGemmErrorItem, layer, gemm, kept)
+        if self._due(DumpTensorsGemmItem, layer, gemm, call_data) is not None:
+            call_data.setdefault("sums", {})[layer, gemm] = out.detach().clone()
+        due = self._due(LogGemmErrorItem, layer, gemm, call_data)
         if due is None or is_quantized(out) or not out.numel():
             return None
         item, iteration = due
@@ -136,14 +136,14 @@ class SelectedGemms:
             return thin(matrix, _probes(layer, item, iteration, gemm, matrix.t))
 
     def __call__(self, event: GemmEvent) -> None:
-        before = event.kept.get("sums", {}).pop((event.layer, event.gemm), None)
+        sum_before = event.kept.get("sums", {}).pop((event.layer, event.gemm), None)
         if event.kind is not ForwardKind.OBSERVED:
             return
         subject = f"{event.layer} {event.gemm}"
         with Guard(functools.partial(self._report, "recording the GEMM of", subject)):
             due = self._due(DumpTensorsGemmItem, event.layer, event.gemm, event.kept)
             if due is not None:
-                self._record(event, before, due[1])
+                self._record(event, sum_before, due[1])
         if is_capturing():
             return
         with Guard(functools.partial(self._report, "measuring the GEMM of", subject)):
@@ -191,22 +191,22 @@ class SelectedGemms:
             self._skip(event, reason)
             return
         read = functools.partial(factor_of, piece_bytes=item.max_memory)
-        left = read(event.b.data, columnwise=event.b.columnwise)
+        left_factor = read(event.b.data, columnwise=event.b.columnwise)
         right = read(event.a.data, columnwise=event.a.columnwise)
         if not is_quantized(event.b.data) and not is_quantized(event.a.data):
             self._skip(event, "it runs in high precision")
             return
-        (n, k), m = left.shape, right.shape[0]
+        (n, k), m = left_factor.shape, right.shape[0]
         if 0 in (n, k, m):
             return
-        with without_autograd(left.device):
+        with without_autograd(left_factor.device):
             matrix = read(result_of(event), columnwise=False)
             if matrix.shape != (n, m):
                 self._skip(event, f"its result has the shape {matrix.shape}, but its operands give {(n, m)}")
                 return
             x = _probes(event.layer, item, iteration, event.gemm, right)
             call = call_of(event, event.before)
-            check = check_kernel(thin(matrix, x), left, right, x, call)
+            check = check_kernel(thin(matrix, x), left_factor, right, x, call)
             add = functools.partial(self._engine.add, event.layer, RESULT[event.gemm], iteration)
             add(StatisticSource.GEMM, *kernel_columns(check, own_rank()))
             self._has_measured = True
@@ -223,10 +223,8 @@ class SelectedGemms:
                 errors = check_format(check.stored, call.alpha * exact.multiply(product).product)
                 add(StatisticSource.GEMM_FORMAT, errors)
 
-    def _record(self, event: GemmEvent, before: torch.Tensor | None, iteration: int) -> None:
-        import nvdlfw_inspect.api as debug_api
-
-        reason = why_not_seen(event, before)
+    def _record(self, event: GemmEvent, sum_before: torch.Tensor | None, iteration: int) -> None:
+        reason = why_not_seen(event, sum_before)
         if reason:
             if self._engine.notices.first(f"not dumped: {reason}"):
                 logger.warning(
@@ -236,17 +234,17 @@ class SelectedGemms:
                     reason,
                 )
             return
-        record = functools.partial(self._make_dump, event, before, iteration)
+        record = functools.partial(self._make_dump, event, sum_before, iteration)
         debug_api.transformer_engine.observation.recorder.note(event.layer, f"{event.gemm} GEMM", record)
 
-    def _make_dump(self, event: GemmEvent, before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
+    def _make_dump(self, event: GemmEvent, sum_before: torch.Tensor | None, iteration: int, micro_batch: int) -> Dump:
         n, m, k = event.sizes
         call = call_of(event, None)
         tensors: Tensors = {}
         a = DumpedOperand(event.a.tensor, event.a.columnwise)
         b = DumpedOperand(event.b.tensor, event.b.columnwise)
         optional: dict[str, Plain] = {}
-        for name, tensor in (("before", before), ("bias", call.bias)):
+        for name, tensor in (("before", sum_before), ("bias", call.bias)):
             if tensor is not None:
                 optional[name] = add_plain(tensors, name, tensor)
         gemm = DumpedGemm(
@@ -307,10 +305,8 @@ def result_of(event: GemmEvent) -> Any:
     return event.out
 
 
-def why_not_seen(event: GemmEvent, before: Any) -> str:
-    """Return why a GEMM's product is unavailable, or an empty string; ``before`` is the tensor that it was added to."""
-    from te_precision_callbacks.te.debug import debug_quantization
-
+def why_not_seen(event: GemmEvent, sum_before: Any) -> str:
+    """Return why a GEMM's product is unavailable, or an empty string; ``sum_before``: what it was added to."""
     arguments = event.arguments
     if arguments.get("ub") is not None:
         return "Userbuffers overlap its communication"
@@ -325,13 +321,13 @@ def why_not_seen(event: GemmEvent, before: Any) -> str:
         return "its result is written quantized"
     if getattr(arguments.get("quantization_params"), "rowwise_tensor_plan", None) == debug_quantization.API_CALL_MODIFY:
         return "a feature replaces its result"
-    if arguments.get("accumulate") and before is None:
+    if arguments.get("accumulate") and sum_before is None:
         return "the previous sum was not observed"
     return ""
 
 
-def call_of(event: GemmEvent, before: Any) -> GemmCall:
-    """Return the parameters of a GEMM; ``before`` is the tensor that it was added to."""
+def call_of(event: GemmEvent, sum_before: Any) -> GemmCall:
+    """Return the parameters of a GEMM; ``sum_before`` is the tensor that it was added to."""
     arguments = event.arguments
     bias = arguments.get("bias")
     bias = bias[event.expert] if isinstance(bias, (list, tuple)) and event.expert is not None else bias
@@ -343,7 +339,7 @@ def call_of(event: GemmEvent, before: Any) -> GemmCall:
         alpha=float(arguments.get("alpha", 1.0)),
         beta=1.0 if beta is None else float(beta),
         bias=bias if has_bias else None,
-        before=before,
+        before=sum_before,
         split_accumulator=bool(arguments.get("use_split_accumulator", False)),
         capability=torch.cuda.get_device_capability(out.device) if out.device.type == "cuda" else None,
     )

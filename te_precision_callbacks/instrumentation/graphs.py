@@ -117,9 +117,9 @@ class _Graph:
         if self._module.__dict__.get(self._name) is self._replacement:
             self._module.__dict__[self._name] = self._graphed
         self._replacement = None
-        for cache, before in self._cached:
+        for cache, former_values in self._cached:
             cache.clear()
-            cache.update(before)
+            cache.update(former_values)
         self._cached = []
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -158,14 +158,14 @@ class CudaGraphs:
                     self._places.append((module, layers))
 
     def find(self) -> None:
-        before = self._graphs
+        former_graphs = self._graphs
         self._graphs = {}
         for module, layers in self._places:
             if "forward" not in module.__dict__ and "cuda_graphs" not in module.__dict__:
                 continue
-            known = before.get(id(module))
-            if known is not None and known.is_of(module.__dict__):
-                self._graphs[id(module)] = known
+            former_graph = former_graphs.get(id(module))
+            if former_graph is not None and former_graph.is_of(module.__dict__):
+                self._graphs[id(module)] = former_graph
             elif (why_not := why_not_bypassed(module)) is not None:
                 self._graphs[id(module)] = _Graph(module, layers, why_not)
 
@@ -173,8 +173,8 @@ class CudaGraphs:
         """Bypass the graphs of modules to observe in this step; every graph with ``all_graphs``."""
         self.find()
         for graph in self._graphs.values():
-            wanted = all_graphs or any(key in armed and key not in self._unused for key in graph.layers)
-            if wanted and not graph.why_not and not graph.is_bypassed:
+            is_bypass_needed = all_graphs or any(key in armed and key not in self._unused for key in graph.layers)
+            if is_bypass_needed and not graph.why_not and not graph.is_bypassed:
                 graph.bypass()
 
     def restore(self, armed: Collection[int] = (), ran: Collection[int] = ()) -> None:

@@ -147,10 +147,14 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
 
         LayerNormMLP builds both quantizers in one forward, so both have the same module.
         """
-        before: SessionQuantizer | None = self._current.dgrad
-        pairs = before is not None and before._module is self._current.module and before.layer_name.endswith(".fc1")
-        if before is not None and pairs and self.layer_name.endswith(".fc2"):
-            before._shown_first = self
+        dgrad_quantizer: SessionQuantizer | None = self._current.dgrad
+        pairs = (
+            dgrad_quantizer is not None
+            and dgrad_quantizer._module is self._current.module
+            and dgrad_quantizer.layer_name.endswith(".fc1")
+        )
+        if dgrad_quantizer is not None and pairs and self.layer_name.endswith(".fc2"):
+            dgrad_quantizer._shown_first = self
             self._current.dgrad = None
         else:
             self._current.dgrad = self
@@ -212,11 +216,11 @@ class SessionQuantizer(debug_quantization.DebugQuantizer):  # type: ignore[misc]
             return owner.process_gemm_output(tensor)
         if not self._accumulates:
             return super().process_gemm_output(tensor)  # type: ignore[no-any-return]
-        own = self._own_wgrad
+        wgrad_product = self._own_wgrad
         self._own_wgrad = None
         self._accumulates = False
-        if own is not None:
-            self._call_inspect_tensor_api(own)
+        if wgrad_product is not None:
+            self._call_inspect_tensor_api(wgrad_product)
         return tensor
 
     def take_own_wgrad(self, compute: Callable[[], torch.Tensor]) -> None:

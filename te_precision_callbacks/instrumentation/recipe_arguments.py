@@ -110,8 +110,8 @@ def ignored_arguments(recipes: Iterable[Any]) -> list[Row]:
 
 def margins(recipes: Iterable[Any]) -> list[float]:
     """Return the margins of delayed scaling that are not 0, without duplicates."""
-    of_delayed = (float(recipe.margin) for recipe in recipes if "DelayedScaling" in class_names(recipe))
-    return sorted(set(filter(None, of_delayed)))
+    margins = (float(recipe.margin) for recipe in recipes if "DelayedScaling" in class_names(recipe))
+    return sorted(set(filter(None, margins)))
 
 
 # ---------------------------------------------------------------------- the state of modules

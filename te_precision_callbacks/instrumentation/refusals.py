@@ -208,7 +208,7 @@ class RefusedLayers:
         planned = {entry.layer.name: entry for entry in plan.layers}
         graphed = _modules_in_graphs(model)
         refusals_by_module: dict[int, DebugRefusal] = {}
-        before: dict[str, DebugRefusal] = {}
+        new_refusals: dict[str, DebugRefusal] = {}
         acting: dict[int, list[str]] = {id(named.module): [] for named in modules}
         for named in modules:
             module = named.module
@@ -221,20 +221,20 @@ class RefusedLayers:
             for layer in named.names:
                 if layer not in planned:
                     continue
-                of_layer = [effect for section in planned[layer].sections for effect in effects[section]]
-                first = next((row for row in REFUSALS if row.applies_to_effects(module, of_layer)), None)
+                layer_effects = [effect for section in planned[layer].sections for effect in effects[section]]
+                first = next((row for row in REFUSALS if row.applies_to_effects(module, layer_effects)), None)
                 layer_refusal = refusal or first
                 if layer_refusal is not None:
-                    before[layer] = layer_refusal
+                    new_refusals[layer] = layer_refusal
                 elif planned[layer].features:
                     acting[id(module)].append(layer)
-        if self.strict and before:
-            raise _error(before)
+        if self.strict and new_refusals:
+            raise _error(new_refusals)
         self.modules = refusals_by_module
         self.acting = acting
-        for layer, refusal in before.items():
+        for layer, refusal in new_refusals.items():
             self._refused.setdefault(layer, {})[refusal] = None
-        return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in before))
+        return replace(plan, layers=tuple(entry for entry in plan.layers if entry.layer.name not in new_refusals))
 
     def note(self, module: torch.nn.Module, refusal: DebugRefusal) -> None:
         self._note_graph(module, refusal)
@@ -253,12 +253,12 @@ class RefusedLayers:
 
     def warn(self, log: Callable[[str], None]) -> bool:
         in_graphs: list[tuple[str, DebugRefusal]] = []
-        others: list[tuple[str, DebugRefusal]] = []
+        outside_of_graphs: list[tuple[str, DebugRefusal]] = []
         for layer, refusals in self._refused.items():
             for refusal in refusals:
                 if self._notices.first((layer, refusal)):
                     log(f"Layer {layer} stays on its fused path. {refusal}")
-                    items = in_graphs if refusal.what == CUDA_GRAPH.what else others
+                    items = in_graphs if refusal.what == CUDA_GRAPH.what else outside_of_graphs
                     items.append((layer, refusal))
         if in_graphs:
             logger.warning(
@@ -266,13 +266,13 @@ class RefusedLayers:
                 " acts on them: %s. Use make_graphed_callables, or capture after the steps to observe.",
                 _format(in_graphs),
             )
-        if others:
+        if outside_of_graphs:
             logger.warning(
                 "Transformer Engine's debug path does not support these layers, so they are not observed and no"
                 " feature acts on them: %s.",
-                _format(others),
+                _format(outside_of_graphs),
             )
-        return bool(in_graphs or others)
+        return bool(in_graphs or outside_of_graphs)
 
 
 def _error(refused: Mapping[str, DebugRefusal]) -> ObservationError:

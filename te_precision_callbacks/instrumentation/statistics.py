@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import nvdlfw_inspect.api as debug_api
+
 from te_precision_callbacks.base.errors import QuantizationError
 from te_precision_callbacks.base.failures import Report
 from te_precision_callbacks.base.numerics.layouts import PLAIN
 from te_precision_callbacks.base.vocabulary import GEMM_OF_LAYOUT, OPERANDS, RESULT, TENSORS
 from te_precision_callbacks.engine.engine import PreparedLaunch, Source, StatisticsEngine
+from te_precision_callbacks.features.base import StatisticsFeature
 from te_precision_callbacks.instrumentation.current_call import Forward
 from te_precision_callbacks.layers.forwards import ForwardKind
 from te_precision_callbacks.layers.gemm_events import GemmEvent, GemmOperand, Watched
@@ -82,8 +85,6 @@ class _Observers:
         self.iteration = iteration
 
     def _combine(self, decided: Sequence[bool]) -> Due:
-        from te_precision_callbacks.features.base import StatisticsFeature
-
         layers: list[dict[str, list[Watcher]]] = [{} for _ in range(self.layers)]
         only_measures = True
         for index, tensor, watcher, decision in self.watchers:
@@ -132,8 +133,6 @@ class StatisticsConsumer:
         return observers.answer
 
     def _find(self, layers: Sequence[str]) -> _Observers:
-        import nvdlfw_inspect.api as debug_api
-
         self._api = debug_api.transformer_engine
         decisions: dict[Schedule, int] = {}
         watchers: list[tuple[int, str, Watcher, int]] = []
@@ -143,8 +142,8 @@ class StatisticsConsumer:
             except Exception as error:
                 self._report("finding what to observe of", layer, error)
                 continue
-            for tensor, of_tensor in by_tensor:
-                for watcher in of_tensor:
+            for tensor, tensor_watchers in by_tensor:
+                for watcher in tensor_watchers:
                     decision = decisions.setdefault(watcher.schedule, len(decisions))
                     watchers.append((index, tensor, watcher, decision))
         options = [(index, tensor, watcher.name, id(watcher.options)) for index, tensor, watcher, _ in watchers]
@@ -177,10 +176,10 @@ class StatisticsConsumer:
         prepared = self.prepared.get(key)
         if prepared is None:
             return key
-        launch, places = prepared
-        if places:
+        launch, source_numbers = prepared
+        if source_numbers:
             sources.append((out, None, None))
-            observed = list(map(sources.__getitem__, places))  # a comprehension would call a Python function
+            observed = list(map(sources.__getitem__, source_numbers))  # a comprehension would call a Python function
             try:
                 is_measured = self._engine.repeat(launch, observed, self._iteration)
             except Exception as error:
@@ -219,8 +218,8 @@ class StatisticsConsumer:
             self._report("observing", f"{event.layer} {event.gemm}", error)
             return
         if event.key and launch is not None and not has_failed and all(map(_has_known_format, event.operands)):
-            places: dict[str, int] = {event.a.tensor: 0, event.b.tensor: 1}
-            self.prepared[event.key] = launch, [places.get(plan.tensor, 2) for plan in launch.tensors]
+            source_numbers: dict[str, int] = {event.a.tensor: 0, event.b.tensor: 1}
+            self.prepared[event.key] = launch, [source_numbers.get(plan.tensor, 2) for plan in launch.tensors]
 
     def _watched(self, event: GemmEvent) -> Iterator[tuple[Watched, Sequence[Watcher]]]:
         """Yield the tensors of a GEMM with their features: operands in their first GEMM, and the result."""
@@ -231,14 +230,14 @@ class StatisticsConsumer:
                 tensors.append((operand.tensor, operand.given if plain else operand.high, operand.given))
         if event.out is not None:
             tensors.append((RESULT[event.gemm], event.out, None))
-        for tensor, high, given in tensors:
+        for tensor, high, value in tensors:
             watchers = event.watchers.get(tensor)
             if watchers:
                 group = te_modules.tensor_parallel_group(self._modules[event.layer])
-                quantizer = quantizer_of(given)
-                yield Watched(event.layer, tensor, self._iteration, high, given, given, quantizer, group), watchers
+                quantizer = quantizer_of(value)
+                yield Watched(event.layer, tensor, self._iteration, high, value, value, quantizer, group), watchers
 
 
 def _has_known_format(operand: GemmOperand) -> bool:
-    given = operand.given
-    return type(given) in PLAIN or (scaling_mode(given) is not None and not getattr(given, "custom", False))
+    tensor = operand.given
+    return type(tensor) in PLAIN or (scaling_mode(tensor) is not None and not getattr(tensor, "custom", False))

@@ -102,7 +102,7 @@ class GemmTap:
         every_step: EveryStep,
         consume: Callable[[GemmEvent], None],
         *,
-        before: BeforeSum = lambda *_: None,
+        before_sum: BeforeSum = lambda *_: None,
         enter: Callable[[torch.nn.Module, Forward, Any, Any], Collection[tuple[int, str]] | None] = lambda *_: (),
         products: ModelProducts | None = None,
         statistics: StatisticsConsumer | None = None,
@@ -112,7 +112,7 @@ class GemmTap:
         self._report = report
         self._running = Running()
         self._consume = consume
-        self._before = before
+        self._before = before_sum
         self._enter = enter
         self._products = products
         self._statistics = statistics
@@ -195,20 +195,22 @@ class GemmTap:
 
         self._running.forget()
         gemm_wrappers = {
-            "general_gemm": lambda own: self._wrap_gemm(own, GEMM, single_gemm),
-            "general_grouped_gemm": lambda own: self._wrap_gemm(own, GROUPED_GEMM, gemms_of_experts, grouped=True),
-            "general_grouped_gemm_for_grouped_tensor": lambda own: self._wrap_gemm(
-                own, GROUPED_TENSOR_GEMM, gemms_of_grouped_tensors, grouped=True
+            "general_gemm": lambda original: self._wrap_gemm(original, GEMM, single_gemm),
+            "general_grouped_gemm": lambda original: self._wrap_gemm(
+                original, GROUPED_GEMM, gemms_of_experts, grouped=True
+            ),
+            "general_grouped_gemm_for_grouped_tensor": lambda original: self._wrap_gemm(
+                original, GROUPED_TENSOR_GEMM, gemms_of_grouped_tensors, grouped=True
             ),
         }
         wrapped: dict[int, Any] = {}
         attention_wrappers = {"fused_attn_fwd": self._attention.wrap, "fused_attn_bwd": self._attention.wrap}
         wrappers = {**gemm_wrappers, **attention_wrappers}
         for module, name in callers({gemm: tuple(gemm_wrappers), fused_attn: tuple(attention_wrappers)}):
-            own = getattr(module, name)
-            if id(own) not in wrapped:
-                wrapped[id(own)] = wrappers[name](own)
-            self._seams.replace(module, name, wrapped[id(own)])
+            original = getattr(module, name)
+            if id(original) not in wrapped:
+                wrapped[id(original)] = wrappers[name](original)
+            self._seams.replace(module, name, wrapped[id(original)])
         self._seams.wrap(base.TransformerEngineBaseModule, "prepare_forward", self._wrap_prepare)
         if linear._linear_op is None:
             self._seams.wrap(linear.Linear, "forward", outside_of_dynamo)
@@ -329,10 +331,10 @@ class GemmTap:
         """Ask the features that are due, given the module's input, and the arguments of its operator in a graph."""
         entered.read = set()
         entered.kept = {}
-        wanted = self._enter(module, entered, tensor, compiled)
-        entered.is_due = wanted is not None
-        if wanted:
-            entered.wanted = wanted
+        wanted_tensors = self._enter(module, entered, tensor, compiled)
+        entered.is_due = wanted_tensors is not None
+        if wanted_tensors:
+            entered.wanted = wanted_tensors
             entered.high = {}
             entered.repeats = compiled is None and entered.due.only_measures
 
@@ -402,7 +404,7 @@ class GemmTap:
             if entered is UNOBSERVED:
                 return running.call(entered, upstream, ctx, *arguments)
             entered.position = -1
-            before = entered.events
+            former_events = entered.events
             if entered.high is not None and find_tensors is not None:
                 try:  # no guard: it would cost three calls in each forward
                     entered.high = find_tensors((ctx, *arguments))
@@ -424,7 +426,7 @@ class GemmTap:
                 if entered.call is not None:
                     entered.call.nodes -= made_in_thread() - entered.begun
                     entered.call = None
-            if entered.events == before and entered.kind is ForwardKind.OBSERVED:
+            if entered.events == former_events and entered.kind is ForwardKind.OBSERVED:
                 self._report_silent(entered, upstream.__qualname__.partition(".")[0].lstrip("_"), False)
             return result
 
@@ -449,8 +451,8 @@ class GemmTap:
                     entered.position = 2
                     needs = ctx.needs_input_grad
                     entered.has_wgrad = not self._may_delay_wgrad and -1 < last < len(needs)
-                    for place in weights:
-                        entered.has_wgrad = entered.has_wgrad and needs[place]
+                    for position in weights:
+                        entered.has_wgrad = entered.has_wgrad and needs[position]
                     if entered.kind is ForwardKind.EVALUATION and self._products is not None:
                         self._products.note_backward_in_evaluation(entered.module)
                 if entered.high is not None:
@@ -497,12 +499,12 @@ class GemmTap:
             @functools.wraps(function)
             def later(*arguments: Any) -> Any:
                 running.position = position
-                before = running.high
+                caller_high = running.high
                 running.high = high
                 try:
                     return self._running.call(running, function, *arguments)
                 finally:
-                    running.high = before
+                    running.high = caller_high
 
             return upstream(store, tensors, later)
 
@@ -516,16 +518,16 @@ class GemmTap:
     # ------------------------------------------------------------------ GEMMs
 
     def _wrap_gemm(
-        self, upstream: AnyFunction, known: Sequence[str], gemms: GemmsOfCall, *, grouped: bool = False
+        self, upstream: AnyFunction, positional_names: Sequence[str], gemms: GemmsOfCall, *, grouped: bool = False
     ) -> AnyFunction:
         """Wrap a GEMM function.
 
         Args:
-            known: the function's first parameters in TE 2.20.
+            positional_names: the function's first parameters in TE 2.20.
             gemms: maps arguments and result to A, B and result of each GEMM.
             grouped: whether each GEMM belongs to an expert.
         """
-        name_arguments = self._reader(upstream, lambda: argument_namer(upstream, known))
+        name_arguments = self._reader(upstream, lambda: argument_namer(upstream, positional_names))
         if name_arguments is None:
             return upstream
         running = self._running
@@ -552,9 +554,9 @@ class GemmTap:
             if forward.is_fused:
                 every_step.ring.unwatched["operations that fuse several layers"] += 1
                 return upstream(*operands, **keywords)
-            before: Sequence[Any] = ()
+            sums_before: Sequence[Any] = ()
             if forward.is_due and (grouped or not forward.repeats):  # a prepared launch needs no sums
-                before = self._before_sums(forward, named(operands, keywords), grouped=grouped)
+                sums_before = self._before_sums(forward, named(operands, keywords), grouped=grouped)
             state.in_gemm = True
             try:
                 result = call(*operands, **keywords)
@@ -564,7 +566,9 @@ class GemmTap:
             position = forward.position
             if grouped or len(operands) != 2:
                 with Guard(functools.partial(every_step.fail, forward.layers[0])):
-                    self._observe(forward, position, named(operands, keywords), result, gemms, before, grouped=grouped)
+                    self._observe(
+                        forward, position, named(operands, keywords), result, gemms, sums_before, grouped=grouped
+                    )
                 return result
             gemm = GEMM_OF_LAYOUT[keywords.get("layout", "TN")]
             index = 0
@@ -578,7 +582,7 @@ class GemmTap:
                     if forward.repeats and self._statistics is not None:
                         key = self._statistics.repeat(forward, position, operands, keywords, result)
                     if key is not None:
-                        self._observe(forward, position, named(operands, keywords), result, gemms, before, key)
+                        self._observe(forward, position, named(operands, keywords), result, gemms, sums_before, key)
                 except ObservationError:  # reported already; must be raised
                     raise
                 except Exception as error:
@@ -596,7 +600,7 @@ class GemmTap:
         arguments: Mapping[str, Any],
         result: Any,
         gemms: GemmsOfCall,
-        before: Sequence[Any],
+        sums_before: Sequence[Any],
         key: Key | None = None,
         *,
         grouped: bool = False,
@@ -644,7 +648,7 @@ class GemmTap:
                     forward.recipe,
                     arguments,
                     gelu_input=None if grouped else result[2],
-                    before=before[number] if before else None,
+                    before=sums_before[number] if sums_before else None,
                     kept=forward.kept,
                     watchers={} if forward.due is None else forward.due.layers[index],
                     key=key or (),
@@ -660,7 +664,7 @@ class GemmTap:
         return UNOBSERVED
 
     def _before_sums(self, forward: Forward, arguments: Mapping[str, Any], *, grouped: bool) -> Sequence[Any]:
-        """Call ``before`` with each tensor that a GEMM of this call accumulates into, and return the results."""
+        """Call ``before_sum`` with each tensor that a GEMM of this call accumulates into, and return the results."""
         results: list[Any] = []
         if arguments.get("accumulate"):
             with self._guard("reading the sums of", forward.layers[0]):
@@ -684,6 +688,6 @@ def _find_none(arguments: Sequence[Any]) -> PlainTensors:
 
 def _with_own_wgrad(upstream: AnyFunction, *operands: Any, **keywords: Any) -> Any:
     """Call an accumulating ``general_gemm``; before, compute the wgrad alone, for a quantizer that needs it."""
-    alone = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
-    keywords["quantization_params"].take_own_wgrad(lambda: upstream(*operands, **{**keywords, **alone})[0])
+    without_sum = {"accumulate": False, "out": None, "bias": None, "quantization_params": None}
+    keywords["quantization_params"].take_own_wgrad(lambda: upstream(*operands, **{**keywords, **without_sum})[0])
     return upstream(*operands, **keywords)

@@ -86,9 +86,9 @@ class OperationsTap:
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
-        before = forward.events
+        former_events = forward.events
         result = self._running.call(forward, upstream, operation, *arguments, **keywords)
-        if forward.events == before:
+        if forward.events == former_events:
             self._report_silent(forward, type(operation).__name__, in_backward)
         return result
 
@@ -220,18 +220,18 @@ class UnfusedTensors:
 
         return act_func
 
-    def _wrap(self, function: Any, unfused: Any, place: tuple[int, str], position: int = -1) -> AnyFunction:
+    def _wrap(self, function: Any, unfused: Any, operand: tuple[int, str], position: int = -1) -> AnyFunction:
         """Wrap a function that returns a tensor, or a tuple with the tensor in front.
 
         Args:
             unfused: returns the result in high precision if the quantizer is None.
-            place: layer index and name of the tensor.
+            operand: layer index and name of the tensor.
             position: of the quantizer among the arguments.
         """
 
         def wrapped(*arguments: Any, **keywords: Any) -> Any:
             forward = self._running.thread_state.running
-            if forward is None or forward.high is None or place not in forward.wanted or place in forward.read:
+            if forward is None or forward.high is None or operand not in forward.wanted or operand in forward.read:
                 return function(*arguments, **keywords)
             without_quantizer = list(arguments)
             without_quantizer[position] = None
@@ -243,10 +243,10 @@ class UnfusedTensors:
             finally:
                 unquantized.wanted = False
                 unquantized.result = None
-            with Guard(functools.partial(self._report, "recomputing", f"{forward.layers[place[0]]} {place[1]}")):
+            with Guard(functools.partial(self._report, "recomputing", f"{forward.layers[operand[0]]} {operand[1]}")):
                 if high is None:
                     high = unfused(*without_quantizer, **keywords) if is_quantized else result
-                forward.high[place] = high[0] if isinstance(high, (list, tuple)) else high
+                forward.high[operand] = high[0] if isinstance(high, (list, tuple)) else high
             return result
 
         return wrapped

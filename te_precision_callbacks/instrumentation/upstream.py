@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import nvdlfw_inspect.api as debug_api
+import nvdlfw_inspect.logging as inspect_logging
 import torch
+from nvdlfw_inspect.config_manager import ConfigManager
+from nvdlfw_inspect.debug_manager import DebugManager
+from nvdlfw_inspect.logging import BaseLogger, get_logger
+from nvdlfw_inspect.registry import Registry
+from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
 
 from te_precision_callbacks.base.errors import FeatureLoadError, ObservationError, SessionError
 from te_precision_callbacks.base.failures import ObservationFailures
@@ -48,12 +55,6 @@ _NOT_RUN_YET = {
 
 def isolate_upstream() -> contextlib.ExitStack:
     """Replace upstream's global state by copies, until the result is closed; its debug manager must have ended then."""
-    import nvdlfw_inspect.api as debug_api
-    import nvdlfw_inspect.logging as inspect_logging
-    from nvdlfw_inspect.config_manager import ConfigManager
-    from nvdlfw_inspect.registry import Registry
-    from nvdlfw_inspect.utils import APICacheIdentifier, SingleMessageLogger
-
     from te_precision_callbacks.te.debug import STATE
 
     undo = contextlib.ExitStack()
@@ -132,9 +133,6 @@ class Inspector:
             SessionError: upstream already runs; or, with ``strict``, the log folder is not writable.
             FeatureLoadError: a feature cannot be loaded.
         """
-        import nvdlfw_inspect.api as debug_api
-        from nvdlfw_inspect.utils import SingleMessageLogger
-
         from te_precision_callbacks.te.debug import begin_debugging, restore_log_stats
 
         if debug_api.DEBUG_MANAGER is not None:
@@ -196,8 +194,6 @@ class Inspector:
 
     def _begin_events(self) -> None:
         """Start upstream's event log as ``initialize_logger`` does, but with a writer thread."""
-        import nvdlfw_inspect.logging as inspect_logging
-
         inspect_logging.LOGGER = inspect_logging.FileLogger(_PYTHON_LOGGERS[0], str(self._log_dir))
         on_terminal = logging.StreamHandler()
         on_terminal.setLevel(logging.WARNING)
@@ -219,12 +215,9 @@ class Inspector:
             self._failures.report("writing", _EVENTS, failure)
 
     def _initialize(self, debug_api: Any, scalars: ScalarBuffer) -> None:
-        from nvdlfw_inspect.debug_manager import DebugManager
-
-        import te_precision_callbacks.features as own_features
         from te_precision_callbacks.features import registration
 
-        shipped = [str(Path(own_features.__path__[0])), *feature_folders()]
+        shipped = [str(Path(registration.__file__).parent), *feature_folders()]
         for feature in self._options.features:
             try:
                 registration.register(feature)
@@ -253,8 +246,6 @@ class Inspector:
     @property
     def registered(self) -> RegisteredFeatures:
         """Namespace -> names of its features."""
-        from nvdlfw_inspect.registry import Registry
-
         return {namespace: tuple(data.features) for namespace, data in Registry.data.items()}
 
     @property
@@ -266,8 +257,8 @@ class Inspector:
         from te_precision_callbacks.features.base import ScheduledFeature
 
         feature: Any = self._api.namespace_features.get(name)
-        own = isinstance(feature, ScheduledFeature)
-        return own and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
+        is_scheduled = isinstance(feature, ScheduledFeature)
+        return is_scheduled and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
 
     def configure(self, config: Mapping[str, Any], source: str, sections: Sequence[NamespacedFeatures]) -> None:
         """Replace the config.
@@ -277,9 +268,6 @@ class Inspector:
             sections: features of all sections, including those without a layer on this rank: all ranks need each
                 statistic's schedule.
         """
-        from nvdlfw_inspect.config_manager import ConfigManager
-        from nvdlfw_inspect.registry import Registry
-
         ConfigManager.reset()
         if config:  # upstream refuses an empty one
             ConfigManager._load_config(dict(config), Registry.data)
@@ -290,8 +278,6 @@ class Inspector:
         self.log(f"Reading config from {source}.")
 
     def log(self, message: str) -> None:
-        from nvdlfw_inspect.logging import get_logger
-
         get_logger().log_message(message)
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
@@ -354,8 +340,6 @@ def reset_schedule(module: torch.nn.Module) -> None:
 
 
 def _make_scalar_logger(scalars: ScalarBuffer) -> Any:
-    from nvdlfw_inspect.logging import BaseLogger
-
     class ScalarLogger(BaseLogger):  # type: ignore[misc]  # upstream is untyped
         def log_scalar(self, name: str, value: Any, iteration: int, **_: Any) -> None:
             scalars.add(name, value)

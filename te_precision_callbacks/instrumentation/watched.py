@@ -97,7 +97,7 @@ class WatchedModules:
         """Find the modules that are due in an iteration; without a look at each, if none can be."""
         if not self.due and iteration < self._next:
             return
-        before = self.due
+        former_due = self.due
         self.due = {}
         self._next = _NEVER
         for key, module in self.modules.items():
@@ -107,7 +107,7 @@ class WatchedModules:
                 self.due[key] = module
             elif step is not None:
                 self._next = min(step, self._next)
-            if is_due is not (key in before):
+            if is_due is not (key in former_due):
                 self._answer(module)
 
     def watch_again(self, module: torch.nn.Module, changed_steps: tuple[Schedule, ...] | None) -> None:

@@ -33,13 +33,13 @@ def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: in
         most: maximum number of texts; another text then has the number of dropped texts.
         most_ranges: maximum number of ranges within braces.
     """
-    alike: dict[str, dict[_Numbers, None]] = {}
+    numbers_by_form: dict[str, dict[_Numbers, None]] = {}
     for name in names:
         form, numbers = _parsed(name)
-        alike.setdefault(form, {})[numbers] = None
+        numbers_by_form.setdefault(form, {})[numbers] = None
     texts: list[str] = []
-    for form, of_form in alike.items():
-        boxes = _boxes(list(of_form), form.count("\0"))
+    for form, form_numbers in numbers_by_form.items():
+        boxes = _boxes(list(form_numbers), form.count("\0"))
         texts += [_filled(form, ranges, most_ranges) for ranges in boxes]
     if most is None:
         return texts
@@ -49,9 +49,9 @@ def fold_names(names: Iterable[str], *, most: int | None = None, most_ranges: in
 def fold_for_sentence(*names: str, most: int | None = None) -> str:
     """Fold names for a sentence. Names without letters, such as the layers of a Sequential, are quoted."""
     texts = fold_names(names, most=most)
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         if not any(map(str.isalpha, text)):
-            texts[place] = repr(text)
+            texts[index] = repr(text)
     return " and ".join(texts)
 
 
@@ -86,8 +86,8 @@ def _boxes(numbers: Sequence[_Numbers], width: int) -> list[list[list[int]]]:
     for first, *rest in numbers:
         rests.setdefault(first, []).append(tuple(rest))
     firsts: dict[tuple[_Numbers, ...], list[int]] = {}
-    for first, others in rests.items():
-        firsts.setdefault(tuple(sorted(others)), []).append(first)
+    for first, rest_numbers in rests.items():
+        firsts.setdefault(tuple(sorted(rest_numbers)), []).append(first)
     boxes: list[list[list[int]]] = []
     for shared, same in firsts.items():
         boxes += [[sorted(same), *box] for box in _boxes(shared, width - 1)]
@@ -110,8 +110,8 @@ def _ranges(numbers: Sequence[int], most: int | None) -> str:
         else:
             parts.append([number])
     shown = parts[:most]
-    left = parts[most if most is not None else len(parts) :]
-    more = sum(part[-1] - part[0] + 1 for part in left)
+    hidden_parts = parts[most if most is not None else len(parts) :]
+    more = sum(part[-1] - part[0] + 1 for part in hidden_parts)
     return f"{{{','.join('-'.join(map(str, part)) for part in shown)}{f' and {more} more' if more else ''}}}"
 
 
@@ -124,25 +124,25 @@ class ShortNames:
     def __init__(self, names: Iterable[str]) -> None:
         self._following: dict[str, set[str]] = {}
         for name in dict.fromkeys(names):
-            before = ""
+            prefix = ""
             for segment in (*_SEGMENT.findall(name), ""):
-                self._following.setdefault(before, set()).add(segment)
-                before += segment
+                self._following.setdefault(prefix, set()).add(segment)
+                prefix += segment
 
     def of(self, name: str, most: int) -> str:
         parts = _SEGMENT.findall(name)
-        before = ""
+        prefix = ""
         shared = list[int]()
-        for place, part in enumerate(parts):
-            if len(self._following.get(before, ())) == 1:
-                shared.append(place)
-            before += part
-        shared.sort(key=lambda place: place + 1 == len(parts) or bool(_NUMBER.match(parts[place + 1])))
+        for index, part in enumerate(parts):
+            if len(self._following.get(prefix, ())) == 1:
+                shared.append(index)
+            prefix += part
+        shared.sort(key=lambda index: index + 1 == len(parts) or bool(_NUMBER.match(parts[index + 1])))
         text = name
-        for place in shared:
+        for index in shared:
             if len(text) <= most:
                 break
-            parts[place] = _LEFT_OUT
+            parts[index] = _LEFT_OUT
             text = re.sub(f"{_LEFT_OUT}+", _LEFT_OUT, "".join(parts))
         return _without_middle(text, most)
 

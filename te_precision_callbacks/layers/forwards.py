@@ -119,12 +119,12 @@ class ForwardClassifier:
     def pause_during(self, function: FunctionT) -> FunctionT:
         @functools.wraps(function)
         def paused(*arguments: Any, **keywords: Any) -> Any:
-            before = self.paused
+            was_paused = self.paused
             self.paused = True
             try:
                 return function(*arguments, **keywords)
             finally:
-                self.paused = before
+                self.paused = was_paused
 
         return cast(FunctionT, paused)
 

@@ -39,10 +39,10 @@ NamedTorchModule = tuple[str, torch.nn.Module]
 """A module after its path."""
 
 
-def _detect_scope(place: _Node) -> str:
+def _detect_scope(node: _Node) -> str:
     """Return the pipeline stage and the expert group of a rank, without the numbers that the path already shows;
     empty if unknown, or equal on all ranks."""
-    parameters = [parameter for parameter in place.module._parameters.values() if parameter is not None]
+    parameters = [parameter for parameter in node.module._parameters.values() if parameter is not None]
     stage, experts = _megatron_scope(parameters)
     meshes: dict[Any, None] = dict.fromkeys(getattr(parameter, "device_mesh", None) for parameter in parameters)
     meshes.pop(None, None)
@@ -50,9 +50,9 @@ def _detect_scope(place: _Node) -> str:
         # Read from torch 2.13, distributed/device_mesh.py: a parameter's mesh is a submesh of the root mesh.
         stage = stage or _mesh_position(mesh._get_root_mesh(), _PIPELINE, "pp")
         experts = experts or _mesh_position(mesh, _EXPERTS, "ep")
-    if place.has_number:
+    if node.has_number:
         stage = ""
-    if place.has_experts:
+    if node.has_experts:
         experts = ""
     return ".".join(filter(None, (stage, experts)))
 
@@ -213,49 +213,51 @@ def named_te_modules(
         OptionError: ``scope`` is a function and does not return a scope.
     """
     named: dict[int, NamedModule] = {}
-    taken: set[str] = set()
+    used_names: set[str] = set()
     names_upstream = upstream_names(model)
-    for place, root in _named_places(model):
-        module = place.module
+    for node, root in _named_places(model):
+        module = node.module
         row = te_modules.find(type(module))
         if row is None or row.is_operation or id(module) in named:
             continue
         upstream = names_upstream[id(module)]
-        users_scope = resolve_scope(scope, place.path)
-        numbered_scope = users_scope or _detect_scope(place)
-        own_scope = numbered_scope if by_number else users_scope
-        path = place.by_number if by_number else place.path
+        users_scope = resolve_scope(scope, node.path)
+        numbered_scope = users_scope or _detect_scope(node)
+        layer_scope = numbered_scope if by_number else users_scope
+        path = node.by_number if by_number else node.path
         first_name = path if layer_names == "path" else upstream[0]
         name = first_name
         count = 1
-        while _joined(own_scope, name) in taken:
+        while _joined(layer_scope, name) in used_names:
             count += 1
             name = f"{first_name}_{count}"
-        whole = _joined(own_scope, name)
-        taken.add(whole)
-        given = str(getattr(module, "name", None) or "")
+        whole = _joined(layer_scope, name)
+        used_names.add(whole)
+        module_name = str(getattr(module, "name", None) or "")
         without_attribute = name.partition(".")[2] if "LightningModule" in class_names(root) else ""
-        others = _AUTOMATIC_NAME.sub("", given), without_attribute, _NUMBERED_EXPERTS.sub("experts", name)
+        other_names = _AUTOMATIC_NAME.sub("", module_name), without_attribute, _NUMBERED_EXPERTS.sub("experts", name)
         classes = dict.fromkeys([type(module).__name__, *te_modules.te_classes(type(module))])
         classes.pop("TransformerEngineBaseModule", None)
         types = tuple(itertools.chain.from_iterable((kind, snake_case(kind)) for kind in classes))
         layers = []
         for part in row.layers(module):
-            of_upstream = tuple(other + part for other in upstream)
-            from_script = of_upstream[0]
+            upstream_layers = tuple(other + part for other in upstream)
+            from_script = upstream_layers[0]
             numbered = ""
             if layer_names == "path":
-                from_script = "" if not given or _AUTOMATIC_NAME.match(given) else given + part
-                numbered = _joined(numbered_scope, place.by_number) + part
-            aliases = _aliases(name, [other + part for other in others if other and other != name], part, own_scope)
-            layers.append(Layer(whole + part, aliases, types, from_script, of_upstream, numbered, own_scope))
+                from_script = "" if not module_name or _AUTOMATIC_NAME.match(module_name) else module_name + part
+                numbered = _joined(numbered_scope, node.by_number) + part
+            aliases = _aliases(
+                name, [other + part for other in other_names if other and other != name], part, layer_scope
+            )
+            layers.append(Layer(whole + part, aliases, types, from_script, upstream_layers, numbered, layer_scope))
         named[id(module)] = NamedModule(module, whole, tuple(layers))
     return tuple(named.values())
 
 
-def _aliases(name: str, others: Sequence[str], part: str, scope: str) -> tuple[str, ...]:
-    """Return the names besides ``name`` that select a part of a module: ``others``, and TE's spellings of them all."""
-    aliases = list(others)
+def _aliases(name: str, further_names: Sequence[str], part: str, scope: str) -> tuple[str, ...]:
+    """Return names that select a part of a module besides ``name``: ``further_names``, and TE's spellings of all."""
+    aliases = list(further_names)
     for old, new in _OLD_SPELLINGS:
         aliases += [alias.replace(old, new) for alias in (name + part, *aliases) if re.search(rf"\b{old}\b", alias)]
     if scope:
@@ -269,9 +271,9 @@ def module_names(model: Model, *, by_number: bool = False, scope: Scope = "") ->
     A root without a prefix has its class in snake case as name.
     """
     names: dict[int, str] = {}
-    for place, root in _named_places(model):
-        path = (place.by_number if by_number else place.path) or snake_case(_own_class(root))
-        names.setdefault(id(place.module), _joined(resolve_scope(scope, place.path), path))
+    for node, root in _named_places(model):
+        path = (node.by_number if by_number else node.path) or snake_case(_own_class(root))
+        names.setdefault(id(node.module), _joined(resolve_scope(scope, node.path), path))
     return names
 
 
@@ -358,9 +360,9 @@ def upstream_names(model: Model) -> dict[int, tuple[str, ...]]:
         module, name, plain = stack.pop()
         if id(module) in names:
             continue
-        given = vars(module).get("name")
-        if was_called and isinstance(given, str) and f"{given}.".startswith("model."):
-            names[id(module)] = (given,)
+        module_name = vars(module).get("name")
+        if was_called and isinstance(module_name, str) and f"{module_name}.".startswith("model."):
+            names[id(module)] = (module_name,)
         else:
             names[id(module)] = tuple(dict.fromkeys((name, plain)))
         for child_name, child in module.named_children():
@@ -478,8 +480,8 @@ def module_paths(
     Args:
         opaque: returns whether to skip everything below a module.
     """
-    for place in _places(root, prefix, opaque=opaque):
-        yield place.path, place.module
+    for node in _places(root, prefix, opaque=opaque):
+        yield node.path, node.module
 
 
 class _Node(NamedTuple):
@@ -500,8 +502,8 @@ class _Node(NamedTuple):
 
 def _named_places(model: Model) -> Iterator[tuple[_Node, torch.nn.Module]]:
     for prefix, root in named_roots(model) or ():
-        for place in _places(root, prefix, through_adapters=True):
-            yield place, root
+        for node in _places(root, prefix, through_adapters=True):
+            yield node, root
 
 
 def _places(
@@ -523,28 +525,28 @@ def _places(
         prefix = _joined(prefix, snake_case(_own_class(root)))
     stack = [_Node(prefix, prefix, root)]
     while stack:
-        place = stack.pop()
-        module = place.module
+        node = stack.pop()
+        module = node.module
         if id(module) in seen:
             continue
         seen.add(id(module))
-        yield place
+        yield node
         if opaque(module):
             continue
         children = []
         for child_name, child in module.named_children():
             if is_wrapper_part(module, child_name) or (through_adapters and is_adapted(module, child_name)):
-                children.append(place._replace(module=child))
+                children.append(node._replace(module=child))
             else:
                 number = _layer_number(module, child)
                 experts = _expert_numbers(module, child_name)
                 children.append(
                     _Node(
-                        _joined(place.path, child_name),
-                        _joined(place.by_number, number or experts or child_name),
+                        _joined(node.path, child_name),
+                        _joined(node.by_number, number or experts or child_name),
                         child,
-                        has_number=place.has_number or bool(number),
-                        has_experts=place.has_experts or bool(experts),
+                        has_number=node.has_number or bool(number),
+                        has_experts=node.has_experts or bool(experts),
                     )
                 )
         stack.extend(reversed(children))

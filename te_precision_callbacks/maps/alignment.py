@@ -83,18 +83,18 @@ def read_alignment(path: str | os.PathLike[str] | None) -> Alignment:
     return validated(Alignment, read_file(Path(path).expanduser()), str(path))
 
 
-def align(a: Collection[str], b: Collection[str], given: Alignment) -> dict[str, list[str]]:
+def align(a: Collection[str], b: Collection[str], alignment: Alignment) -> dict[str, list[str]]:
     """Return the partners in B of each name in A.
 
     Raises:
         MapError: two names of a side are the same projection, or a name of the alignment file does not exist.
     """
-    for pattern, others in given.names.items():
+    for pattern, partner_names in alignment.names.items():
         _check_exists(pattern, pattern, a, "A")
-        for alias in others:
+        for alias in partner_names:
             _check_exists(pattern, alias, b, "B")
-    in_a = _index(a, given.names)
-    aliases = chain(*given.names.values())
+    in_a = _index(a, alignment.names)
+    aliases = chain(*alignment.names.values())
     in_b = _index(b, {alias: [alias] for alias in aliases})
     partners: dict[str, dict[str, None]] = {name: {} for name in a}
     for atom, ours in in_a.items():
@@ -102,7 +102,7 @@ def align(a: Collection[str], b: Collection[str], given: Alignment) -> dict[str,
             for other_expert, other in in_b.get(atom, {}).items():
                 if expert == other_expert or not expert or not other_expert:
                     partners[name][other] = None
-    return {name: list(others) for name, others in partners.items()}
+    return {name: list(partner_names) for name, partner_names in partners.items()}
 
 
 def _check_exists(key: str, pattern: str, names: Iterable[str], side: str) -> None:
@@ -126,9 +126,9 @@ def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom,
         expert, atoms = _atoms(name)
         in_file: list[Atom] = [
             (match.groups(), f"names: {other}")
-            for pattern, others in aliases.items()
+            for pattern, alias_names in aliases.items()
             if (match := _parts(pattern, name)) is not None
-            for other in others
+            for other in alias_names
         ]
         for atom in in_file or atoms:
             same = index.setdefault(atom, {})

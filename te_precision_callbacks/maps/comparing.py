@@ -71,13 +71,15 @@ class MapComparison:
         """Messages about differences, and about quantized modules that were not compared."""
         texts = []
         groups = group_by_key(((entry.tensors, entry.format_a, entry.format_b), entry) for entry in self.differences)
-        for (tensors, first, second), alike in groups.items():
-            names = join_names(dict.fromkeys(entry.a for entry in alike))
-            theirs = join_names(dict.fromkeys(entry.b for entry in alike))
+        for (tensors, first, second), entries in groups.items():
+            names = join_names(dict.fromkeys(entry.a for entry in entries))
+            theirs = join_names(dict.fromkeys(entry.b for entry in entries))
             if names != theirs:
                 names += f" ({theirs} in B)"
-            said = [fold_said(getattr(entry, side) for entry in alike) for side in ("said_a", "said_b")]
-            texts.append(f"{names}: {tensors} in {first} in A, in {second} in B. A: {said[0]}. B: {said[1]}.")
+            statements = [fold_said(getattr(entry, side) for entry in entries) for side in ("said_a", "said_b")]
+            texts.append(
+                f"{names}: {tensors} in {first} in A, in {second} in B. A: {statements[0]}. B: {statements[1]}."
+            )
         if not self.compared:
             texts.append(f"No module of {self.a.source} has a partner in {self.b.source}. Give an alignment file.")
         if self.quantized_alone:
@@ -93,9 +95,9 @@ class MapComparison:
 
 def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None = None) -> MapComparison:
     """Compare the quantization of weights and activations, after aligning names; raises MapError."""
-    given = alignment or Alignment()
-    partners = align(a.modules, b.modules, given)
-    pairs = [(name, other) for name, others in partners.items() for other in others]
+    rules = alignment or Alignment()
+    partners = align(a.modules, b.modules, rules)
+    pairs = [(name, other) for name, partner_names in partners.items() for other in partner_names]
     not_said: Counter[str] = Counter()
     allowed: dict[str, None] = {}
     differences: list[Difference] = []
@@ -109,19 +111,21 @@ def compare_maps(a: PrecisionMap, b: PrecisionMap, alignment: Alignment | None =
                 not_said[tensor] += 1
             elif formats[0] != formats[1] and any(map(is_quantized, formats)):
                 differing[tensor] = formats
-        if differing and given.allows(name, other):
+        if differing and rules.allows(name, other):
             allowed[name] = None
         elif differing:
             in_a, in_b = map(dict.fromkeys, zip(*differing.values(), strict=True))
             texts = (" and ".join(differing), " and ".join(in_a), " and ".join(in_b))
             differences.append(Difference(name, other, *texts, ours.said, theirs.said))
     matched = set(chain(*partners.values()))
-    only_a = tuple(name for name, others in partners.items() if not others)
+    only_a = tuple(name for name, partner_names in partners.items() if not partner_names)
     only_b = tuple(name for name in b.modules if name not in matched)
-    alone: list[str] = []
+    unpaired: list[str] = []
     for side, names in ((a, only_a), (b, only_b)):
-        alone += [name for name in names if is_quantized(side.modules[name].weight) and not given.allows(name)]
-    return MapComparison(a, b, len(pairs), tuple(differences), tuple(allowed), only_a, only_b, tuple(alone), not_said)
+        unpaired += [name for name in names if is_quantized(side.modules[name].weight) and not rules.allows(name)]
+    return MapComparison(
+        a, b, len(pairs), tuple(differences), tuple(allowed), only_a, only_b, tuple(unpaired), not_said
+    )
 
 
 def fold_said(texts: Iterable[str]) -> str:

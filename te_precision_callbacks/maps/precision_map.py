@@ -85,14 +85,14 @@ class PrecisionMap:
         return {KEY: SCHEMA, **vars(self), "modules": modules, "findings": list(map(vars, self.findings))}
 
 
-def map_from_json(data: Mapping[str, Any], place: str) -> PrecisionMap:
+def map_from_json(data: Mapping[str, Any], source: str) -> PrecisionMap:
     """Read the result of ``te-precision map --json``; raises a MapError that names the entry."""
     if data[KEY] != SCHEMA:
-        raise MapError(f"{place}: {KEY} is {shown(data[KEY])}, but this version reads only {SCHEMA}.")
-    return validated(PrecisionMap, {**data, "source": place}, place)
+        raise MapError(f"{source}: {KEY} is {shown(data[KEY])}, but this version reads only {SCHEMA}.")
+    return validated(PrecisionMap, {**data, "source": source}, source)
 
 
-def validated(kind: type[KindT], data: Any, place: str) -> KindT:
+def validated(kind: type[KindT], data: Any, source: str) -> KindT:
     """Return data as a type; raises a MapError that names the first wrong key, and its value."""
     try:
         return TypeAdapter(kind).validate_python(data)
@@ -100,7 +100,7 @@ def validated(kind: type[KindT], data: Any, place: str) -> KindT:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise MapError(
-            f"{': '.join(filter(None, (place, where)))}: {first['msg']}, not {shown(first['input'])}."
+            f"{': '.join(filter(None, (source, where)))}: {first['msg']}, not {shown(first['input'])}."
         ) from None
 
 
@@ -137,9 +137,9 @@ def from_products(products: Iterable[Any], source: str) -> PrecisionMap:
     modules = {}
     for layer, texts in texts_of.items():
         if "weight" in texts:
-            said = "; ".join(dict.fromkeys(filter(None, texts.pop("said"))))
+            statements = "; ".join(dict.fromkeys(filter(None, texts.pop("said"))))
             formats = {tensor: " -> ".join(dict.fromkeys(filter(None, parts))) for tensor, parts in texts.items()}
-            modules[layer] = ModuleFormats(**formats, said=said)
+            modules[layer] = ModuleFormats(**formats, said=statements)
     return PrecisionMap(source, modules)
 
 

@@ -60,24 +60,24 @@ def open_map(
         MapError: the source is not known, damaged, or incomplete.
     """
     path = Path(source).expanduser()
-    given = around or Surroundings()
+    surroundings = around or Surroundings()
     if not path.exists():
         raise MapError(f"{path}: there is no such file or folder.")
     checkpoint = read_checkpoint(path)
     if checkpoint is not None:
-        return _map_checkpoint(path, checkpoint, given)
+        return _map_checkpoint(path, checkpoint, surroundings)
     if path.is_dir():
         return _map_run(path)
     data = read_file(path)
     if KEY in data:
         return map_from_json(data, str(path))
-    return _apply(path, data, given, modules)
+    return _apply(path, data, surroundings, modules)
 
 
-def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, given: Any) -> PrecisionMap:
+def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, model: Any) -> PrecisionMap:
     try:
         kind_of(data)
-        modules = _modules(path, given)
+        modules = _modules(path, model)
         result = apply_rules(str(path), read_rules(data, around, modules), modules)
     except MapError as error:
         raise MapError(f"{path}: {error}") from None
@@ -91,22 +91,22 @@ def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, given: Any
 def _partly_quantized(path: Path, result: PrecisionMap) -> Iterator[MapFinding]:
     """Find fused layers with parts in high precision, which vLLM 0.24 refuses (``is_layer_skipped``)."""
     fused = group_by_key((fused_name(name), name) for name in result.modules)
-    kept: list[str] = []
+    names: list[str] = []
     for parts in fused.values():
         high = [name for name in parts if not is_quantized(result.modules[name].weight)]
         if len(high) < len(parts):
-            kept += high
-    if kept:
-        text = f"{path}: vLLM does not load a fused layer with only some parts in high precision: {join_names(kept)}."
-        yield MapFinding("part_of_a_layer", text, tuple(kept))
+            names += high
+    if names:
+        text = f"{path}: vLLM does not load a fused layer with only some parts in high precision: {join_names(names)}."
+        yield MapFinding("part_of_a_layer", text, tuple(names))
 
 
-def _modules(path: Path, given: Any) -> Sequence[Module]:
-    if isinstance(given, list):
-        return given
-    if hasattr(given, "named_modules"):
-        return _modules_of(given)
-    folder = path.parent if given is None else Path(given).expanduser()
+def _modules(path: Path, model: Any) -> Sequence[Module]:
+    if isinstance(model, list):
+        return model
+    if hasattr(model, "named_modules"):
+        return _modules_of(model)
+    folder = path.parent if model is None else Path(model).expanduser()
     checkpoint = read_checkpoint(folder)
     if checkpoint is None:
         raise MapError(
@@ -135,44 +135,46 @@ def _map_run(path: Path) -> PrecisionMap:
     run, note = chosen_run(path)
     run.require_undamaged()
     rows = sorted(recorded_products(run.gemms, run.operands), key=lambda pair: pair[0]["since"] or 0)
-    made = from_products((product for _, product in rows), f"{path}: run {run.run_id}")
-    if not made.modules:
+    run_map = from_products((product for _, product in rows), f"{path}: run {run.run_id}")
+    if not run_map.modules:
         raise MapError(f"{path}: the run recorded no precision of matrix products. {run.missing_contents}")
     notes = tuple(filter(None, [note, *run.notes]))
-    return replace(made, source=str(path), notes=notes)
+    return replace(run_map, source=str(path), notes=notes)
 
 
 def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) -> PrecisionMap:
     """Return the stored formats, with the activations and the rules of the ``quantization_config``."""
     folder = path if path.is_dir() else path.parent
     file = folder / "hf_quant_config.json"
-    others: tuple[str, ...] = ()
+    further_notes: tuple[str, ...] = ()
     if checkpoint.config.get("quantization_config"):
         if file.exists():
-            others = (f"{file} was not read: config.json has a quantization_config.",)
+            further_notes = (f"{file} was not read: config.json has a quantization_config.",)
         file = folder / "config.json"
     if not file.exists():
         if around.engine is not None:
             raise MapError(f"{path}: --engine needs a quantization_config, and {folder / 'config.json'} has none.")
         return PrecisionMap(str(path), checkpoint.formats)
-    said = _apply(file, read_file(file), around, checkpoint.modules)
-    said = replace(said, source=str(path), notes=(*said.notes, *others, _CLASSES_UNKNOWN))
+    stated_map = _apply(file, read_file(file), around, checkpoint.modules)
+    stated_map = replace(stated_map, source=str(path), notes=(*stated_map.notes, *further_notes, _CLASSES_UNKNOWN))
     if not any(is_quantized(formats.weight) for formats in checkpoint.formats.values()):
-        return said  # an engine quantizes when it loads the checkpoint
+        return stated_map  # an engine quantizes when it loads the checkpoint
     modules = {
-        name: said.modules[name]._replace(weight=stored.weight, said=f"{stored.said}; {said.modules[name].said}")
+        name: stated_map.modules[name]._replace(
+            weight=stored.weight, said=f"{stored.said}; {stated_map.modules[name].said}"
+        )
         for name, stored in checkpoint.formats.items()
     }
     contradicted = group_by_key(
-        ((stored.weight, said.modules[name].weight), name)
+        ((stored.weight, stated_map.modules[name].weight), name)
         for name, stored in checkpoint.formats.items()
-        if is_quantized(stored.weight) != is_quantized(said.modules[name].weight)
+        if is_quantized(stored.weight) != is_quantized(stated_map.modules[name].weight)
     )
-    findings = list(said.findings)
+    findings = list(stated_map.findings)
     for (stored_format, rule_format), names in contradicted.items():
         text = f"{path}: stored in {stored_format}, but {file.name} says {rule_format}: {join_names(names)}."
         findings.append(MapFinding("checkpoint", text, tuple(names)))
-    return replace(said, modules=modules, findings=tuple(findings))
+    return replace(stated_map, modules=modules, findings=tuple(findings))
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -295,16 +297,16 @@ def _format(name: str, tensor: _Tensor, tensors: Mapping[str, _Tensor]) -> Modul
     scales = {key: tensors[prefix + key] for key in _SCALES if prefix + key in tensors}
     texts = [f"{key} {stored.dtype} {list(stored.shape)}" for key, stored in scales.items()]
     scale = scales.get("weight_scale_inv", scales.get("weight_scale"))
-    said = f"{tensor.file}: {tensor.dtype} {list(tensor.shape)}, {', '.join(texts) or 'no scale'}"
+    statement = f"{tensor.file}: {tensor.dtype} {list(tensor.shape)}, {', '.join(texts) or 'no scale'}"
     columns = scale.shape[-1] if scale and scale.shape else 0
     shared = tensor.shape[-1] / columns if columns else 0.0
     if tensor.dtype == "U8" and 2 * shared in _FP4:  # two elements in a byte
-        return ModuleFormats(_FP4[2 * shared], said=said)
+        return ModuleFormats(_FP4[2 * shared], said=statement)
     if tensor.dtype not in _FP8:
-        return ModuleFormats(f"unknown ({tensor.dtype})", said=said)
+        return ModuleFormats(f"unknown ({tensor.dtype})", said=statement)
     kind = "FP8"
     if scale and scale.dtype in ("U8", "F8_E8M0") and shared == 32:
         kind = "MXFP8"
     elif scale and len(scale.shape) > 1 and ("weight_scale_inv" in scales or columns > 1):
         kind = "FP8 block"
-    return ModuleFormats(f"{kind} {_FP8[tensor.dtype]}", said=said)
+    return ModuleFormats(f"{kind} {_FP8[tensor.dtype]}", said=statement)

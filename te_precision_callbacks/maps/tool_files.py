@@ -140,14 +140,14 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
         decides = deciding.get(module.name)
         if decides is not None and decides.acts(chosen):
             chosen = decides.formats._replace(said=f"{decides} ({file.tool})")
-        own = {HIGH: module.high or HIGH}
-        weight, activation, gradient = (own.get(text, text) for text in chosen[:3])
+        high_names = {HIGH: module.high or HIGH}
+        weight, activation, gradient = (high_names.get(text, text) for text in chosen[:3])
         formats[module.name] = ModuleFormats(weight, activation, gradient, f"{path}: {chosen.said}")
     findings = []
-    for (kind, _, reason), alike in group_by_key(problems).items():
-        places = join_names(rule.place for rule, _ in alike)
-        affected = [name for _, modules_of_rule in alike for name in modules_of_rule]
-        text = f"{path}: {places} {join_names(shown(rule.pattern) for rule, _ in alike)} {reason}"
+    for (kind, _, reason), same_problems in group_by_key(problems).items():
+        keys = join_names(rule.place for rule, _ in same_problems)
+        affected = [name for _, modules_of_rule in same_problems for name in modules_of_rule]
+        text = f"{path}: {keys} {join_names(shown(rule.pattern) for rule, _ in same_problems)} {reason}"
         if affected:
             text += f": {join_names(affected)}."
         findings.append(MapFinding(kind, text, tuple(affected)))
@@ -269,9 +269,9 @@ def kind_of(data: Mapping[str, Any]) -> str:
     kinds = dict.fromkeys(kind for key, kind in _KINDS.items() if key in data)
     if len(kinds) == 1:
         return next(iter(kinds))
-    several = " and ".join(kinds) or "no precision file"
-    known = ", ".join(dict.fromkeys(_KINDS.values()))
-    raise MapError(f"this is {several}: its keys are {shown(list(data))}. Known files: {known}.")
+    kinds_found = " and ".join(kinds) or "no precision file"
+    known_files = ", ".join(dict.fromkeys(_KINDS.values()))
+    raise MapError(f"this is {kinds_found}: its keys are {shown(list(data))}. Known files: {known_files}.")
 
 
 def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[Module]) -> RuleFile:
@@ -285,8 +285,8 @@ def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[
         method = "modelopt"
     reader, tools = _known(_READERS, method, "quant_method")
     if around.engine not in tools:
-        known = ", ".join(tool for tool, _ in tools.values())
-        raise MapError(f"the matching of {around.engine} is not known for {method}. Known: {known}.")
+        known_tools = ", ".join(tool for tool, _ in tools.values())
+        raise MapError(f"the matching of {around.engine} is not known for {method}. Known: {known_tools}.")
     tool, match = tools[around.engine]
     if tool in _LIBRARIES:
         _, tool = _library(tool)
@@ -308,19 +308,19 @@ def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[
 
 def _patterns(config: Mapping[str, Any], match: Match, *keys: str) -> list[Rule]:
     """Return the rules of the ignore list below one of some keys, which mean the same."""
-    given = {key: config[key] for key in keys if config.get(key) is not None}
-    if len(set(map(str, given.values()))) > 1:
-        raise MapError(f"{' and '.join(given)} differ, and tools disagree on which one counts. Keep one.")
-    for key, entries in given.items():
+    patterns_by_key = {key: config[key] for key in keys if config.get(key) is not None}
+    if len(set(map(str, patterns_by_key.values()))) > 1:
+        raise MapError(f"{' and '.join(patterns_by_key)} differ, and tools disagree on which one counts. Keep one.")
+    for key, entries in patterns_by_key.items():
         names = enumerate(validated(list[str], entries, key))
         return [Rule(f"{key}[{number}]", entry, match) for number, entry in names]
     return []
 
 
-def _known(table: Mapping[str, ValueT], name: Any, place: str) -> ValueT:
+def _known(table: Mapping[str, ValueT], name: Any, key: str) -> ValueT:
     if isinstance(name, str) and name in table:
         return table[name]
-    raise MapError(f"{place}: {shown(name)} is not known.{suggestion(str(name), table)}")
+    raise MapError(f"{key}: {shown(name)} is not known.{suggestion(str(name), table)}")
 
 
 # ---------------------------------------------------------------------- matching
@@ -341,8 +341,8 @@ def _transformers(entry: str, module: Module) -> bool:
     should_convert, _ = _library("transformers")
     if should_convert is not None:
         return not should_convert(module.name, [entry])
-    found = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module.name)
-    return found is not None or module.name.endswith(entry)
+    match = re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module.name)
+    return match is not None or module.name.endswith(entry)
 
 
 def _transformers_weight(entry: str, module: Module) -> bool:
@@ -448,22 +448,22 @@ def _compressed_tensors(config: Mapping[str, Any], match: Match) -> _Rules:
     groups = validated(dict[str, _Group], config.get("config_groups"), "config_groups")
     targets = []
     for name, group in reversed(groups.items()):  # the last group with a target counts
-        place = f"config_groups.{name}"
-        weight = _scheme(group.weights, f"{place}.weights")
-        formats = ModuleFormats(weight, _scheme(group.input_activations, f"{place}.input_activations"))
-        targets += [Rule(f"{place}.targets", entry, takes, formats) for entry in group.targets]
+        key = f"config_groups.{name}"
+        weight = _scheme(group.weights, f"{key}.weights")
+        formats = ModuleFormats(weight, _scheme(group.input_activations, f"{key}.input_activations"))
+        targets += [Rule(f"{key}.targets", entry, takes, formats) for entry in group.targets]
     targets.sort(key=lambda rule: (rule.pattern[:1].isupper(), rule.pattern.startswith("re:"), rule.pattern))
     return [*_patterns(config, match, "ignore"), *targets], KEPT._replace(said="in no target")
 
 
-def _scheme(scheme: _Scheme | None, place: str) -> str:
+def _scheme(scheme: _Scheme | None, key: str) -> str:
     if scheme is None:
         return HIGH
     if scheme.type == "int":
         return f"INT{scheme.num_bits}"
     group = "block" if scheme.strategy == "block" else scheme.group_size
     if (scheme.num_bits, group) not in _FLOATS:
-        raise MapError(f"{place}: {scheme!r} is not a known format.")
+        raise MapError(f"{key}: {scheme!r} is not a known format.")
     return _FLOATS[scheme.num_bits, group]
 
 
@@ -482,13 +482,13 @@ def _modelopt(config: Mapping[str, Any], match: Match) -> _Rules:
 
 def _torchao(config: Mapping[str, Any], match: Match) -> _Rules:
     rules = _patterns(config, match, "modules_to_not_convert")
-    place = "quant_type"
-    chosen = validated(dict[str, dict[str, Any]], config.get("quant_type"), place).get("default", {})
+    source_key = "quant_type"
+    chosen = validated(dict[str, dict[str, Any]], config.get("quant_type"), source_key).get("default", {})
     name = chosen.get("_type")
     if name != "FqnToConfig":
-        default = _known(_TORCHAO, name, f"{place}.default._type")
+        default = _known(_TORCHAO, name, f"{source_key}.default._type")
         return rules, default._replace(said=f"quant_type {name}")
-    data = validated(dict[str, dict[str, dict[str, Any] | None]], chosen.get("_data"), f"{place}.default._data")
+    data = validated(dict[str, dict[str, dict[str, Any] | None]], chosen.get("_data"), f"{source_key}.default._data")
     formats = {}
     for key, scheme in data.get("fqn_to_config", {}).items():
         formats[key] = KEPT if scheme is None else _known(_TORCHAO, scheme.get("_type"), key)
@@ -567,11 +567,11 @@ def _megatron(data: _MegatronFile, around: Surroundings, modules: Sequence[Modul
         formats[name] = _training_formats(config.training_recipe, f"configs.{name}.training_recipe")
     rules = []
     for name, matcher in data.matchers.items():
-        place = f"matchers.{name}"
-        given = _known(formats, matcher.config, f"{place}.config")
+        key = f"matchers.{name}"
+        formats_of_rule = _known(formats, matcher.config, f"{key}.config")
         recipe = data.configs[matcher.config].training_recipe
         overrides = (recipe.override_quantized_autocast, recipe.override_nonquantized_autocast)
-        rules.append(Rule(place, matcher.pattern, _te_wildcard, given, matcher.enabled, overrides))
+        rules.append(Rule(key, matcher.pattern, _te_wildcard, formats_of_rule, matcher.enabled, overrides))
     high = recipe_formats("none")
     default = recipe_formats(around.recipe)
     first, last = around.bf16_layers
@@ -597,15 +597,15 @@ def _te_wildcard(entry: str, module: Module) -> bool:
     return _is_te(module) and fnmatchcase(module.name, entry)
 
 
-def _training_formats(recipe: _Recipe, place: str) -> ModuleFormats:
+def _training_formats(recipe: _Recipe, key: str) -> ModuleFormats:
     if recipe.fp8_quantization_recipe and recipe.fp4_quantization_recipe:
-        raise MapError(f"{place}: fp8_quantization_recipe and fp4_quantization_recipe exclude each other.")
+        raise MapError(f"{key}: fp8_quantization_recipe and fp4_quantization_recipe exclude each other.")
     name = recipe.fp8_quantization_recipe or recipe.fp4_quantization_recipe
     if name is None:
         return recipe_formats("none")
     if name == "custom":
         raise MapError(
-            f"{place}: 'custom' is code. Plan the model with te-precision map package.module:model --recipe"
+            f"{key}: 'custom' is code. Plan the model with te-precision map package.module:model --recipe"
             " package.module:factory."
         )
     return recipe_formats(_MEGATRON.get(name, name), recipe.fp8_format)

@@ -129,7 +129,7 @@ def read(measured: Iterable[Extremes]) -> None:
         wide = torch.float32 if device.type == "mps" else torch.float64
         with torch.no_grad():
             numbers = [[number for extremes in group for number in extremes.on_device] for group in groups]
-            vector = torch.cat([torch.stack(of_dtype).to(wide) for of_dtype in numbers])
+            vector = torch.cat([torch.stack(same_dtype).to(wide) for same_dtype in numbers])
             rows = to_host(vector.view(len(on_one_device), -1))
         for extremes, row in zip(itertools.chain.from_iterable(groups), rows, strict=True):
             extremes.low, extremes.high, extremes.least = (*row, 0.0)[:3]

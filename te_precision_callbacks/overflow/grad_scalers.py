@@ -46,14 +46,14 @@ def largest_loss_scale() -> float | None:
     return max(scales, default=None)
 
 
-def _after_listeners(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
+def _after_listeners(scaler_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scaler_step)
     def method(scaler: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
         if scaler.is_enabled():
             for listener in tuple(_listeners):
                 if (before_step := listener()) is not None:
                     before_step(optimizer)
-        return own(scaler, optimizer, *arguments, **keywords)
+        return scaler_step(scaler, optimizer, *arguments, **keywords)
 
     return method
 

@@ -74,11 +74,11 @@ def watched_modules(roots: Sequence[NamedTorchModule]) -> Iterator[NamedTorchMod
 
     Wrappers, and their parts of paths, are skipped. Modules inside a compiled module are not watched.
     """
-    known: set[int] = set()
+    known_ids: set[int] = set()
     for prefix, root in roots:
         for path, module in module_paths(root, prefix, opaque=is_compiled):
-            if id(module) not in known and (is_compiled(module) or not is_wrapper(module)):
-                known.add(id(module))
+            if id(module) not in known_ids and (is_compiled(module) or not is_wrapper(module)):
+                known_ids.add(id(module))
                 yield path, module
 
 

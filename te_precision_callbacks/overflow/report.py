@@ -104,10 +104,10 @@ def advice_on(frame: Frame, loss_scale: float | None) -> str:
 def advice_on_parameters(roots: Sequence[NamedTorchModule], path: str) -> str:
     """Name the parameters with inf or nan, first of the module at ``path``; empty if all are finite. The host waits."""
     named: dict[torch.nn.Parameter, tuple[str, Extremes]] = {}
-    for of_module, module in sorted(watched_modules(roots), key=lambda watched: watched[0] != path):
+    for module_path, module in sorted(watched_modules(roots), key=lambda watched: watched[0] != path):
         for name, parameter in module.named_parameters(recurse=is_compiled(module)):
             if parameter not in named:
-                named[parameter] = f"{of_module}.{name}".removeprefix("."), measure(parameter, abs_min=False)
+                named[parameter] = f"{module_path}.{name}".removeprefix("."), measure(parameter, abs_min=False)
     read(extremes for _, extremes in named.values())
     broken = [f"{name} ({extremes.kind})" for name, extremes in named.values() if extremes.kind]
     if not broken:

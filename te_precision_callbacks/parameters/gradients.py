@@ -307,12 +307,12 @@ def _largest(parameters: Sequence[Parameter], tensors: Sequence[torch.Tensor]) -
             kind = tensor.device, tensor.dtype
             if kind not in kinds:
                 kinds[kind] = [], []
-            of_kind, tensors_of_kind = kinds[kind]
-            of_kind += (parameter,)
+            parameters_of_kind, tensors_of_kind = kinds[kind]
+            parameters_of_kind += (parameter,)
             tensors_of_kind += (tensor,)
     return [
-        _Magnitudes(None, of_kind, largest_magnitudes(tensors_of_kind).log2().float())
-        for (_, dtype), (of_kind, tensors_of_kind) in kinds.items()
+        _Magnitudes(None, parameters_of_kind, largest_magnitudes(tensors_of_kind).log2().float())
+        for (_, dtype), (parameters_of_kind, tensors_of_kind) in kinds.items()
         if dtype.is_floating_point
     ]
 

@@ -105,11 +105,11 @@ class SteppedParameters:
             for parameter in parameters
             if parameter in are_held and (type(parameter.weight) in PLAIN or not is_quantized(parameter.weight))
         ]
-        of_weights = [entry for entry in self.held if entry.tensor is entry.parameter.weight]
-        self.are_plain = len(of_weights) == len(self.held) and all(type(tensor) in PLAIN for tensor in self.tensors)
+        direct = [entry for entry in self.held if entry.tensor is entry.parameter.weight]
+        self.are_plain = len(direct) == len(self.held) and all(type(tensor) in PLAIN for tensor in self.tensors)
         self.are_matched = bool(masters) or not unknown
         self.decays = isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
-        self.adds_eps = any(adds_eps(entry.group) for entry in of_weights) if of_weights else None
+        self.adds_eps = any(adds_eps(entry.group) for entry in direct) if direct else None
 
 
 class ParameterList:
@@ -201,16 +201,16 @@ def _match_masters(masters: Sequence[torch.Tensor], parameters: Sequence[Paramet
     owners: dict[int, Parameter] = {}
     without_master: set[torch.nn.Module] = set()
     for shape in shapes:
-        of_shape = [master for master in masters if master.shape == shape]
+        same_shape = [master for master in masters if master.shape == shape]
         weights = [
             parameter
             for parameter in parameters
             if parameter.weight.shape == shape and parameter.module not in without_master
         ]
-        surplus = len(weights) - len(of_shape)
+        surplus = len(weights) - len(same_shape)
         if len(shapes[0]) < 2 or not 0 <= surplus <= MOST_WITHOUT_MASTER:
             return {}
-        for index, master in enumerate(of_shape):
+        for index, master in enumerate(same_shape):
             candidates = weights[index : index + surplus + 1]
             copies = [parameter for parameter in candidates if _is_copy(parameter.weight, master, default=not surplus)]
             if len(copies) != 1:

@@ -77,16 +77,16 @@ class Replicas:
         self._news += news
         if not is_due:
             return []
-        now = self._sums()
+        sums = self._sums()
         start = self._start or {}
-        names = now.keys() | start.keys()
+        names = sums.keys() | start.keys()
         message = np.full(_HEADER + _COLUMNS * len(self._agreed), -np.inf)
         has_news = bool(self._news) or not names <= set(self._agreed)
-        in_parts = self._has_shards or not now.keys() >= set(self._agreed)
+        in_parts = self._has_shards or not sums.keys() >= set(self._agreed)
         message[:_HEADER] = has_news, iteration, -iteration, in_parts
         for row, name in zip(message[_HEADER:].reshape(-1, _COLUMNS), self._agreed, strict=True):
             row[:3] = start.get(name, row)[:3]
-            row[3:] = now.get(name, row)[-3:]
+            row[3:] = sums.get(name, row)[-3:]
         merged = self._ranks.merge(message, "parameters")
         if merged is None or merged[1] != -merged[2]:  # the ranks are apart, or out of step
             return []

@@ -93,13 +93,13 @@ class WeightSamples:
             if tensor.grad is None and weight.grad is not None:
                 row.moved = 1.0  # the optimizer steps a copy that gets no gradient
             else:
-                before = values if tensor is weight else sampled_view(raw_codes(tensor), THIN).clone()
-                self._stepping.append((row, tensor, before))
+                former_values = values if tensor is weight else sampled_view(raw_codes(tensor), THIN).clone()
+                self._stepping.append((row, tensor, former_values))
 
     def after_step(self) -> None:
-        for row, tensor, before in self._stepping:
-            now = sampled_view(raw_codes(tensor), THIN)
-            self.batch.waiting.append(WeightMeasurement(_share_changed, (now, before), row, "moved"))
+        for row, tensor, former_values in self._stepping:
+            current_values = sampled_view(raw_codes(tensor), THIN)
+            self.batch.waiting.append(WeightMeasurement(_share_changed, (current_values, former_values), row, "moved"))
         self._stepping.clear()
         self.batch.launch()
 

@@ -100,9 +100,9 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_memory(*arguments: Any, **options: Any) -> Any:
         memory = partial(_memory, as_bytes=moves)
-        given = [memory(value) for value in (*arguments, *options.values())]
+        in_memory = [memory(value) for value in (*arguments, *options.values())]
         if function.__name__ in _IN_PLACE:
-            for tensor in given:
+            for tensor in in_memory:
                 if type(tensor) is torch.Tensor and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
                     raise ReferenceBackendError(
                         f"{function.__name__}: the tensor of shape {tuple(tensor.shape)} and strides"
@@ -110,9 +110,9 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
                         " Give it tensor.contiguous()."
                     )
         if function.__name__ in _COUNTING:
-            given = _flat(given)
-        positional = given[: len(arguments)]
-        named = given[len(arguments) :]
+            in_memory = _flat(in_memory)
+        positional = in_memory[: len(arguments)]
+        named = in_memory[len(arguments) :]
         return function(*positional, **dict(zip(options, named, strict=True)))
 
     return on_memory
@@ -135,11 +135,11 @@ def _memory(value: Any, *, as_bytes: bool) -> Any:
 
 def _flat(values: list[Any]) -> list[Any]:
     flat = list(values)
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             if type(value) is not torch.Tensor or not value.is_contiguous():
                 return values
-            flat[place] = value.view(-1)
+            flat[index] = value.view(-1)
     return flat
 
 

@@ -48,19 +48,19 @@ def rounding_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Results and gradients are rounded once, to the dtypes that ``function`` itself returns.
     """
-    of_dtypes: dict[tuple[Any, ...], Any] = {}
+    results_on_meta: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(function)
     def rounded(*arguments: Any) -> Any:
         dtypes = tuple(getattr(value, "dtype", None) for value in arguments)
         if _HALF.isdisjoint(dtypes):
             return function(*arguments)
-        if dtypes not in of_dtypes:
+        if dtypes not in results_on_meta:
             on_meta = tree_map_only(torch.Tensor, functools.partial(torch.empty_like, device="meta"), arguments)
             with torch.no_grad():
-                of_dtypes[dtypes] = function(*on_meta)
+                results_on_meta[dtypes] = function(*on_meta)
         widened = (value.float() if dtype in _HALF else value for value, dtype in zip(arguments, dtypes, strict=True))
-        return tree_map(lambda result, rounded: result.to(rounded.dtype), function(*widened), of_dtypes[dtypes])
+        return tree_map(lambda result, rounded: result.to(rounded.dtype), function(*widened), results_on_meta[dtypes])
 
     return rounded
 

@@ -41,8 +41,8 @@ class Finder(MetaPathFinder):
             return ModuleSpec(fullname, _ExtensionLoader())
         if fullname != _FEATURE_EXECUTOR and not re.match(r"transformer_engine\.(?!jax)", fullname):
             return None
-        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, found), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.origin is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = RewritingLoader(fullname, spec.origin, self._cuda_on_cpu)
         return spec

@@ -31,8 +31,8 @@ def environment(settings: Inherited) -> dict[str, str]:
 
 
 def startup_path() -> str:
-    before = os.environ.get("PYTHONPATH")
-    folders = before.split(os.pathsep) if before else []  # an empty entry would mean the current folder
+    former_path = os.environ.get("PYTHONPATH")
+    folders = former_path.split(os.pathsep) if former_path else []  # an empty entry would mean the current folder
     if _STARTUP_FOLDER not in folders:
         folders.insert(0, _STARTUP_FOLDER)
     return os.pathsep.join(folders)

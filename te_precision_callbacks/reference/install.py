@@ -67,11 +67,11 @@ def install(
             arguments; ``pretend_cuda`` with a real GPU; an unknown capability.
     """
     global _installed
-    if (before := installed()) is not None:
-        _refuse_others(before, pretend_cuda, capability)
+    if (former := installed()) is not None:
+        _refuse_others(former, pretend_cuda, capability)
         if always_in_children:
-            os.environ.update(environment(Inherited(before.pretend_cuda, before.capability, always=True)))
-        return before
+            os.environ.update(environment(Inherited(former.pretend_cuda, former.capability, always=True)))
+        return former
     chosen = target.capability() if capability is None else target.validate(capability)
     _refuse_if_imported()
     version = compiled_extension.checked_version()
@@ -122,11 +122,11 @@ def install_where_needed(capability: tuple[int, int] | None = None) -> Installat
     return install(capability=capability)
 
 
-def _refuse_others(before: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
-    if (pretend_cuda and not before.pretend_cuda) or capability not in (None, before.capability):
+def _refuse_others(former: Installation, pretend_cuda: bool, capability: tuple[int, int] | None) -> None:
+    if (pretend_cuda and not former.pretend_cuda) or capability not in (None, former.capability):
         raise InstallError(
             f"install(pretend_cuda={pretend_cuda}, capability={capability}), but the reference backend is already"
-            f" installed with pretend_cuda={before.pretend_cuda} and capability={before.capability}. Use the same"
+            f" installed with pretend_cuda={former.pretend_cuda} and capability={former.capability}. Use the same"
             " arguments, or another process."
         )
 

@@ -197,10 +197,7 @@ def _communicate_on_cpu() -> None:
     """Use gloo instead of NCCL, and make distributed wrappers ignore GPUs."""
     if not torch.distributed.is_available():
         return
-    from torch.distributed import device_mesh, distributed_c10d
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.distributed import device_mesh, distributed_c10d, fsdp
 
     make_gloo_stand_for_nccl()
     compiled: Any = torch._C
@@ -214,15 +211,17 @@ def _communicate_on_cpu() -> None:
         function = _without_devices(getattr(distributed_c10d, name))
         replace(distributed_c10d, torch.distributed, **{name: function})
     replace(distributed_c10d, torch.distributed, is_nccl_available=lambda: True)
-    replace(DeviceMesh, __init__=_with_arguments_on_cpu(DeviceMesh.__init__, _type_for_cuda))
-    replace(DistributedDataParallel, __init__=_without_devices(DistributedDataParallel.__init__))
-    original_init: Callable[..., None] = FullyShardedDataParallel.__init__
+    mesh = device_mesh.DeviceMesh
+    replace(mesh, __init__=_with_arguments_on_cpu(mesh.__init__, _type_for_cuda))
+    data_parallel = torch.nn.parallel.DistributedDataParallel
+    replace(data_parallel, __init__=_without_devices(data_parallel.__init__))
+    original_init: Callable[..., None] = fsdp.FullyShardedDataParallel.__init__
 
     @functools.wraps(original_init)
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         original_init(self, *arguments, **options | {"device_id": _CPU})  # without device_id a CPU is rejected
 
-    replace(FullyShardedDataParallel, __init__=init)
+    replace(fsdp.FullyShardedDataParallel, __init__=init)
 
 
 def _save_before_training_goes_on() -> None:
@@ -258,9 +257,9 @@ def _compile_for_cpu() -> None:
     """
     from torch.utils import _triton
 
-    known = _triton.has_triton
+    has_triton = _triton.has_triton
     for name, module in list(sys.modules.items()):
-        if name.startswith("torch.") and vars(module).get("has_triton") is known:
+        if name.startswith("torch.") and vars(module).get("has_triton") is has_triton:
             replace(module, has_triton=lambda **_: False)
     replace(torch._C, _cuda_cudaCachingAllocator_is_enabled=lambda: True)
 
@@ -338,8 +337,8 @@ def _type_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
             if tensor.is_cuda:
                 return name.replace("torch.", "torch.cuda.", 1)
             return name
-        wanted = dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype
-        return type_of(tensor, wanted, *arguments, **options)
+        cpu_type = dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype
+        return type_of(tensor, cpu_type, *arguments, **options)
 
     return type_on_cuda
 

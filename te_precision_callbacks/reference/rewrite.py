@@ -133,8 +133,8 @@ def _dotted(node: ast.expr) -> str:
     """Return ``"torch.cuda.x"`` for that expression; empty if it is not a plain chain of names."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
-        return f"{before}.{node.attr}"
+    if isinstance(node, ast.Attribute) and (prefix := _dotted(node.value)):
+        return f"{prefix}.{node.attr}"
     return ""
 
 

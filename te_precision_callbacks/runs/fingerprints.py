@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.errors import PrecisionDebugError
@@ -168,8 +169,6 @@ class Fingerprint:
         Raises:
             FingerprintError: the text is damaged, or has another version.
         """
-        from pydantic import TypeAdapter, ValidationError
-
         try:
             data = json.loads(text)
         except (TypeError, ValueError) as error:
@@ -372,15 +371,6 @@ class ResumeReport:
     rank: int
     findings: tuple[ResumeFinding, ...]
     not_compared: tuple[str, ...] = ()
-
-    @property
-    def without_scales(self) -> tuple[str, ...]:
-        """The layers with lost scales, so that their first step used scales of 1."""
-        layers: dict[str, None] = {}
-        for finding in self.findings:
-            if finding.what.startswith((_MISSING, _UNSAVED, _ONES)):
-                layers |= dict.fromkeys(finding.layers)
-        return tuple(layers)
 
     def __str__(self) -> str:
         on = ""

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -55,8 +56,6 @@ _MOST_NAMES = 8
 
 def format_known_names(name: str, known: Iterable[str]) -> str:
     """Return a sentence with the known names, for an error about an unknown one: all of them, or similar ones."""
-    from difflib import get_close_matches
-
     names = list(known)
     if not names:
         return ""

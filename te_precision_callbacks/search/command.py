@@ -23,6 +23,8 @@ from te_precision_callbacks.base.errors import rename_keywords
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import GEMMS
 from te_precision_callbacks.check.command import install_backend
+from te_precision_callbacks.coverage.coverage import percent
+from te_precision_callbacks.layers.folding import fold_names
 
 if TYPE_CHECKING:
     from te_precision_callbacks.search.results import GradientEffect, SearchResult
@@ -84,8 +86,8 @@ def search_command(
     from te_precision_callbacks.check.factory import build_setup
     from te_precision_callbacks.search.searching import search
 
-    others = ("setup", "as_json")
-    options = {name: value for name, value in context.params.items() if value is not None and name not in others}
+    not_passed = ("setup", "as_json")
+    options = {name: value for name, value in context.params.items() if value is not None and name not in not_passed}
     with rename_keywords({name: f"--{name.replace('_', '-')}" for name in options}):
         result = search(**build_setup(setup), **options)
     if as_json:
@@ -97,9 +99,6 @@ def search_command(
 
 
 def _show(result: SearchResult, folder: Path) -> None:
-    from te_precision_callbacks.coverage.coverage import percent
-    from te_precision_callbacks.layers.folding import fold_names
-
     terminal.show_text(f"Recipe {result.recipe}; {result.passes} forwards with backward.")
     terminal.show("\n[bold]Effect of low precision, alone in a layer[/bold]")
     measured = [
@@ -115,8 +114,8 @@ def _show(result: SearchResult, folder: Path) -> None:
     _show_rows(("also in high precision", "low share", "ms over all-low", "expected error"), points)
     terminal.show("\n[bold]Choice[/bold]")
     for gemms, names in group_by_key((gemms, name) for name, gemms in result.high.items()).items():
-        of_gemms = "" if gemms == GEMMS else f" ({', '.join(gemms)})"
-        terminal.show_text(f"In high precision{of_gemms}: {', '.join(fold_names(names, most=8))}.", hanging=2)
+        gemm_names = "" if gemms == GEMMS else f" ({', '.join(gemms)})"
+        terminal.show_text(f"In high precision{gemm_names}: {', '.join(fold_names(names, most=8))}.", hanging=2)
     if not result.high:
         terminal.show_text("Everything in low precision.")
     extra = "" if result.extra_ms is None else f", {result.extra_ms:.3g} ms over all-low"

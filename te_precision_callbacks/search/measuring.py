@@ -96,8 +96,8 @@ class TrainingState:
         self._fp8.restore()
 
     def _put_back(self) -> None:
-        for buffers, before in self._buffers:
-            buffers.update(before)
+        for buffers, former_values in self._buffers:
+            buffers.update(former_values)
         with torch.no_grad():
             for tensor, value in self._tensors.items():
                 tensor.copy_(value)
@@ -172,26 +172,25 @@ class EffectMeasurement:
     @contextlib.contextmanager
     def _switched(self, make: Make | None) -> Iterator[None]:
         """Run in another recipe, made from ``low``; None for high precision, without any quantizer."""
-        from te_precision_callbacks.te.recipes import default_recipe
-        from te_precision_callbacks.te.seams import state_manager
+        from te_precision_callbacks.te import recipes, seams
 
         replaced = Replacements()
-        upstream = state_manager.autocast_enter
-        made: Any = None
+        upstream = seams.state_manager.autocast_enter
+        custom_recipe: Any = None
 
         def autocast_enter(
             enabled: bool = False, calibrating: bool = False, fp8_recipe: Any = None, *rest: Any, **keywords: Any
         ) -> None:
-            nonlocal made
+            nonlocal custom_recipe
             recipe = fp8_recipe
-            if enabled and (recipe is None or recipe is not made):
-                self._note(recipe or default_recipe())
-                if made is None and make is not None:
-                    made = make(self.low)
-                recipe = made
+            if enabled and (recipe is None or recipe is not custom_recipe):
+                self._note(recipe or recipes.default_recipe())
+                if custom_recipe is None and make is not None:
+                    custom_recipe = make(self.low)
+                recipe = custom_recipe
             upstream(enabled and make is not None, calibrating, recipe, *rest, **keywords)
 
-        replaced.replace(state_manager, "autocast_enter", staticmethod(autocast_enter))
+        replaced.replace(seams.state_manager, "autocast_enter", staticmethod(autocast_enter))
         try:
             yield
         finally:

@@ -238,8 +238,10 @@ class _Search:
                 return None
             losses[arm].append(self.measurement.final_loss(self.fresh[seed], arms[arm], seed))
         tolerance = self.options.tolerance
-        of_choice = paired_difference(losses["high"], losses["choice"], tolerance)
-        return Confirmation(self.options.steps, of_choice, paired_difference(losses["high"], losses["low"], tolerance))
+        choice_difference = paired_difference(losses["high"], losses["choice"], tolerance)
+        return Confirmation(
+            self.options.steps, choice_difference, paired_difference(losses["high"], losses["low"], tolerance)
+        )
 
     def _is_late(self) -> bool:
         """Return whether the time is up on any rank."""

@@ -136,8 +136,8 @@ def frontier(leaves: Mapping[LayerGroup, GradientEffect], all_low: GradientEffec
     points = {}
     for number, group in enumerate([LayerGroup("", choice), *order]):
         choice |= group.switches
-        left = all_low.error * sum(errors[number:]) / total
-        points[choice] = Point(group.name, costs.low_share(choice), costs.extra_ms(choice), left)
+        remaining_error = all_low.error * sum(errors[number:]) / total
+        points[choice] = Point(group.name, costs.low_share(choice), costs.extra_ms(choice), remaining_error)
     return points
 
 
@@ -157,12 +157,12 @@ def choose(
         return _fill(points, options, costs)
     choices = list(points)
     # The last choice, everything in high precision, holds any cosine.
-    place = bisect.bisect_left(choices, x=True, hi=len(choices) - 1, key=lambda made: effect(made).cosine >= cosine)
-    if _allows(options, choices[place], costs):
-        return choices[place]
+    index = bisect.bisect_left(choices, x=True, hi=len(choices) - 1, key=lambda made: effect(made).cosine >= cosine)
+    if _allows(options, choices[index], costs):
+        return choices[index]
     best = _fill(points, options, costs)
     raise BudgetError(
-        f"The budget cannot be met: cosine={cosine} needs {costs.describe(choices[place])}. Within the other"
+        f"The budget cannot be met: cosine={cosine} needs {costs.describe(choices[index])}. Within the other"
         f" limits, the best cosine found is {effect(best).cosine:.6f}, with {costs.describe(best)}."
     )
 
@@ -170,14 +170,14 @@ def choose(
 def _fill(points: Mapping[Choice, Point], options: SearchOptions, costs: Costs) -> Choice:
     """Add groups in the greedy order as long as the budget allows them and effects are left; skip what does not fit."""
     choice: Choice = frozenset()
-    left = points[choice].expected_error
-    enough = _ENOUGH * left
-    for (before, point), (after, larger) in itertools.pairwise(points.items()):
-        if left <= enough:
+    remaining_error = points[choice].expected_error
+    enough = _ENOUGH * remaining_error
+    for (smaller_choice, point), (larger_choice, larger) in itertools.pairwise(points.items()):
+        if remaining_error <= enough:
             break
-        if _allows(options, choice | (after - before), costs):
-            choice |= after - before
-            left -= point.expected_error - larger.expected_error
+        if _allows(options, choice | (larger_choice - smaller_choice), costs):
+            choice |= larger_choice - smaller_choice
+            remaining_error -= point.expected_error - larger.expected_error
     return choice
 
 

@@ -67,14 +67,14 @@ def write_config(path: Path, choice: Choice, units: Units, model: torch.nn.Modul
     for gemms, names in group_by_key((gemms, name) for name, gemms in high.items() if gemms).items():
         layers = [layer for name in names for layer in units.layers[name]]
         in_high.update(itertools.product(layers, gemms))
-        others = all_layers.difference(layers)
-        sections.append(keep_high(*layers, others=others, gemms=() if gemms == GEMMS else gemms))
+        low_layers = all_layers.difference(layers)
+        sections.append(keep_high(*layers, others=low_layers, gemms=() if gemms == GEMMS else gemms))
     path.write_text("".join(sections) or "{}\n")
-    after = _plan(path, model, low)
+    planned = _plan(path, model, low)
     wrong = [
         " ".join(switch)
         for switch, was_low in _plan({}, model, low).items()
-        if switch[0] in all_layers and after[switch] != (was_low and switch not in in_high)
+        if switch[0] in all_layers and planned[switch] != (was_low and switch not in in_high)
     ]
     if wrong:
         raise SearchError(f"{path} does not express the choice for {', '.join(wrong[:4])}. Use {RECIPE} instead.")

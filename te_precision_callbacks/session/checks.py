@@ -127,10 +127,14 @@ class RuleChecks:
             at_once: send a message for it, instead of a request with the next values.
         """
         ranks = self._context.ranks
-        own = bool(self._stopping)
-        if ranks.any("findings that stop", "stopping the run", own=own) if at_once else ranks.request_stop(own=own):
-            alone = [finding for finding in self._stopping if finding.ranks][:1]
-            first = sorted(ranks.pool(alone, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
+        is_stopping = bool(self._stopping)
+        if (
+            ranks.any("findings that stop", "stopping the run", own=is_stopping)
+            if at_once
+            else ranks.request_stop(own=is_stopping)
+        ):
+            rank_findings = [finding for finding in self._stopping if finding.ranks][:1]
+            first = sorted(ranks.pool(rank_findings, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]
             for finding in first:
                 if own_rank() not in finding.ranks:
@@ -185,10 +189,10 @@ class RuleChecks:
 
     def _calls_for_stop(self, finding: Finding) -> bool:
         try:
-            wanted = self._on_finding(finding)
-            if wanted not in (None, "stop"):
-                raise OptionError(f"the function may return 'stop' or None, not {wanted!r}")
-            return wanted is not None
+            reaction = self._on_finding(finding)
+            if reaction not in (None, "stop"):
+                raise OptionError(f"the function may return 'stop' or None, not {reaction!r}")
+            return reaction is not None
         except Exception as error:
             self._context.failures.report("calling on_finding= for", finding.rule, error)
             return False
@@ -238,10 +242,12 @@ class ContractCheck:
         results = self._results
         keeper = self.keeper
         if self._shares_left:
-            own = results.coverage_at(iteration)
-            shared = Coverage(shared_products(own, self._ranks, "products of the first step", mean=True))
+            rank_coverage = results.coverage_at(iteration)
+            shared = Coverage(shared_products(rank_coverage, self._ranks, "products of the first step", mean=True))
             results.coverage.put_other_ranks(shared)
-            is_over = all(self._ranks.pool([own.has_backward or not own], "backwards of the first step", bool))
+            is_over = all(
+                self._ranks.pool([rank_coverage.has_backward or not rank_coverage], "backwards of the first step", bool)
+            )
             is_over = is_over or not self._ranks.are_connected  # disconnected ranks cannot share products
             self._shares_left = 0 if is_over else self._shares_left - 1
         if keeper is not None:
@@ -302,13 +308,13 @@ class ParameterChecks:
 
     @torch.no_grad()
     def before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, iteration: int, place: int, *, is_collected: bool
+        self, optimizer: torch.optim.Optimizer, iteration: int, order: int, *, is_collected: bool
     ) -> None:
         """Check the parameters before an optimizer steps; see :meth:`ParameterWatch.before_step`."""
         with self._failures.guard("checking the parameters of", type(optimizer).__name__):
             if self._replicas.needs_start and self.watch.listed.stepped_by(optimizer).held:
                 self._replicas.begin()
-        for rise in self.watch.before_step(optimizer, iteration, place, is_collected=is_collected):
+        for rise in self.watch.before_step(optimizer, iteration, order, is_collected=is_collected):
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
             self._events.append(Event("learning_rate_rose", text, iteration))
 
@@ -337,9 +343,9 @@ class ParameterChecks:
     @property
     def adds_eps(self) -> bool | None:
         """Return whether an optimizer of the model adds ``eps`` as Adam does; None before the first step."""
-        known = [stepped.adds_eps for stepped in self.watch.listed.stepped.values() if stepped.adds_eps is not None]
-        if known:
-            return any(known)
+        adding = [stepped.adds_eps for stepped in self.watch.listed.stepped.values() if stepped.adds_eps is not None]
+        if adding:
+            return any(adding)
         return None
 
     def end(self, iteration: int) -> None:
@@ -358,17 +364,17 @@ class ParameterChecks:
         if any(problem.what.startswith("nonfinite") for problem in problems):
             self._every_step.read()  # it may know where they began
         unique = {(problem.what, problem.name): problem for problem in problems}.values()
-        of_kind = group_by_key((problem.what, problem) for problem in unique)
+        problems_by_kind = group_by_key((problem.what, problem) for problem in unique)
         rows: list[dict[str, Any]] = []
-        for what, alike in of_kind.items():
-            names = [problem.name for problem in alike[:MOST_NAMES]]
-            since = min(problem.since for problem in alike)
-            rows.append({"what": what, "names": names, "since": since, "number": alike[0].number})
+        for what, same_problems in problems_by_kind.items():
+            names = [problem.name for problem in same_problems[:MOST_NAMES]]
+            since = min(problem.since for problem in same_problems)
+            rows.append({"what": what, "names": names, "since": since, "number": same_problems[0].number})
         data = {"checked": sorted(checked), "problems": rows, "of_all": of_all, "unmatched": unmatched}
         text = "Parameters were checked"
         severity: Severity = "info"
         if problems:
-            rules = ", ".join(dict.fromkeys(RULE_OF.get(what, what) for what in of_kind))
+            rules = ", ".join(dict.fromkeys(RULE_OF.get(what, what) for what in problems_by_kind))
             text = f"{many(len(problems), 'problem')} in parameters: {rules}"
             severity = "warning"
         self._events.append(Event("parameters", f"{text}.", iteration, severity, phase="step", data=data))
@@ -418,7 +424,7 @@ class EveryStepCheck:
     def record_requested(self, iteration: int) -> None:
         if self.is_requested:
             self.is_requested = False
-            self.record("SIGUSR1 was received", iteration, kept=LEFT_FOR_PROBLEMS + 1)
+            self.record("SIGUSR1 was received", iteration, reserve=LEFT_FOR_PROBLEMS + 1)
 
     def read(self) -> None:
         """Read all steps so far from the devices, and wait for them."""
@@ -428,16 +434,16 @@ class EveryStepCheck:
             self._watch.is_on = False
             self._failures.report("reading", "what was watched in the last steps", error)
 
-    def record(self, why: str, iteration: int, *, of_all: bool = False, kept: int = 0) -> None:
+    def record(self, why: str, iteration: int, *, of_all: bool = False, reserve: int = 0) -> None:
         """Add an event with the last steps, if they were not recorded too often.
 
         Args:
             of_all: whether all ranks record them for the same reason; only the first rank then writes a file.
-            kept: how many records are left for other reasons: for problems and the end of the run.
+            reserve: how many records are left for other reasons: for problems and the end of the run.
         """
-        if self._records_left > kept and self.steps.rows:
+        if self._records_left > reserve and self.steps.rows:
             self._records_left -= 1
-            data = {"of_all": of_all, "is_problem": not kept, **self.steps.as_json()}
+            data = {"of_all": of_all, "is_problem": not reserve, **self.steps.as_json()}
             count = many(len(self.steps.rows), "step")
             self._events.append(Event("last_steps", f"The last {count} before: {why}.", iteration, data=data))
 
@@ -467,10 +473,10 @@ class EveryStepCheck:
 
     def exchange_origins(self, ranks: Ranks) -> list[tuple[int, Event]]:
         """Return rank and event of each other rank that has found where inf and nan began."""
-        own = own_rank()
-        entries = ranks.pool([(own, origin) for origin in self.unsent], "origins", tuple[int, Origin])
+        this_rank = own_rank()
+        entries = ranks.pool([(this_rank, origin) for origin in self.unsent], "origins", tuple[int, Origin])
         self.unsent.clear()
-        return [(rank, _event_of(origin)) for rank, origin in entries if rank != own]
+        return [(rank, _event_of(origin)) for rank, origin in entries if rank != this_rank]
 
     def _add(self, rows: Sequence[StepRow]) -> None:
         for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from te_precision_callbacks.base.failures import ObservationFailures
 from te_precision_callbacks.base.notices import Notices
@@ -14,12 +15,14 @@ from te_precision_callbacks.coverage.spans import Iterations
 from te_precision_callbacks.coverage.step_table import StepTable
 from te_precision_callbacks.diagnosis.engine import Diagnosis
 from te_precision_callbacks.diagnosis.finding import Verdict
-from te_precision_callbacks.instrumentation.upstream import Inspector
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.runs.fingerprints import ResumeReport
 from te_precision_callbacks.sinks.metrics import RunStatistics
 from te_precision_callbacks.sinks.step_records import Event, LayerInfo, Scalars
 from te_precision_callbacks.statistics.series import SeriesTable
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.instrumentation.upstream import Inspector
 
 
 class RunResults:
@@ -72,8 +75,10 @@ class RunResults:
         iteration = self.table.history.iterations.last if iteration is None else iteration
         if iteration is None:
             return NOTHING
-        own = self.coverage_at(iteration)
-        return Coverage((*own, *self.coverage.other_ranks_products), state=own.state, steps=own.steps)
+        rank_coverage = self.coverage_at(iteration)
+        return Coverage(
+            (*rank_coverage, *self.coverage.other_ranks_products), state=rank_coverage.state, steps=rank_coverage.steps
+        )
 
     @property
     def findings(self) -> Verdict:

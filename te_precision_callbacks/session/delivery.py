@@ -73,9 +73,9 @@ class StepCollector:
         """Reduce the statistics, and begin the next iteration; after a failure, the statistics are local."""
         context = self._context
         try:
-            several = context.ranks.several
+            has_ranks = context.ranks.several
             for measured, _ in self._observation.take(
-                ending.iteration, reduce=several, optimizer_steps=optimizer_steps
+                ending.iteration, reduce=has_ranks, optimizer_steps=optimizer_steps
             ):
                 self._measured = measured
             context.inspector.step()
@@ -111,8 +111,8 @@ class StepCollector:
                 return None
             measured = self._measured or Measured(table, np.empty(0, np.int32), np.empty(0))
             local = self._is_local or measured.local
-            own = [table.intern(*parse_log_name(name, self._model.layers.names)) for name in names]
-            series = np.concatenate([measured.series, np.array(own, np.int32)])
+            named_series = [table.intern(*parse_log_name(name, self._model.layers.names)) for name in names]
+            series = np.concatenate([measured.series, np.array(named_series, np.int32)])
             numbers = np.concatenate([measured.values, self._scalars.read()])
         except Exception as error:
             self._context.failures.report("reading the statistics of", f"iteration {ending.iteration}", error)
@@ -123,7 +123,7 @@ class StepCollector:
             self._scalars.clear()
         # When ranks are disconnected, sinks get the first rank's values; at the end, each rank writes its remainder.
         left_to_first = local and not ending.is_remainder and not ranks.leads
-        reduced = len(series) - len(own) if left_to_first or (ranks.several and not local) else 0
+        reduced = len(series) - len(named_series) if left_to_first or (ranks.several and not local) else 0
         layers = (table[number].layer for number in series.tolist())
         records = StepRecords(
             iteration=ending.iteration,
@@ -151,7 +151,7 @@ class Sinks:
         skips_files: whether the files get no records, as on a rank without local values.
     """
 
-    def __init__(self, context: RunContext, given_names: Mapping[str, str], others: Iterable[Sink]) -> None:
+    def __init__(self, context: RunContext, given_names: Mapping[str, str], user_sinks: Iterable[Sink]) -> None:
         options = context.options
         choice = read_statistics_log(options.statistics_log)
         limit = record_limit(options.records)
@@ -162,7 +162,7 @@ class Sinks:
         self.log = None if choice.ranks == "off" else StatisticsLog(given_names=given_names, limit=choice.limit)
         self.records = RecordSink(self._log_dir, limit) if limit else None
         files = self.log, self.records
-        self._sinks: list[Sink] = [*(file for file in files if file is not None), *others]
+        self._sinks: list[Sink] = [*(file for file in files if file is not None), *user_sinks]
         self._have_started = False
         self._is_closing = False
         self.skips_files = False
@@ -257,20 +257,20 @@ class Sinks:
         group = self._context.options.process_group
         with_rank_0 = ranks.several and (group is None or 0 in torch.distributed.get_process_group_ranks(group))
         records = self.records
-        own: list[Place] = []
+        rank_places: list[Place] = []
         if records is not None:
             records.writes_reduced = own_rank() == 0 or (ranks.several and ranks.leads)
             records.is_alone = not ranks.several
             if own_rank() == 0:
                 try:
                     records.place = records.begin()
-                    own.append(records.place)
+                    rank_places.append(records.place)
                 except Exception as error:
                     self._drop(records)
                     self.records = None
                     self._context.failures.report("recording", "the run", error)
         if with_rank_0:
-            agreed = ranks.pool(own, "place of the records", Place)
+            agreed = ranks.pool(rank_places, "place of the records", Place)
             if self.records is not None and agreed:
                 self.records.place = agreed[0]
 

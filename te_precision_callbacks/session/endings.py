@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_precision_callbacks.base.errors import SessionError, error_text, is_failure
 from te_precision_callbacks.base.terminal import shell_command, visible
@@ -23,7 +23,9 @@ from te_precision_callbacks.diagnosis.engine import PrecisionFindingError
 from te_precision_callbacks.diagnosis.finding import Verdict
 from te_precision_callbacks.runs.summary import ended_by, summarize_broken_contract
 from te_precision_callbacks.session.context import RunContext
-from te_precision_callbacks.session.delivery import Sinks
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.session.delivery import Sinks
 
 logger = logging.getLogger(__name__)
 
@@ -136,24 +138,23 @@ class ClosingReport:
 
     def check_whole_run(self) -> None:
         """Check a resumed run including its earlier starts, as ``te-precision diagnose`` does."""
-        place = self._sinks.place
-        if place is not None and place.segment:
-            from te_precision_callbacks.diagnosis.replay import diagnose
-            from te_precision_callbacks.runs import open_run
+        records_place = self._sinks.place
+        if records_place is not None and records_place.segment:
+            from te_precision_callbacks import diagnosis, runs
 
-            self._results.whole_run = diagnose(open_run(self._results.log_dir, run=place.run_id))
+            self._results.whole_run = diagnosis.diagnose(runs.open_run(self._results.log_dir, run=records_place.run_id))
 
     def log_coverage(self) -> None:
         results = self._results
         coverage = results.coverage_with_other_ranks(None)
         if coverage:
-            others: list[str] = []
+            further_lines: list[str] = []
             if results.coverage.has_changed:  # else no loop over thousands of layers
-                others = format_other_steps(other_steps(results.coverage.by_span()))
-            if not others and not results.table.history.has_changed:
+                further_lines = format_other_steps(other_steps(results.coverage.by_span()))
+            if not further_lines and not results.table.history.has_changed:
                 # The steps differ in sizes alone, as with a smaller last batch, so the line holds for all of them.
                 coverage = Coverage(coverage, state=coverage.state)
-            self._ran = [str(coverage), *others]
+            self._ran = [str(coverage), *further_lines]
             for text in self._ran:
                 logger.info("%s.", text)
                 self._context.inspector.log(text)
@@ -202,8 +203,8 @@ def closing_lines(
         ended_by: the error that ended the run, shown first.
     """
     remedy = diagnose if page and verdict.wrong else ""
-    places = {"what to do": remedy, "logs": logs, "make a page": page}
-    last = [f"  {what}: {where}" for what, where in places.items() if where]
+    values = {"what to do": remedy, "logs": logs, "make a page": page}
+    last = [f"  {what}: {where}" for what, where in values.items() if where]
     repeated = f"ended by {ended_by}".rstrip(":. ")
     findings = [finding for finding in verdict.findings if not finding.seen.endswith(repeated)]
     first = [f"te-precision: stopped: {ended_by}"] if ended_by else []

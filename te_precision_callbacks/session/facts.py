@@ -100,10 +100,10 @@ class RunFacts:
             "plan": list(self._plan(infos)),
         }
         facts = FactTables(self._run(precision), tables)
-        now = time.perf_counter()
+        ended = time.perf_counter()
         self._taken = state
         self._scales_loss = results.scales_loss
-        self._rests_until = now + (now - begun) / MOST_SHARE
+        self._rests_until = ended + (ended - begun) / MOST_SHARE
         return facts
 
     # ------------------------------------------------------------------ run.json
@@ -125,7 +125,7 @@ class RunFacts:
         layers = self._model.layers
         reduces = self._options.reduce
         computed = modules_with_gemms(layers.modules, layers.operations)
-        several = reduces and is_distributed(self._options.process_group)
+        is_reduced = reduces and is_distributed(self._options.process_group)
         hooks = self._model.hooks
         runs_elsewhere = hooks.answers.ran_elsewhere and not self._results.table.order[0]
         enters = "the script enters te.autocast(enabled=True)"
@@ -135,7 +135,7 @@ class RunFacts:
             "loss_is_scaled": self._results.scales_loss,
             "adds_eps": self._results.adds_eps,
             "float16": computes_in_float16(computed),
-            "ranks": torch.distributed.get_world_size(self._options.process_group) if several else 1,
+            "ranks": torch.distributed.get_world_size(self._options.process_group) if is_reduced else 1,
             "alike": not layers.other_ranks_products,
             "ignored": ignored_arguments(recipes_of(computed)),
             "margins": margins(recipes_of(computed)),

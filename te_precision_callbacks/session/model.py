@@ -135,10 +135,10 @@ class NamedLayers:
             raise SessionError(f"The model must be a torch.nn.Module, or a list or mapping of them, not {model!r}.")
         self._find(model)
         layers = ranks.pool(self.own, "layers", Layer)
-        if alike := find_ambiguous_names(layers):
+        if ambiguous := find_ambiguous_names(layers):
             self._by_number = True
             if own_rank() == 0:
-                name, numbered = next(iter(alike.items()))
+                name, numbered = next(iter(ambiguous.items()))
                 logger.warning(
                     "Ranks have different layers at the same path, as in pipeline and expert parallelism (%r is %s). So"
                     " layers are named by layer_number, counted from 0, experts by their range of numbers, and others"
@@ -151,7 +151,9 @@ class NamedLayers:
         self.of_all = tuple(layers)
         named = group_by_given_name(layers)
         self.given.clear()
-        self.given.update((name, given) for given, (name, *more) in named.items() if not more and name != given)
+        self.given.update(
+            (name, user_name) for user_name, (name, *more) in named.items() if not more and name != user_name
+        )
 
     def _find(self, model: Model) -> None:
         names = self._options.config.layer_names or "path"
@@ -264,11 +266,11 @@ class ObservedModel:
         names = self.layers.paths(self.model)
         seen = set[torch.nn.Parameter]()
         for module in modules_of(self.model):
-            for own, parameter in module._parameters.items():
+            for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter not in seen:
                     seen.add(parameter)
                     path = names.get(id(module), "")
-                    yield f"{path}.{own}" if path else own, parameter, module
+                    yield f"{path}.{attribute}" if path else attribute, parameter, module
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         return not set(held_ids(optimizer)).isdisjoint(map(id, self.parameters()))
@@ -281,9 +283,9 @@ class ObservedModel:
 
     def note_step(self) -> None:
         """Note the order of the layers, unobserved layers, and the products of a step."""
-        known = sum(map(len, self._results.table.order))
-        if known != self._ordered:
-            self._ordered = known
+        ordered = sum(map(len, self._results.table.order))
+        if ordered != self._ordered:
+            self._ordered = ordered
             self._describe_layers()
         self._note_unobserved()
         self._note_products()
@@ -409,8 +411,10 @@ class ObservedModel:
             overrides |= dict.fromkeys(named.names, backward_override(named.module) or "")
         facts = {}
         for info in self._results.layers:
-            kept = kept_by_sections(map(sections.__getitem__, info.sections))
-            facts[info.name] = HighPrecisionFacts(kept, overrides.get(info.name, ""), info.name in recomputed_outside)
+            sections_that_keep = kept_by_sections(map(sections.__getitem__, info.sections))
+            facts[info.name] = HighPrecisionFacts(
+                sections_that_keep, overrides.get(info.name, ""), info.name in recomputed_outside
+            )
         return facts
 
     # ------------------------------------------------------------------ refused layers

@@ -12,10 +12,10 @@ import importlib.metadata
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -44,9 +44,11 @@ from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.runs.summary import is_training_loss
 from te_precision_callbacks.runs.training_state import read_training_state
 from te_precision_callbacks.session.context import RunContext
-from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.sinks.step_records import Event, Severity
 from te_precision_callbacks.te.state import delayed_states
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.session.model import ObservedModel
 
 logger = logging.getLogger(__name__)
 
@@ -116,15 +118,15 @@ class ResumeAudit:
         if not modules:
             return None
         try:
-            taken = with_recipes(self._with_layers(iteration), modules, self._results.table.trained_in_fp8)
-            taken = self._with_training(taken)
+            fingerprint = with_recipes(self._with_layers(iteration), modules, self._results.table.trained_in_fp8)
+            fingerprint = self._with_training(fingerprint)
             context = self._context
-            unsaved = unsaved_layers(taken)
+            unsaved = unsaved_layers(fingerprint)
             if unsaved is not None and own_rank() == 0 and context.notices.first("unsaved"):
                 converts = context.results.integration in ("accelerate", "transformers")
                 remedy = _EVALUATE_IN_FP8_WITH_ACCELERATE if converts else "Evaluate inside te.autocast"
                 logger.warning("%s %s", unsaved, _EVALUATE_IN_FP8 % remedy)
-            return taken
+            return fingerprint
         except Exception as error:
             self._failures.report("taking the fingerprint of", f"iteration {iteration}", error)
             return None
@@ -221,11 +223,11 @@ class ResumeAudit:
                 f"The optimizer has stepped {many(round(steps), 'time')} before, but the scales and amax histories of"
                 f" delayed scaling are new, in all {many(len(layers), 'layer')}."
             )
-            self._report(text, "warning", layers)
+            self._report(text, "warning", [text], layers)
             logger.warning("%s\n%s", text, _REMEDY)
 
-    def _report(self, text: str, severity: Severity, without_scales: Sequence[str], lost: Sequence[str] = ()) -> None:
-        data = {"without_scales": list(without_scales), "lost": list(lost)}
+    def _report(self, text: str, severity: Severity, lost: Iterable[str], layers: Iterable[str]) -> None:
+        data = {"lost": list(lost), "layers": list(dict.fromkeys(layers))}
         event = Event("resume_audited", text, self._context.iteration, severity, phase="checkpoint", data=data)
         self._context.events.append(event)
 
@@ -240,14 +242,15 @@ class ResumeAudit:
             restored = with_recipes(restored, self._modules(), self._results.table.trained_in_fp8)
             report = compare(saved, self._with_training(restored))
             self._results.resume = report
-            lost = [str(finding) for finding in report.findings if finding.of_training]
-            self._report(str(report), "warning" if report.findings else "info", report.without_scales, lost)
+            lost = [finding for finding in report.findings if finding.of_rank]
+            layers = [name for finding in lost if not finding.of_training for name in finding.layers]
+            self._report(str(report), "warning" if report.findings else "info", map(str, lost), layers)
             if not report.findings:
                 logger.debug("The resume restored the state of the checkpoint of iteration %d.", report.iteration)
             elif self._context.options.strict:
                 raise ResumeAuditError(f"{report}\n{_REMEDY}")
-            elif (own := for_log(report)).findings:
-                logger.warning("%s\n%s", own, _REMEDY)
+            elif (logged := for_log(report)).findings:
+                logger.warning("%s\n%s", logged, _REMEDY)
 
     def _forget(self) -> None:
         self._saved = None

@@ -171,9 +171,9 @@ class Run:
         ranks.settle()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        place = len(self.hooks.every_step.ring.order)
+        order = len(self.hooks.every_step.ring.order)
         is_collected = self._logs_updates and bool(self.hooks.answers.watched.due)
-        self._parameters.before_optimizer_step(optimizer, self.iteration, place, is_collected=is_collected)
+        self._parameters.before_optimizer_step(optimizer, self.iteration, order, is_collected=is_collected)
         self.resume_audit.before_step(optimizer)
         if self._rules.stops_for_nonfinite and not self._results.scales_loss and not is_capturing():
             self._stop_before_step(optimizer)
@@ -329,10 +329,10 @@ class Run:
 
     def _exchange(self, *, losses: bool, origins: bool) -> None:
         """Send losses and origins of inf and nan to the first rank; all ranks must call this."""
-        of_others = self._every_step.exchange_origins(self._ranks) if origins else []
+        origins_of_ranks = self._every_step.exchange_origins(self._ranks) if origins else []
         shared = self.trainer_scalars.exchange_losses() if losses else []
         if self._ranks.leads:
-            for rank, event in of_others:
+            for rank, event in origins_of_ranks:
                 self._rules.event(event, rank)
             self._send(*shared)
 
@@ -390,7 +390,7 @@ class Run:
                 self._rules.event(item)
 
     def _send_pending(self, *, at_last: bool = False) -> None:
-        self._send(*(Event("observation_failed", text, at, "error") for at, text in self._failures.take()))
+        self._send(*(Event("observation_failed", text, step, "error") for step, text in self._failures.take()))
         self._send(*self.trainer_scalars.take(at_once=at_last))
 
     # ------------------------------------------------------------------ calls of the script
@@ -454,20 +454,20 @@ class Run:
                 ("leaving", "the other ranks", True, self._ranks.end),
             ]
             stack.callback(self._failures.summarize)
-            for doing, of, wanted, call in reversed(parts):  # the stack runs all parts, even if some of them fail
-                if wanted:
-                    stack.callback(self._try, doing, of, call)
+            for doing, subject, is_due, call in reversed(parts):  # the stack runs all parts, even if some of them fail
+                if is_due:
+                    stack.callback(self._try, doing, subject, call)
 
-    def _try(self, doing: str, of: str, call: Callable[[], None]) -> None:
+    def _try(self, doing: str, subject: str, call: Callable[[], None]) -> None:
         try:
             call()
         except RaisedInTraining:
             raise
         except Exception as error:
             try:
-                self._failures.report(doing, of, error)
+                self._failures.report(doing, subject, error)
             except Exception:  # with strict=True, where the run has ended already
-                logger.error("The end of the session failed in %s %s.", doing, of, exc_info=error)
+                logger.error("The end of the session failed in %s %s.", doing, subject, exc_info=error)
 
     def _deliver_remainder(self, error: BaseException | None, logging_step: int | None) -> None:
         iteration = self.iteration
@@ -494,9 +494,9 @@ class Run:
         has_stepped = self._loop_checks.has_stepped
         has_step = has_stepped or error is None or self._loop_checks.has_trained  # False if the first step failed
         if attached and has_step and not has_stepped:
-            before = self._results.coverage.changes
+            former_changes = self._results.coverage.changes
             self.model.note_step()
-            if self._results.coverage.changes != before:
+            if self._results.coverage.changes != former_changes:
                 self._results.table.leave(self.iteration)
         if self._contract.keeper is None or (error is not None and not attached):
             return
@@ -522,8 +522,8 @@ class Run:
                 name = type(error).__name__
                 why = f"the run was ended by {ended_by(name) or name}"
             ends_all = error is None or isinstance(error, KeyboardInterrupt)
-            kept = LEFT_FOR_PROBLEMS if error is None else 0
-            self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, kept=kept)
+            reserve = LEFT_FOR_PROBLEMS if error is None else 0
+            self._every_step.record(why, max(iteration - 1, 0), of_all=ends_all, reserve=reserve)
             self._every_step.note_last_nonfinite(iteration)
             self._send(*dump_events(self.observation.recorder.take_written()))
             self._send_pending(at_last=True)

@@ -7,7 +7,7 @@ import os
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
@@ -25,10 +25,12 @@ from te_precision_callbacks.runs.fingerprints import ResumeReport
 from te_precision_callbacks.session.context import RunResults
 from te_precision_callbacks.session.endings import stop_at_exit
 from te_precision_callbacks.session.resume import ResumeAudit, ResumedLoss
-from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.sinks.metrics import Worst
 from te_precision_callbacks.sinks.step_records import LayerInfo, Row, Sink, StepRecords
 from te_precision_callbacks.te.package import import_transformer_engine, warn_unless_supported
+
+if TYPE_CHECKING:
+    from te_precision_callbacks.session.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +114,8 @@ class InspectSession:
         state = "not started"
         if self._results.started_at:
             state = "running" if self.running else "stopped"
-        at = f"{self.iteration}, {len(self.layers)} layers, log_dir={str(self.log_dir)!r}"
-        return f"<{type(self).__name__}: {state}, iteration {at}>"
+        details = f"{self.iteration}, {len(self.layers)} layers, log_dir={str(self.log_dir)!r}"
+        return f"<{type(self).__name__}: {state}, iteration {details}>"
 
     @property
     def running(self) -> bool:
@@ -287,6 +289,8 @@ class InspectSession:
             )
         import_transformer_engine()
         warn_unless_supported()
+        from te_precision_callbacks.session.run import Run  # imports what it replaces
+
         results = self._new_results(log_dir)
         results.started_at = _place_in_script()
         results.counts_from = counts_from
@@ -460,8 +464,8 @@ class InspectSession:
         """
         run = self._running("load_state_dict()")
         if not isinstance(state, Mapping) or (state and not state.keys() & _SAVED):
-            given = f"keys {', '.join(map(repr, state))}" if isinstance(state, Mapping) else repr(state)
-            raise SessionError(f"load_state_dict() takes a result of state_dict(), not {given}.")
+            found_instead = f"keys {', '.join(map(repr, state))}" if isinstance(state, Mapping) else repr(state)
+            raise SessionError(f"load_state_dict() takes a result of state_dict(), not {found_instead}.")
         if "iteration" in state and self._options.start_step is None:
             run.count_from(step_number("load_state_dict(): the iteration", state["iteration"]))
         self._resumed_loss.restore(state)

@@ -69,8 +69,8 @@ def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
     if any(gradient.layout != torch.strided for gradient in gradients) or is_capturing():
         return bool(gradients)
     for gradient in gradients:
-        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # DTensor: this rank's part
-        if own.any():
+        local_gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # DTensor: this rank's part
+        if local_gradient.any():
             return True
     return False
 
@@ -78,10 +78,10 @@ def has_gradients(parameters: Iterable[torch.nn.Parameter]) -> bool:
 OptimizerMethod = Callable[[torch.optim.Optimizer], None]
 
 
-def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[RemovableHandle]:
+def hook_optimizers(before_step: OptimizerMethod, after_step: OptimizerMethod) -> list[RemovableHandle]:
     """Call methods before and after each step of any optimizer.
 
-    The backward of a step with a closure, as in Lightning, runs in the step: ``before`` is called after its first one.
+    The backward of a step with a closure, as in Lightning, runs in the step: ``before_step`` is called after it.
     """
 
     @outside_of_dynamo
@@ -90,7 +90,7 @@ def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[Rem
 
         def act() -> None:
             if waiting:
-                before(waiting.pop())
+                before_step(waiting.pop())
 
         wrapped = after_closure(args, keywords, act)
         if wrapped is None:
@@ -99,7 +99,7 @@ def hook_optimizers(before: OptimizerMethod, after: OptimizerMethod) -> list[Rem
 
     @outside_of_dynamo
     def call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        after(optimizer)
+        after_step(optimizer)
 
     return [register_optimizer_step_pre_hook(call_before), register_optimizer_step_post_hook(call_after)]
 
@@ -254,8 +254,8 @@ class TrainerScalars:
         for name, value in values.items():
             if is_scalar(value):
                 self.has_loss |= is_training_loss(str(name))
-                of_step = self._kept.setdefault((iteration, logging_step), {})
-                of_step[str(name)] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                step_values = self._kept.setdefault((iteration, logging_step), {})
+                step_values[str(name)] = value.detach().clone() if isinstance(value, torch.Tensor) else value
             elif self._context.notices.first(f"scalar {name}"):
                 shape = getattr(value, "shape", None)
                 what = repr(value) if shape is None else f"a tensor of shape {tuple(shape)}"
@@ -264,14 +264,14 @@ class TrainerScalars:
     def exchange_losses(self) -> list[Scalars]:
         """Return the mean losses over the ranks that have one. All ranks must call this."""
         self.are_shared = True
-        own = list(self.losses)
+        losses = list(self.losses)
         self.losses.clear()
-        of_steps = group_by_key(
+        values_by_name = group_by_key(
             ((loss.iteration, loss.logging_step, loss.name), float(loss.value))
-            for loss in self._context.ranks.pool(own, "losses", Loss)
+            for loss in self._context.ranks.pool(losses, "losses", Loss)
         )
         scalars = []
-        for (iteration, logging_step, name), values in sorted(of_steps.items()):
+        for (iteration, logging_step, name), values in sorted(values_by_name.items()):
             scalars.append(Scalars(iteration, logging_step, {name: sum(values) / len(values)}))
         return scalars
 
@@ -283,8 +283,8 @@ class TrainerScalars:
         Args:
             at_once: return them now.
         """
-        kept = self._kept
-        values = [value for of_step in kept.values() for value in of_step.values()]
+        logged = self._kept
+        values = [value for step_values in logged.values() for value in step_values.values()]
         is_early = len(values) < _MOST_KEPT and time.monotonic() - self._kept_since < _LONGEST
         if is_early and not at_once and not all(map(is_on_host, values)):
             return []
@@ -292,8 +292,8 @@ class TrainerScalars:
         scalars = []
         with self._context.failures.guard("reading", "the trainer metrics"):
             numbers = iter(to_floats(values))
-            for (iteration, logging_step), of_step in kept.items():
-                read = {name: next(numbers) for name in of_step}
+            for (iteration, logging_step), step_values in logged.items():
+                read = {name: next(numbers) for name in step_values}
                 scalars.append(Scalars(iteration, logging_step, read))
                 for name, number in () if self._context.ranks.leads else read.items():
                     if is_training_loss(name):

@@ -232,10 +232,10 @@ class MetricSelection:
         return named
 
     def _filtered(self, named: dict[str, ValueT]) -> dict[str, ValueT]:
-        wanted = self._wanted
-        if wanted is None:
+        is_wanted = self._wanted
+        if is_wanted is None:
             return named
-        return {name: value for name, value in named.items() if wanted(name)}
+        return {name: value for name, value in named.items() if is_wanted(name)}
 
     def _take_series(self, records: StepRecords, comparable: Mapping[Family, ByLayer]) -> None:
         """Choose among the series of a step."""
@@ -263,8 +263,8 @@ class MetricSelection:
         for family, values in sorted({**comparable, **histograms}.items(), key=_has_no_order):
             layers = self._logged.setdefault(family, set())
             if _has_no_order((family, values)):
-                others = (chosen for other, chosen in self._logged.items() if other.tensor == family.tensor)
-                worst = sorted(values, key=set().union(*others).__contains__, reverse=True)
+                chosen_series = (chosen for other, chosen in self._logged.items() if other.tensor == family.tensor)
+                worst = sorted(values, key=set().union(*chosen_series).__contains__, reverse=True)
             else:
                 worst = worst_first(PLACES, family, values)
             for layer in worst:
@@ -283,10 +283,10 @@ class MetricSelection:
             self._layers_of[family] = max(self._layers_of.get(family, 2), len(values))
             if len(values) < self._layers_of[family]:
                 continue
-            known = [value for value in values if not math.isnan(value)] or [math.nan]
+            numbers = [value for value in values if not math.isnan(value)] or [math.nan]
             name = overall_name(prefix, metric_name("all", Series("", family)))
-            for part, of_layers in (("min", min), ("median", statistics.median), ("max", max)):
-                yield f"{name}/{part}", of_layers(known)
+            for part, summarize in (("min", min), ("median", statistics.median), ("max", max)):
+                yield f"{name}/{part}", summarize(numbers)
 
 
 def _predicate(log_filter: LogFilter) -> Callable[[str], bool] | None:
@@ -312,9 +312,9 @@ _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 
 def _filled(counts: Sequence[float]) -> tuple[list[float], Sequence[float]]:
     """Return the counts from the first to the last non-empty bin, and the edges of these bins."""
-    places = [place for place, count in enumerate(counts) if count] or [0]
-    first = places[0]
-    end = places[-1] + 1
+    filled_bins = [bin_number for bin_number, count in enumerate(counts) if count] or [0]
+    first = filled_bins[0]
+    end = filled_bins[-1] + 1
     return list(map(float, counts[first:end])), EXPONENT_EDGES[first : end + 1]
 
 

@@ -90,8 +90,8 @@ def claim(path: Path) -> AppendedFile:
 
 
 def time_now() -> str:
-    now = datetime.now()
-    return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+    time = datetime.now()
+    return f"{time:%Y-%m-%d %H:%M:%S},{time.microsecond // 1000:03d}"
 
 
 LogJob = Callable[[], Iterable[str]]
@@ -239,14 +239,16 @@ class StatisticsLog:
             self.thread = None
             raise failure
 
-    def _lines(self, records: StepRecords, at: str, names: Sequence[str]) -> Iterator[str]:
+    def _lines(self, records: StepRecords, time: str, names: Sequence[str]) -> Iterator[str]:
         if records is self._last:  # queued twice, since Ctrl-C interrupted write()
             return
         self._last = records
         numbers: Iterable[tuple[int, float]] = zip(records.series.tolist(), records.values, strict=True)
-        left = iter(itertools.compress(numbers, records.own) if self.own_only else numbers)
-        before = f"{at} - INFO - "
+        remaining = iter(itertools.compress(numbers, records.own) if self.own_only else numbers)
+        line_start = f"{time} - INFO - "
         between = f"{_TAB}iteration={records.iteration:06d}{_TAB}value="
-        after = f"{self._local_mark if records.local else ''}\n"
-        while some := list(itertools.islice(left, _AT_ONCE)):
-            yield "".join(f"{before}{names[number]}{between}{format_value(value)}{after}" for number, value in some)
+        line_end = f"{self._local_mark if records.local else ''}\n"
+        while some := list(itertools.islice(remaining, _AT_ONCE)):
+            yield "".join(
+                f"{line_start}{names[number]}{between}{format_value(value)}{line_end}" for number, value in some
+            )

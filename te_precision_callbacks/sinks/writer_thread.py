@@ -197,10 +197,10 @@ class WriterThread(Generic[JobT]):
     def _run(self) -> None:
         try:
             while True:
-                asked = self._wait()
+                requests = self._wait()
                 is_to_finish = self._is_to_finish
                 self._write_waiting()
-                for written in asked:
+                for written in requests:
                     written.set()
                 if is_to_finish and not self._jobs:
                     self._writing.leave()
@@ -212,12 +212,12 @@ class WriterThread(Generic[JobT]):
                 self._writing.leave()
 
     def _wait(self) -> Iterable[threading.Event]:
-        asked = []
+        requests = []
         with contextlib.suppress(queue.Empty):
-            asked.append(self._flush_requests.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
+            requests.append(self._flush_requests.get(timeout=_PAUSE if self._is_to_finish else FLUSH_SECONDS))
             while True:
-                asked.append(self._flush_requests.get_nowait())
-        return asked
+                requests.append(self._flush_requests.get_nowait())
+        return requests
 
     def _write_waiting(self) -> None:
         while self._jobs:

@@ -287,8 +287,8 @@ def show(step: StepTimes) -> None:
     table = terminal.table("layer", "tokens x in x out", *GEMMS, "all", "times as fast", "reason")
     for layers in rows:
         times = step.by_layer[layers[0]]
-        of_layer = Times.of(times)
-        reasons = dict.fromkeys([of_layer.why_no_gain, *(time.product.why for time in times)])
+        layer_times = Times.of(times)
+        reasons = dict.fromkeys([layer_times.why_no_gain, *(time.product.why for time in times)])
         first = times[0].product
         by_gemm = group_by_key((time.product.gemm, time) for time in times)
         cells = [_format_times(Times.of(by_gemm.get(gemm, [])), len(layers)) for gemm in GEMMS]
@@ -296,8 +296,8 @@ def show(step: StepTimes) -> None:
             terminal.cell_lines(fold_names(layers, most=_MOST_NAMES)),
             "x".join(map(str, layer_sizes(first.gemm, first.n, first.m, first.k))),
             *cells,
-            _format_times(of_layer, len(layers)),
-            _format_speedup(of_layer, ""),
+            _format_times(layer_times, len(layers)),
+            _format_speedup(layer_times, ""),
             terminal.cell_lines(filter(None, reasons)),
         )
     terminal.show(table, optional=(*GEMMS, "tokens x in x out"))

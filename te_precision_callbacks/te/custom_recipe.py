@@ -42,9 +42,9 @@ class QuantizerFactory:
         if role is None or role.tensor_type not in _OPERANDS:
             return self._quantizer("input")  # a boundary, whose quantizer has no effect
         if role.name not in self.high:
-            known = ", ".join(list(self.high)[:3])
+            layers = ", ".join(list(self.high)[:3])
             raise ValueError(
-                f"{role.name!r} is not a layer of the searched model, which has {known}, ... Call assign_names(model)"
+                f"{role.name!r} is not a layer of the searched model, which has {layers}, ... Call assign_names(model)"
                 " before the first forward, with the model that was searched."
             )
         rowwise, columnwise = (gemm in self.high[role.name] for gemm in _OPERANDS[role.tensor_type])
@@ -52,10 +52,10 @@ class QuantizerFactory:
         if rowwise == columnwise:
             return rows
         columns = high_quantizer() if columnwise else self._quantizer(role.tensor_type)
-        made = HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns)
+        quantizer = HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns)
         if self.low.float8_current_scaling() and rowwise:
             columns.set_usage(rowwise=True)  # its kernel writes columnwise data only together with rowwise data
-        return made
+        return quantizer
 
     def _quantizer(self, tensor: str) -> Any:
         from transformer_engine.pytorch.quantization import DelayedScalingRequest, RecipeState
@@ -89,8 +89,8 @@ def custom_recipe(low: Any, high: Mapping[str, Collection[str]]) -> Any:
     """Return the recipe for ``te.autocast(recipe=...)``; arguments as for :class:`QuantizerFactory`."""
     from transformer_engine.common.recipe import CustomRecipe
 
-    made = CustomRecipe(qfactory=QuantizerFactory(low, high), backward_override=low.backward_override)
+    recipe = CustomRecipe(qfactory=QuantizerFactory(low, high), backward_override=low.backward_override)
     for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
         if hasattr(low, name):
-            setattr(made, name, getattr(low, name))
-    return made
+            setattr(recipe, name, getattr(low, name))
+    return recipe

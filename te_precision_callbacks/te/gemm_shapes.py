@@ -167,8 +167,8 @@ def refusals(
         required += [("fprop", dimension, multiple, _MODULE) for dimension, multiple in _ASSERTED.items()]
     refused: dict[tuple[GemmName, Dimension], Refusal] = {}
     for gemm, dimension, multiple, asked_by in required:
-        before = refused.get((gemm, dimension))
-        if sizes[dimension] % multiple and (before is None or before.multiple < multiple):
+        former_refusal = refused.get((gemm, dimension))
+        if sizes[dimension] % multiple and (former_refusal is None or former_refusal.multiple < multiple):
             refused[gemm, dimension] = Refusal(gemm, dimension, sizes[dimension], multiple, asked_by)
     return sorted(refused.values(), key=lambda refusal: GEMMS.index(refusal.gemm))
 

@@ -65,5 +65,5 @@ def transformer_engine_error(error: BaseException | None) -> BaseException | Non
 def feature_folders() -> tuple[str, ...]:
     """Return the folder of Transformer Engine's debug features; empty if Transformer Engine is not installed."""
     spec = importlib.util.find_spec("transformer_engine")
-    places = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return tuple(str(Path(place, "debug", "features")) for place in places)
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return tuple(str(Path(folder, "debug", "features")) for folder in folders)

@@ -48,8 +48,8 @@ def callers(functions: Mapping[Any, Sequence[str]]) -> Sequence[tuple[Any, str]]
     """
     originals = {name: getattr(origin, name) for origin, names in functions.items() for name in names}
     imported = len(sys.modules), next(reversed(sys.modules)), len(vars(sys.modules["__main__"]))
-    found = itertools.product(_modules_with(tuple(originals), *imported), originals.items())
-    return [(module, name) for module, (name, original) in found if _is_caller(module, name, original)]
+    candidates = itertools.product(_modules_with(tuple(originals), *imported), originals.items())
+    return [(module, name) for module, (name, original) in candidates if _is_caller(module, name, original)]
 
 
 @functools.lru_cache(maxsize=1)

@@ -88,8 +88,12 @@ class Fp8State:
         """Give the modules a copy of their state."""
         self._manager.quantization_state = type(self._state)()
         for module, attributes in self._modules:
-            given = attributes["fp8_meta"]
-            meta = {key: given[key] for key in given if key != "recipe" and not key.startswith("global_fp8_")}
+            meta_of_module = attributes["fp8_meta"]
+            meta = {
+                key: meta_of_module[key]
+                for key in meta_of_module
+                if key != "recipe" and not key.startswith("global_fp8_")
+            }
             for key, mode in ((FORWARD, "forward"), (BACKWARD, "backward")):
                 state = delayed_state(meta, key)
                 meta.pop(key, None)
@@ -112,8 +116,7 @@ def _replace_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) 
 
 def _copy_of_delayed(state: Any, mode: str) -> Any:
     """Return a state of a ``CustomRecipe`` with the scales and amax histories of another state."""
-    from transformer_engine.common.recipe import CustomRecipe
-    from transformer_engine.pytorch.quantization import CustomRecipeState
+    from transformer_engine.pytorch.quantization import CustomRecipe, CustomRecipeState
 
     copied = copy.copy(state)
     copied.scale = state.scale.clone()
@@ -236,8 +239,8 @@ def has_quantized_weights(module: torch.nn.Module) -> bool:
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
     # fully_shard keeps the local part of a parameter in a DTensor.
-    own = module.parameters(recurse=False)
-    return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in own)
+    weights = module.parameters(recurse=False)
+    return any(isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor) for weight in weights)
 
 
 def has_quantized_input(module: Any, tensor: Any) -> bool:
@@ -245,10 +248,9 @@ def has_quantized_input(module: Any, tensor: Any) -> bool:
 
     Only ``Linear`` takes such an input.
     """
-    from transformer_engine.pytorch import Linear
-    from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
+    from transformer_engine import pytorch as te
 
-    return isinstance(module, Linear) and isinstance(tensor, QuantizedTensorStorage)
+    return isinstance(module, te.Linear) and isinstance(tensor, te.QuantizedTensorStorage)
 
 
 _QUANTIZED = ("activation", "weight", "gradient")
@@ -277,16 +279,16 @@ class MadeQuantizers:
             return [{}] * layers
         key = id(recipe), id(module) if recipe.custom() else type(module), layers
         if key not in self._made:
-            made = []
-            for mode, of_layer in zip(("forward", "backward"), row.quantizers, strict=True):
-                count = of_layer * layers
+            quantizers = []
+            for mode, layer_quantizers in zip(("forward", "backward"), row.quantizers, strict=True):
+                count = layer_quantizers * layers
                 if row.is_operation:
                     roles = module.get_quantizer_roles(mode)
                 else:
                     roles = module.get_quantizer_roles(fwd=mode == "forward", num_quantizers=count)
                 state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
-                made.append(list(state.make_quantizers()))
-            forward, backward = made
+                quantizers.append(list(state.make_quantizers()))
+            forward, backward = quantizers
             in_forward, in_backward = row.quantizers
             operands = zip(forward[::in_forward], forward[1::in_forward], backward[::in_backward], strict=False)
             self._made[key] = [dict(zip(_QUANTIZED, operand, strict=True)) for operand in operands]

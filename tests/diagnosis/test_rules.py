@@ -673,10 +673,12 @@ def test_scales_that_a_resume_has_lost() -> None:
     diagnosis = Diagnosis()
     diagnosis.has_run = True
     assert "needs a resume" not in {rule.why for rule in diagnosis.verdict.not_checked}, "most runs are no resume"
-    diagnosis.event(Event("resume_audited", "No differences.", 60, data={"without_scales": []}))
+    diagnosis.event(Event("resume_audited", "No differences.", 60, data={"lost": []}))
     assert not len(diagnosis.verdict)
-    diagnosis.event(Event("resume_audited", "Lost.", 60, "warning", data={"without_scales": ["h.0.fc1", "h.0.fc2"]}))
-    finding = only(diagnosis.verdict, "stale-scale")
+    diagnosis.event(
+        Event("resume_audited", "Lost.", 60, "warning", data={"lost": ["No scales."], "layers": ["h.0.fc1", "h.0.fc2"]})
+    )
+    finding = only(diagnosis.verdict, "resume")
     assert (finding.severity, finding.since, finding.layers) == ("warning", 60, ("h.0.fc1", "h.0.fc2"))
 
 

@@ -84,7 +84,10 @@ if mode in ("plain", "watched plain"):
 elif mode == "resume":
     model, optimizer = build()
     with InspectSession(model=model, log_dir=folder) as session:
-        session.load_state_dict(torch.load(Path(folder, "state"), weights_only=False))
+        for part, state in zip(
+            (session, model, optimizer), torch.load(Path(folder, "state"), weights_only=False), strict=True
+        ):
+            part.load_state_dict(state)
         train(model, optimizer, session)
 else:
     model, optimizer = build()

@@ -28,7 +28,7 @@ try: torch.distributed.recv(torch.ones(1), 1 - rank)
 except RuntimeError: pass  # on rank 1, since rank 0 is gone
 """
 
-_SAVE = "torch.save(session.state_dict(), Path(folder, 'state'));"
+_SAVE = "torch.save([part.state_dict() for part in (session, model, optimizer)], Path(folder, 'state'));"
 
 _FIRST_STEP = """
 model, optimizer = build()

@@ -210,7 +210,7 @@ def test_scales_that_a_resume_without_the_sessions_state_has_lost(
         for _ in range(3):
             _update(nets[1], optimizers[1], recipe, micro_batches)
             session.step()
-    lost = [finding.layers for finding in session.findings if finding.rule == "stale-scale"]
+    lost = [finding.layers for finding in session.findings if finding.rule == "resume"]
     assert lost == ([] if restores else [("0", "1")])
 
 

@@ -25,7 +25,7 @@ def block_counts(shape: Sequence[int], block: Block) -> tuple[int, int]:
 
 
 def pad_to_blocks(matrix: torch.Tensor, block: Block, filler: float) -> torch.Tensor:
-    below, right = (-side % of_block for side, of_block in zip(matrix.shape, block, strict=True))
+    below, right = (-side % block_side for side, block_side in zip(matrix.shape, block, strict=True))
     if below or right:
         return torch.nn.functional.pad(matrix, (0, right, 0, below), value=filler)
     return matrix

@@ -72,7 +72,7 @@ class Group:
     def __init__(
         self, store: Any, rank: int, size: int, devices: Sequence[Any], timeout: float, longest: float
     ) -> None:
-        before = _sockets().values()
+        former_inodes = _sockets().values()
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = list(devices)
@@ -82,7 +82,9 @@ class Group:
         self._longest = timedelta(seconds=longest)
         self._running: list[Any] = []
         self._gloo: Any = gloo(store, rank, size, options)
-        self._sockets = _connections(descriptor for descriptor, inode in _sockets().items() if inode not in before)
+        self._sockets = _connections(
+            descriptor for descriptor, inode in _sockets().items() if inode not in former_inodes
+        )
         if len(self._sockets) != size - 1:  # another thread has opened sockets too; they cannot be told apart
             self._sockets = {}
         _OPEN.add(self)

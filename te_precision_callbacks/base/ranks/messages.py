@@ -190,9 +190,9 @@ class Messages:
     def decline(self, error: BaseException, keys: Any = None) -> None:
         """Refuse to connect because of a failure; ``keys`` are the keys of the meeting, if it has begun."""
         reason = _reason(error)
-        own = reason if isinstance(error, MeetingFailed) else f"{self._at.name} has failed ({reason})"
+        rank_reason = reason if isinstance(error, MeetingFailed) else f"{self._at.name} has failed ({reason})"
         with contextlib.suppress(Exception):
-            refuse(self._new_meeting() if keys is None else keys, own)
+            refuse(self._new_meeting() if keys is None else keys, rank_reason)
 
     def _new_meeting(self) -> Any:
         group = "all" if self.group is None else "-".join(map(str, self._ranks))
@@ -216,8 +216,8 @@ class Messages:
             raises: see :class:`Departure`.
         """
         if self._group is not None:
-            own = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
-            self.part(own, type(error).__name__, raises=raises)
+            rank_reason = str(error) if isinstance(error, PrecisionDebugError) else _reason(error)
+            self.part(rank_reason, type(error).__name__, raises=raises)
 
     def part(self, why: str, kind: str = "", *, raises: bool = False, for_good: bool = False) -> None:
         """Leave the group; see :class:`Departure`.
@@ -321,22 +321,22 @@ class Messages:
 
     def largest(self, kind: str, why: str, number: float) -> float:
         """Return the maximum over the ranks; exact for integers up to 2**53."""
-        own = np.array([number], np.float64)
-        self.merge(kind, why, own, 0)
-        return float(own[0])
+        maximum = np.array([number], np.float64)
+        self.merge(kind, why, maximum, 0)
+        return float(maximum[0])
 
-    def pool(self, own: Iterable[Entry], kind: str, why: str, of: Any) -> list[Entry]:
+    def pool(self, entries: Iterable[Entry], kind: str, why: str, entry_type: Any) -> list[Entry]:
         """Return the union of all ranks' entries, lower ranks first; ``of`` is their type, which pydantic parses."""
-        adapter = _adapter(of)
+        adapter = _adapter(entry_type)
         # inf and nan are in the notation of Python's json
-        lines = dict.fromkeys(json.dumps(adapter.dump_python(entry, mode="json")) for entry in own)
+        lines = dict.fromkeys(json.dumps(adapter.dump_python(entry, mode="json")) for entry in entries)
         union = self.merge(kind, why, np.empty(0), 0, "\n".join(lines).encode())
         return [adapter.validate_python(json.loads(line)) for line in union.splitlines()]
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
         """Return global rank -> numbers; only for error messages, since the message grows with the number of ranks."""
-        own = self._ranks[self.rank], tuple(numbers)
-        return dict(sorted(self.pool([own], kind, why, tuple[int, tuple[int, ...]])))
+        rank_entry = self._ranks[self.rank], tuple(numbers)
+        return dict(sorted(self.pool([rank_entry], kind, why, tuple[int, tuple[int, ...]])))
 
     def _departure_of_another(self, error: Exception) -> Departure:
         try:
@@ -401,7 +401,7 @@ class _Reconnection:
         self._meets = None
         self._is_ready = False
 
-    def is_time(self, at: RankPlace, iteration: int, optimizer_steps: int) -> bool:
+    def is_time(self, rank_place: RankPlace, iteration: int, optimizer_steps: int) -> bool:
         clock = iteration if optimizer_steps < 0 else optimizer_steps
         if self._attempt > MOST_RETURNS:
             return False
@@ -418,7 +418,7 @@ class _Reconnection:
             if optimizer_steps < 0:
                 keys.set("by_iteration", "")
             self._is_ready = True
-            if keys.add("ready", 1) == at.size:
+            if keys.add("ready", 1) == rank_place.size:
                 by_iteration = keys.check(["by_iteration"])
                 when = (iteration if by_iteration else optimizer_steps) + POLLING + 2  # all ranks poll before then
                 keys.set("when", f"{int(by_iteration)} {when}")
@@ -440,8 +440,8 @@ def _reason(error: BaseException) -> str:
 
 
 @functools.cache
-def _adapter(of: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(of)
+def _adapter(entry_type: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(entry_type)
 
 
 class _OutOfStep(Exception):
@@ -459,8 +459,8 @@ def _exchange(group: Group, finish: Callable[[], None], kind: str, numbers: Numb
     header[_HEADER : _HEADER + ranked.size] = ranked[:_HEADER_MAXIMA]
     group.reduce(header, dist.ReduceOp.MAX)
     finish()
-    alike = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
-    if not alike[:-1].all():
+    is_equal = header[: len(equal)] == -header[len(equal) : 2 * len(equal)]
+    if not is_equal[:-1].all():
         raise _OutOfStep(
             "The ranks are at different points of the training. Call step() on all ranks, after the same optimizer"
             " steps"
@@ -472,7 +472,7 @@ def _exchange(group: Group, finish: Callable[[], None], kind: str, numbers: Numb
     finish()
     ranked[:_HEADER_MAXIMA] = header[_HEADER : _HEADER + ranked.size]
     numbers[sums:] = _in_order(ranked).view(np.float64)
-    if alike[-1]:
+    if is_equal[-1]:
         return text
     padded = text.ljust(int(header[_HEADER - 1]), b"\n")
     gathered = group.gather(np.frombuffer(padded, np.uint8).copy())

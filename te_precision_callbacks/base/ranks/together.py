@@ -157,11 +157,13 @@ class Ranks:
 
     # ------------------------------------------------------------------ exchanges
 
-    def pool(self, entries: Iterable[Entry], kind: str, of: Any) -> list[Entry]:
+    def pool(self, entries: Iterable[Entry], kind: str, entry_type: Any) -> list[Entry]:
         """Return the entries of all ranks, without duplicates; ``kind`` must be equal on all ranks."""
-        own = list(entries)
+        rank_entries = list(entries)
         return self._exchange(
-            f"exchanging {kind}", lambda messages: messages.pool(own, kind, f"to broadcast {kind}", of), own
+            f"exchanging {kind}",
+            lambda messages: messages.pool(rank_entries, kind, f"to broadcast {kind}", entry_type),
+            rank_entries,
         )
 
     def merge(self, numbers: Numbers, kind: str, sums: int = 0) -> Numbers | None:
@@ -180,14 +182,14 @@ class Ranks:
     def any(self, kind: str, doing: str, *, own: bool) -> bool:
         return self._exchange(doing, lambda messages: messages.largest(kind, f"in {doing}", own) == 1, own)
 
-    def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], own: ResultT) -> ResultT:
+    def _exchange(self, doing: str, exchange: Callable[[Messages], ResultT], alone_result: ResultT) -> ResultT:
         if self.messages is None or not self.messages.is_open:
-            return own
+            return alone_result
         try:
             return exchange(self.messages)
         except RanksLostError as error:
             self._handle_lost_ranks(doing, error)
-            return own
+            return alone_result
 
     def check_connected(self) -> bool:
         self.any("agreement", "checking", own=False)

@@ -12,6 +12,8 @@ import typer
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
+from te_precision_callbacks.base.vocabulary import RECIPES
+from te_precision_callbacks.cli.doctor.machine import examine, findings
 
 if TYPE_CHECKING:
     from te_precision_callbacks.cli.doctor.machine import DoctorFinding, Machine, TransformerEngine
@@ -28,8 +30,6 @@ def doctor_command(
 
     The exit code is 1 if there are problems. Only environment variables that change results are shown.
     """
-    from te_precision_callbacks.cli.doctor.machine import examine, findings
-
     machine = examine(log_dir)
     advice = findings(machine)
     if as_json:
@@ -80,8 +80,6 @@ def _line(name: str, value: object) -> None:
 
 
 def _show_engine(engine: TransformerEngine, *, without_gpu: bool) -> None:
-    from te_precision_callbacks.base.vocabulary import RECIPES
-
     _line("runs on", engine.description)
     _line("installed", ", ".join(f"{name} {version}" for name, version in engine.installed.items()) or "nothing")
     if engine.why_not_compiled:

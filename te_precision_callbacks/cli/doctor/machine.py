@@ -111,11 +111,11 @@ def recipes_here() -> dict[str, Any]:
     from te_precision_callbacks.te.recipes import unsupported_recipes
 
     emulated = "reference backend at {}.{}".format(*target.capability())
-    place = emulated if reference.is_installed() else "this GPU"
+    gpu = emulated if reference.is_installed() else "this GPU"
     try:
-        recipes = Recipes(place, unsupported_recipes())
+        recipes = Recipes(gpu, unsupported_recipes())
     except Exception as error:  # a compiled build without a GPU, for example
-        recipes = Recipes(place, failure=f"{type(error).__name__}: {error}")
+        recipes = Recipes(gpu, failure=f"{type(error).__name__}: {error}")
     return dataclasses.asdict(recipes)
 
 
@@ -168,18 +168,18 @@ def examine(log_dir: Path) -> Machine:
 
 def log_folder(folder: Path) -> LogFolder:
     path = folder.expanduser().absolute()
-    place = path
-    while not place.exists():
-        place = place.parent
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
     why_not_writable = ""
     try:
-        if not place.is_dir():
-            raise NotADirectoryError(f"{str(place)!r} is not a folder")
-        with tempfile.TemporaryFile(dir=place) as file:
+        if not parent.is_dir():
+            raise NotADirectoryError(f"{str(parent)!r} is not a folder")
+        with tempfile.TemporaryFile(dir=parent) as file:
             file.write(b"written")
     except OSError as error:
         why_not_writable = str(error)
-    return LogFolder(str(path), path.is_dir(), why_not_writable, why_full(path) or "", shutil.disk_usage(place).free)
+    return LogFolder(str(path), path.is_dir(), why_not_writable, why_full(path) or "", shutil.disk_usage(parent).free)
 
 
 # ---------------------------------------------------------------------- problems

@@ -50,19 +50,19 @@ def statistics_command(
     as_json: Json = False,
 ) -> None:
     """List the statistics that features collect: formula, unit, worse direction, and a line for a config."""
-    from te_precision_callbacks.statistics.names import UnknownStatisticError, named_request, quantized_names
+    from te_precision_callbacks.statistics import names
     from te_precision_callbacks.statistics.table import STATISTICS
 
     listed = []
     for label in STATISTICS if name is None else [name]:
         try:
-            request = named_request(label)
-        except UnknownStatisticError as error:
+            request = names.named_request(label)
+        except names.UnknownStatisticError as error:
             hint = (
-                suggestion(label, nearest(label, [*STATISTICS, *quantized_names()]))
+                suggestion(label, nearest(label, [*STATISTICS, *names.quantized_names()]))
                 or " List all: te-precision statistics."
             )
-            raise UnknownStatisticError(f"{error}.{hint}") from None
+            raise names.UnknownStatisticError(f"{error}.{hint}") from None
         features, line = _options(label, request)
         statistic = request.statistic
         listed.append(
@@ -97,11 +97,11 @@ def _options(name: str, request: Request) -> tuple[tuple[str, ...], str]:
 
 
 def _list_features(listed: tuple[FeatureEntry, ...]) -> None:
-    for place in dict.fromkeys(feature.place for feature in listed):
-        terminal.show_text(f"In {place}")
+    for folder in dict.fromkeys(feature.place for feature in listed):
+        terminal.show_text(f"In {folder}")
         table = terminal.table("feature", "does")
         for feature in listed:
-            if feature.place == place:
+            if feature.place == folder:
                 table.add_row(*map(terminal.cell, (feature.name, feature.paragraphs[0])))
         terminal.show(table)
     terminal.show_text("Names are case-insensitive: DisableFp8Gemm is DisableFP8GEMM.")

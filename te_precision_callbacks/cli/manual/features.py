@@ -82,10 +82,10 @@ def features() -> tuple[FeatureEntry, ...]:
 
 def find(name: str) -> tuple[FeatureEntry, ...]:
     """Find the features with a name, ignoring case; raises UnknownFeatureError."""
-    known = features()
-    entries = tuple(feature for feature in known if feature.name.casefold() == name.casefold())
+    listed = features()
+    entries = tuple(feature for feature in listed if feature.name.casefold() == name.casefold())
     if not entries:
-        hint = suggestion(name, dict.fromkeys(feature.name for feature in known), known_as="The features are")
+        hint = suggestion(name, dict.fromkeys(feature.name for feature in listed), known_as="The features are")
         raise UnknownFeatureError(f"There is no feature {name!r}.{hint}")
     return entries
 
@@ -98,8 +98,8 @@ def keys_of(model: type[FeatureSchema]) -> tuple[Key, ...]:
             default = None if is_required else field.get_default(call_default_factory=True)
             default = None if default == [] else default
             new = Key(name, (), words(field), is_required, default, field.description or "")
-            known = keys.get(name, new)
-            keys[name] = replace(known, where=(*known.where, path))
+            feature_key = keys.get(name, new)
+            keys[name] = replace(feature_key, where=(*feature_key.where, path))
     return tuple(keys.values())
 
 

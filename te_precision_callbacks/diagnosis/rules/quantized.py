@@ -451,24 +451,14 @@ def _may_differ(facts: Facts) -> bool | None:
     return facts.has_delayed_scaling and facts.settings.ranks > 1 and facts.micro_batches == 1
 
 
-def _lost_scales(check: Reported, event: Event) -> Sightings:
-    yield _of_resume(event, "", withdraws=True)  # a resume that was repeated
-    layers = tuple(event.data.get("without_scales", ()))
-    if layers:
-        seen = f"the resume has lost the scales and amax histories of {many(len(layers), 'layer')}"
-        yield _of_resume(event, seen, layers=layers)
-
-
-def _of_resume(event: Event, seen: str, **details: Any) -> Sighting:
-    return Sighting(seen, since=event.iteration, key=f"resume at {event.iteration}", **details)
-
-
 def _lost_state(check: Reported, event: Event) -> Sightings:
-    yield _of_resume(event, "", withdraws=True)
-    differences = event.data.get("lost", ())
-    if differences:
-        seen = " ".join(first_of(differences, 2, "And {} more."))
-        yield _of_resume(event, f"the resume has not restored the training state. {seen}".rstrip("."))
+    key = f"at {event.iteration}"
+    yield Sighting("", key=key, withdraws=True)  # of a resume that was repeated
+    if event.data.get("lost"):
+        lost = " ".join(first_of(event.data["lost"], 2, "And {} more.")).rstrip(".")
+        layers = tuple(event.data.get("layers", ()))
+        seen = f"the resume has not restored the training state. {lost}"
+        yield Sighting(seen, layers, since=event.iteration, key=key)
 
 
 _COLLECT = (
@@ -682,7 +672,7 @@ RULES = (
             applies_to=runs_low_precision,
         ),
         essential=True,
-        consequence_of=("stale-scale",),
+        consequence_of=("stale-scale", "resume"),
     ),
     Rule(
         id="stale-scale",
@@ -711,7 +701,7 @@ RULES = (
         recipes=("fp8_delayed_scaling",),
         check=lambda: ScaleCheck(needed=TOO_SMALL_STEPS, find=_does_not_fit),
         essential=True,
-        consequence_of=("diverging-loss", "growth"),
+        consequence_of=("diverging-loss", "growth", "resume"),
     ),
     Rule(
         id="stale-scale",
@@ -741,50 +731,35 @@ RULES = (
         consequence_of=("dead-gradient", "missing-gradient", "nonfinite"),
     ),
     Rule(
-        id="stale-scale",
-        title="a resume lost the scales and amax histories of delayed scaling",
-        subject="layer",
-        needs="a resume",
-        collect="the session's state in the checkpoint (session.state_dict()), and delayed scaling",
-        condition="""
-            scales and amax histories of the checkpoint's fingerprint are missing, or 1, in the restored model. Or,
-            without a fingerprint, the optimizer has stepped before, and all layers run their first step in the session
-            with scales of 1 and without an amax of an earlier step
-        """,
-        silent="optimizers without a count of steps, such as SGD; recipes without history",
-        source="NVIDIA-NeMo/Megatron-Bridge#1730, NVIDIA/TransformerEngine#982",
-        why="the first steps run with scales of 1: gradients round to 0, and large values are clipped",
-        disproof="the earlier steps ran in high precision, or with another recipe",
-        remedy="""
-            Save and load the whole state_dict(), with the keys that end in _extra_state, and without strict=False.
-            docs/session.md explains how to save and load a checkpoint of FP8 training
-        """,
-        recipes=("fp8_delayed_scaling",),
-        check=lambda: Reported(kinds=("resume_audited",), find=_lost_scales),
-    ),
-    Rule(
         id="resume",
         title="a resume did not restore the training state",
         subject="model",
         needs="a resume",
         collect="the session's state in the checkpoint (session.state_dict()), after a step of the optimizer",
         condition="""
-            before the optimizer's first step, samples of its weights, of their master weights or of its state differ
-            from those in the checkpoint's fingerprint, or are absent; or a number of its groups, such as the learning
-            rate, differs by more than a factor of 2
+            before the optimizer's first step, scales and amax histories of delayed scaling, quantized weights, or
+            samples of the optimizer's weights, of their master weights or of its state differ from those in the
+            checkpoint's fingerprint, or are absent; or a number of its groups, such as the learning rate, differs by
+            more than a factor of 2. Or, without a fingerprint, the optimizer has stepped before, and all layers run
+            their first step in the session with scales of 1 and without an amax of an earlier step
         """,
         silent="""
-            another number of ranks; optimizers that do not step in the first step; parameters that are in only one of
-            both; settings that a schedule has changed by a factor of 2 or less
+            the optimizer's part on another number of ranks; optimizers that do not step in the first step; layers and
+            parameters that are in only one of both; settings that a schedule has changed by a factor of 2 or less
         """,
         source="""
-            NVIDIA/Megatron-LM#4705 and #5976, ultralytics#24085; the sample and the factor are this project's
+            NVIDIA-NeMo/Megatron-Bridge#1730, NVIDIA/TransformerEngine#982, NVIDIA/Megatron-LM#4705 and #5976,
+            ultralytics/ultralytics#24085; the sample and the factor are this project's
         """,
-        why="the training does not go on where it was saved, even if its loss does not show it",
-        disproof="the change is meant, as for a new learning rate or new weights",
+        why="""
+            the training does not go on where it was saved, even if its loss does not show it. With scales of 1,
+            gradients round to 0, and large values are clipped
+        """,
+        disproof="the change is meant, as for a new learning rate, new weights or another recipe",
         remedy="""
-            Load the state_dict() of the model, of the optimizer (in the dtype in which it was saved), and of the
-            schedule from the checkpoint, before the first step; restore master weights from the checkpoint as well
+            Load the whole state_dict() of the model (with the keys that end in _extra_state, without strict=False), of
+            the optimizer (in the dtype in which it was saved), and of the schedule, before the first step; restore
+            master weights from the checkpoint as well. docs/session.md explains how
         """,
         check=lambda: Reported(kinds=("resume_audited",), find=_lost_state),
     ),

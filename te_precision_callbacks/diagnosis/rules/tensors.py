@@ -314,8 +314,8 @@ class DeadGradient(RuleCheck):
             layers = sighting.layers
             self._reported.update(dict.fromkeys(layers, 0))
             if len(layers) == are_gradients.sum() > 1:
-                of_all = f"all gradients are 0, in all {len(layers)} layers: from the loss or the last layers on"
-                sighting = sighting._replace(layers=(), seen=of_all, remedy=_FROM_LOSS)
+                all_zero = f"all gradients are 0, in all {len(layers)} layers: from the loss or the last layers on"
+                sighting = sighting._replace(layers=(), seen=all_zero, remedy=_FROM_LOSS)
             yield sighting._replace(remedy=remedy_of_small_gradients(numbers.facts) or sighting.remedy)
         if self._reported:
             trained = set(numbers.names_of(has_trained))

@@ -127,9 +127,9 @@ def _training_loss(check: Logged) -> tuple[str, float] | None:
     if losses:
         name = min(losses, key=lambda name: math.isfinite(values[name]))
         return name, values[name]
-    if alike := list(filter(_is_loss_of_training, check.counts)):
+    if names := list(filter(_is_loss_of_training, check.counts)):
         check.lacks = (
-            f"no logged name clearly is the training loss (logged: {some_of(alike)}): also log it as loss or train_loss"
+            f"no logged name clearly is the training loss (logged: {some_of(names)}): also log it as loss or train_loss"
         )
     return None
 
@@ -361,8 +361,8 @@ class _Curve:
         usual = max(self._start[0], RISES[-1][2] * level)
         if max(last) > min(usual, level + FALLEN * (self._peak - level)):
             return None
-        now = statistics.median(last)
-        seen = f"{self._name} rose from {level:.3g} to {self._peak:.3g}, and has fallen to {now:.3g} again"
+        last_loss = statistics.median(last)
+        seen = f"{self._name} rose from {level:.3g} to {self._peak:.3g}, and has fallen to {last_loss:.3g} again"
         return Sighting(seen, since=self.since, severity="note", replaces=True)
 
     def _sighting(self, since: int, seen: str) -> Sighting:

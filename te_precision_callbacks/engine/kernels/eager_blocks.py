@@ -77,7 +77,7 @@ def columns(
 
     Args:
         values: the tensor before quantization, any shape and float dtype, if available.
-        wanted: without ``values``, only kinds of scales.
+        sources: without ``values``, only kinds of scales.
 
     Raises:
         ValueError: the tensors differ in size.

@@ -114,7 +114,7 @@ def grid_of(sizes: tuple[int, ...], tile: int, most: int, capacity: int) -> tupl
         sizes: of the tensors.
         tile: elements that a program reads at a time.
         most: maximum number of programs of a tensor.
-        together: number of tensors that the kernel takes; unused ones have no program.
+        capacity: number of tensors that the kernel takes; unused ones have no program.
     """
     programs = [min(most, -(-size // tile)) for size in sizes]
     *begins, count = itertools.accumulate([*programs, *[0] * (capacity - len(sizes))])
@@ -333,7 +333,7 @@ def merge_rows(partials, first, end, COLUMNS: constexpr, EXTREMES: constexpr):
 
 @jit
 def placed(offsets, offset, BEGIN: constexpr, NUMBER: constexpr):
-    """Set the offsets of ``NUMBER`` columns from ``BEGIN`` on to ``place`` and the following, unless it is -1."""
+    """Set the offsets of ``NUMBER`` columns from ``BEGIN`` on to ``offset`` and the following, unless it is -1."""
     column = tl.arange(0, MERGED_COLUMNS)
     is_set = (column >= BEGIN) & (column < BEGIN + NUMBER) & (offset >= 0)
     return tl.where(is_set, offset + column - BEGIN, offsets)

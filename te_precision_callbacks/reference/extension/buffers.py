@@ -26,7 +26,7 @@ def written(out: Any) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
 
 def pad(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Pad a matrix with zero rows and columns, up to ``shape``."""
-    below, right = (size - own for size, own in zip(shape, scales.shape, strict=True))
+    below, right = (size - scale_size for size, scale_size in zip(shape, scales.shape, strict=True))
     return torch.nn.functional.pad(scales, (0, right, 0, below))
 
 

@@ -34,10 +34,10 @@ class Buffer(NamedTuple):
     def allocate(self, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
         """Allocate the buffer; memory is pinned only with an accelerator."""
         pinned = pin_memory and torch.cuda.is_available()
-        made = torch.empty(list(self.shape), dtype=self.element, device=device, pin_memory=pinned)
+        buffer = torch.empty(list(self.shape), dtype=self.element, device=device, pin_memory=pinned)
         if self.zero:
-            return made.zero_()
-        return made
+            return buffer.zero_()
+        return buffer
 
 
 Buffers = dict[str, Buffer | None]
@@ -98,11 +98,11 @@ class Casting(ABC):
         arguments = self.settings(quantizer, shape)
         for name, buffer in self.buffers(quantizer, shape).items():
             arguments[name] = None if buffer is None else buffer.allocate(device, pin_memory)
-        made: Any = resolve_name(f"transformer_engine.pytorch.tensor.{self.classes[quantizer.internal]}")
+        tensor_class: Any = resolve_name(f"transformer_engine.pytorch.tensor.{self.classes[quantizer.internal]}")
         if quantizer.internal:
-            return made(**arguments, quantizer=quantizer, fake_dtype=dtype)
+            return tensor_class(**arguments, quantizer=quantizer, fake_dtype=dtype)
         stride = torch.empty(shape, device="meta").stride()
-        return made(**arguments, quantizer=quantizer, shape=shape, stride=stride, dtype=dtype, device=device)
+        return tensor_class(**arguments, quantizer=quantizer, shape=shape, stride=stride, dtype=dtype, device=device)
 
     def fit(self, quantizer: Quantizer, out: QuantizedTensor) -> None:
         """Add and remove buffers of ``out`` to match the quantizer's usages.

@@ -155,8 +155,8 @@ def generic_gemm(
         and multiplies_bfloat16()
     ):
         # Rounded once, with the bias, since oneDNN accumulates in float32.
-        left, right = b.matrix(in_bfloat16=True), a.matrix(in_bfloat16=True).t()
-        value = torch.mm(left, right) if added_bias is None else torch.addmm(added_bias, left, right)
+        left_matrix, right = b.matrix(in_bfloat16=True), a.matrix(in_bfloat16=True).t()
+        value = torch.mm(left_matrix, right) if added_bias is None else torch.addmm(added_bias, left_matrix, right)
         value = value.view(shape)
     else:
         value = (_product_by_blocks(a, b).mul_(alpha) if by_blocks else _product(a, b, alpha)).view(shape)
@@ -246,10 +246,10 @@ def te_general_grouped_gemm(
 def _product(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     (rows, depth), columns = b.sides, a.sides[0]
     in_bfloat16 = a.is_exact_in_bfloat16 and b.is_exact_in_bfloat16 and takes(rows, columns, depth, a.source.device)
-    left, right = (side.matrix(in_bfloat16=in_bfloat16) for side in (b, a))
-    value = product(left, right) if in_bfloat16 else None
+    left_matrix, right = (side.matrix(in_bfloat16=in_bfloat16) for side in (b, a))
+    value = product(left_matrix, right) if in_bfloat16 else None
     if value is None:
-        value = torch.matmul(left.float(), right.float().t())
+        value = torch.matmul(left_matrix.float(), right.float().t())
     if a.kind == layouts.NVFP4:
         return value.mul_(_nvfp4_alpha(a.part, b.part, alpha))
     # Multiplied separately, since the product of two small scales could underflow float32.
@@ -275,12 +275,12 @@ def _product_by_blocks(a: Operand, b: Operand) -> torch.Tensor:
 
     In every layout, the summed dimension is the last one in memory, in both operands.
     """
-    (of_rows, depth), of_columns, length = a.part.matrix_shape, b.part.matrix_shape[0], a.part.block[1]
+    (row_count, depth), column_count, length = a.part.matrix_shape, b.part.matrix_shape[0], a.part.block[1]
     scales_a, scales_b = (part.scales.repeat_interleave(part.block[0], 0) for part in (a.part, b.part))
-    scales_a = scales_a[:of_rows].t().unsqueeze(1)
-    scales_b = scales_b[:of_columns].t().unsqueeze(2)
+    scales_a = scales_a[:row_count].t().unsqueeze(1)
+    scales_b = scales_b[:column_count].t().unsqueeze(2)
     first, second = (scales_a, scales_b) if b.kind == layouts.BLOCK_2D else (scales_b, scales_a)
-    in_bfloat16 = takes(of_columns, of_rows, depth, a.source.device)
+    in_bfloat16 = takes(column_count, row_count, depth, a.source.device)
     dtype = torch.bfloat16 if in_bfloat16 else torch.float32
     rows, columns = (
         decode_blocks(part.codes, part.element_format, None, part.block, dtype) for part in (a.part, b.part)

@@ -40,9 +40,9 @@ def multi_tensor_l2norm(
     ``noop_flag`` becomes 1 if a norm is not finite.
     """
     norms = [torch.sqrt(tensor.float().square().sum()) for (tensor,) in zip(*tensor_lists, strict=True)]
-    of_tensors = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
-    _note_nonfinite(of_tensors, noop_flag)
-    return torch.sqrt(of_tensors.square().sum()).reshape(1), of_tensors if per_tensor else of_tensors[:0]
+    tensor_norms = torch.stack(norms) if norms else torch.empty(0, dtype=torch.float32, device=noop_flag.device)
+    _note_nonfinite(tensor_norms, noop_flag)
+    return torch.sqrt(tensor_norms.square().sum()).reshape(1), tensor_norms if per_tensor else tensor_norms[:0]
 
 
 @export
@@ -97,18 +97,18 @@ def fused_amax_and_scale_update_after_reduction(
     for module in zip(reduced, amax_histories, scales, strict=True):
         by_length[module[1].shape[0]].append(module)
     for modules in by_length.values():
-        newest, histories, own_scales = zip(*modules, strict=True)
+        newest, histories, module_scales = zip(*modules, strict=True)
         updated = delayed_scaling(
             torch.cat(newest),
             torch.cat(histories, dim=1),
-            torch.cat([scale.view(-1) for scale in own_scales]),
+            torch.cat([scale.view(-1) for scale in module_scales]),
             most_recent=amax_compute_algo == "most_recent",
             largest_number=scaled_max,
         )
         counts = [amaxes.shape[0] for amaxes in newest]
         with torch.inference_mode():  # in which some of them may have been made
             torch._foreach_copy_(histories, torch.split(updated[0], counts, dim=-1))
-            torch._foreach_copy_([scale.view(-1) for scale in own_scales], torch.split(updated[1], counts, dim=-1))
+            torch._foreach_copy_([scale.view(-1) for scale in module_scales], torch.split(updated[1], counts, dim=-1))
 
 
 L2_REGULARIZATION = 0

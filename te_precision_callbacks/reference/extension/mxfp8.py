@@ -155,5 +155,5 @@ def mxfp8_scaling_partial_cast(
 
 
 def _indices(shard: torch.Tensor, columns: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    places = torch.arange(start, start + shard.numel(), device=shard.device)
-    return places // columns, places % columns
+    positions = torch.arange(start, start + shard.numel(), device=shard.device)
+    return positions // columns, positions % columns

@@ -237,7 +237,7 @@ def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles:
         input: E4M3 as uint8, [padded rows, padded columns / 16], each scale on the 16 rows of its block.
         output: E4M3 as uint8, [padded columns, padded rows / 16]; padding rows become 0, padding columns are unchanged.
     """
-    of_blocks = input[: M_tiles * BLOCK : BLOCK, :K_tiles].t()
+    block_scales = input[: M_tiles * BLOCK : BLOCK, :K_tiles].t()
     valid = output[:, :M_tiles]
     valid.zero_()
-    valid[: K_tiles * BLOCK] = of_blocks.repeat_interleave(BLOCK, 0)[: valid.shape[0]]
+    valid[: K_tiles * BLOCK] = block_scales.repeat_interleave(BLOCK, 0)[: valid.shape[0]]

@@ -40,8 +40,8 @@ PRODUCT = CppFile(
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 with float32 sums (torch 2.13, ``cpu/__init__.py``)."""
-    asked = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    return any(ask is not None and ask() for ask in asked)
+    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(ask is not None and ask() for ask in checks)
 
 
 def takes(rows: int, columns: int, depth: int, device: torch.device) -> bool:
@@ -51,7 +51,7 @@ def takes(rows: int, columns: int, depth: int, device: torch.device) -> bool:
 
 
 def product(
-    left: torch.Tensor,
+    left_matrix: torch.Tensor,
     right: torch.Tensor,
     *,
     block: int = BLOCK,
@@ -61,7 +61,7 @@ def product(
     """Compute ``left @ right.t()``; with ``factors``, the sum of each block is multiplied by two factors.
 
     Args:
-        left, right: bfloat16, [rows, depth] and [columns, depth]; values of ``left`` below 2^-126 count as 0.
+        left_matrix, right: bfloat16, [rows, depth] and [columns, depth]; values of the left below 2^-126 are 0.
         block: the number of products in a block's sum; even.
         factors: float32, [blocks, rows] and [blocks, columns].
         rows_first: the sum of a block is multiplied by the row's factor and rounded; a fused multiply-add with the
@@ -70,15 +70,15 @@ def product(
     Returns:
         float32, [rows, columns]; None if the compiler lacks the processor's instructions.
     """
-    (rows, depth), columns = left.shape, right.shape[0]
-    out = torch.empty(rows, columns, dtype=torch.float32, device=left.device)
+    (rows, depth), columns = left_matrix.shape, right.shape[0]
+    out = torch.empty(rows, columns, dtype=torch.float32, device=left_matrix.device)
     done = ctypes.c_int(0)
-    of_rows, of_columns = (None, None) if factors is None else (factor.contiguous() for factor in factors)
+    row_factors, column_factors = (None, None) if factors is None else (factor.contiguous() for factor in factors)
     PRODUCT.function(
-        *(left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()),
+        *(left_matrix.data_ptr(), *left_matrix.stride(), right.data_ptr(), *right.stride()),
         *(out.data_ptr(), rows, columns, depth, block),
-        None if of_rows is None else of_rows.data_ptr(),
-        None if of_columns is None else of_columns.data_ptr(),
+        None if row_factors is None else row_factors.data_ptr(),
+        None if column_factors is None else column_factors.data_ptr(),
         *(rows_first, torch.get_num_threads(), ctypes.addressof(done)),
     )
     if done.value:

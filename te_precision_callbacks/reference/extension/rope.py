@@ -71,18 +71,18 @@ def _angles(
     rotated = freqs.shape[-1]
     table = freqs.reshape(freqs.shape[0], rotated)
     if qkv_format == NVTE_QKV_Format.NVTE_THD and cu_seqlens is not None:
-        places = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
+        positions = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
         for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-            places[start:end] = torch.arange(end - start, device=tensor.device)
+            positions[start:end] = torch.arange(end - start, device=tensor.device)
             if start_positions is not None:
-                places[start:end] += start_positions[index].long()
-        return table[places].unsqueeze(1)
+                positions[start:end] += start_positions[index].long()
+        return table[positions].unsqueeze(1)
     sequence_first = qkv_format == NVTE_QKV_Format.NVTE_SBHD
     length = tensor.shape[0 if sequence_first else 1]
-    places = torch.arange(length, device=tensor.device).unsqueeze(1)
+    positions = torch.arange(length, device=tensor.device).unsqueeze(1)
     if start_positions is not None:
-        places = places + start_positions.long()
-    angles = table[places].unsqueeze(2)
+        positions = positions + start_positions.long()
+    angles = table[positions].unsqueeze(2)
     if sequence_first:
         return angles
     return angles.transpose(0, 1)

@@ -128,23 +128,21 @@ def _open_runs(paths: list[str], names: list[str], *, as_json: bool) -> list[Rec
 
 def _compare_runs(opened: list[RecordedRun], lasting: int, report: Path | None, *, as_json: bool) -> None:
     """Compare the second run with the first; the others are the noise."""
-    from te_precision_callbacks.views.compare.comparison import compare
-    from te_precision_callbacks.views.compare.comparison_page import ComparedNumbers, write_comparison
-    from te_precision_callbacks.views.compare.wording import show
+    from te_precision_callbacks.views.compare import comparison, comparison_page, wording
     from te_precision_callbacks.views.report.page import output_path
 
     numbers = None
     if report is not None:
         output_path(report)
-        numbers = ComparedNumbers()
-    result = compare(opened[0], opened[1], noise=opened[2:], lasting=lasting, numbers=numbers)
+        numbers = comparison_page.ComparedNumbers()
+    result = comparison.compare(opened[0], opened[1], noise=opened[2:], lasting=lasting, numbers=numbers)
     if report is not None and numbers is not None:
-        write_comparison(result, numbers, report)
+        comparison_page.write_comparison(result, numbers, report)
     if as_json:
         verdicts = None if result.verdicts is None else result.verdicts.as_json()
         terminal.show_json({"findings": result.has_findings, **vars(result), "verdicts": verdicts})
     else:
-        show(result)
+        wording.show(result)
         if report is not None:
             typer.echo()
             terminal.show_text(f"{report}: {report.stat().st_size / 1e6:.1f} MB")
@@ -152,16 +150,15 @@ def _compare_runs(opened: list[RecordedRun], lasting: int, report: Path | None, 
 
 
 def _compare_seeds(seeds_a: list[str], seeds_b: list[str], tolerance: float | None, *, as_json: bool) -> None:
-    from te_precision_callbacks.views.compare.paired import TOLERANCE, compare_seeds
-    from te_precision_callbacks.views.compare.wording import show_seeds
+    from te_precision_callbacks.views.compare import paired, wording
 
     side_a = _open_runs(seeds_a, [], as_json=as_json)
     side_b = _open_runs(seeds_b, [], as_json=as_json)
-    result = compare_seeds(side_a, side_b, TOLERANCE if tolerance is None else tolerance)
+    result = paired.compare_seeds(side_a, side_b, paired.TOLERANCE if tolerance is None else tolerance)
     if as_json:
         terminal.show_json(vars(result))
     else:
-        show_seeds(result)
+        wording.show_seeds(result)
     _end([*side_a, *side_b], is_good=result.paired.decision == "within")
 
 

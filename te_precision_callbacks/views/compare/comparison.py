@@ -180,14 +180,14 @@ def compare(
         raise ComparisonError(f"lasting= must be 1 step or more, not {lasting}.")
     (b, *noise), rename = zip(*(align(a, run) for run in (b, *noise)), strict=True)
     runs = (a, b, *noise)
-    first, other, *others = (Side(run, _name(run, runs)) for run in runs)
+    first, other, *further_sides = (Side(run, _name(run, runs)) for run in runs)
     paired = [subject for subject in first.subjects if subject in other.subjects]
     apart = _explain_unpaired(first, other)
-    reasons = [] if apart else [_explain_unpaired(first, side) for side in others]
+    reasons = [] if apart else [_explain_unpaired(first, side) for side in further_sides]
     for reason in filter(None, reasons if paired else [apart]):
         raise ComparisonError(reason)
     collect = None if numbers is None else numbers.collect_from(first, other)
-    search = Search(first, other, others, lasting, collect)
+    search = Search(first, other, further_sides, lasting, collect)
     departures = search.run(paired)
     if search.without_steps == len(paired):
         raise _without_common_steps(first, other, len(paired))
@@ -197,7 +197,7 @@ def compare(
     order = Order([a, b])
     same_run = (a.path.resolve(), a.run_id) == (b.path.resolve(), b.run_id)
     notes = list(filter(None, rename))
-    for side in (first, other, *others):
+    for side in (first, other, *further_sides):
         notes += [f"{side.name}: {note}" for note in side.run.notes]
     return Comparison(
         a=first.name,
@@ -205,7 +205,7 @@ def compare(
         facts=tuple(facts_that_differ(a, b)),
         pairing=pairing,
         lasting=lasting,
-        floor=Floor(tuple(side.name for side in others), search.without_noise) if others else None,
+        floor=Floor(tuple(side.name for side in further_sides), search.without_noise) if further_sides else None,
         ordered=order.seen,
         parted=tuple(partings(departures, order)),
         all_equal=search.all_equal,
@@ -229,8 +229,8 @@ def _without_common_steps(first: Side, other: Side, paired: int) -> ComparisonEr
 
 
 def _name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    several = len({other.run_id for other in runs if other.path == run.path}) > 1
-    if several:
+    has_other_runs = len({other.run_id for other in runs if other.path == run.path}) > 1
+    if has_other_runs:
         return f"{run.path} ({run.run_id})"
     return str(run.path)
 

@@ -127,12 +127,12 @@ class Scale(NamedTuple):
 
     def places(self, values: Floats, resolution: float) -> Floats:
         """Map values to places on the scale, including inf and nan; both [n]."""
-        places = values
+        scaled = values
         if self.resolution:
             with np.errstate(over="ignore", invalid="ignore"):
-                places = np.arcsinh(values / resolution) / self.step
-        places = np.where(np.isinf(values), np.copysign(_INFINITE, values), places)
-        return np.where(np.isnan(values), _NAN, places)
+                scaled = np.arcsinh(values / resolution) / self.step
+        scaled = np.where(np.isinf(values), np.copysign(_INFINITE, values), scaled)
+        return np.where(np.isnan(values), _NAN, scaled)
 
     def differences(self, pair: Pair, resolution: float) -> Floats:
         return self.places(pair.b, resolution) - self.places(pair.a, resolution)
@@ -210,12 +210,12 @@ class NoiseFloor:
         by_series = np.full((len(noise), parts), np.nan)
         for row, (iterations, differences) in enumerate(pooled):
             part = np.searchsorted(self._edges, iterations, "right")
-            for own in np.unique(part).tolist():
-                by_series[row, own] = _spread(differences[part == own])
+            for part_number in np.unique(part).tolist():
+                by_series[row, part_number] = _spread(differences[part == part_number])
         by_part = np.full(parts + 2, np.nan)
-        for own, spreads in enumerate(by_series.T, 1):
+        for part_number, spreads in enumerate(by_series.T, 1):
             measured = spreads[~np.isnan(spreads)]
-            by_part[own] = _spread(np.minimum(measured, _WILD * _quantile(measured, 0.5)))
+            by_part[part_number] = _spread(np.minimum(measured, _WILD * _quantile(measured, 0.5)))
         # A beginning may be in the part before.
         self._by_part = np.maximum(np.fmax(np.fmax(by_part[:-2], by_part[2:]), by_part[1:-1]), least)
         self.ratio = np.ones(len(noise))
@@ -324,8 +324,8 @@ class Search:
         for piece in pieces(counts):
             sides = [side.read(ordered[piece]) for side in (self.a, self.b, *self.noise)]
             rows = zip(ordered[piece], *sides, strict=True)
-            for _, alike in itertools.groupby(rows, key=lambda row: family(row[0])):
-                departures += self._compare([(subject, curves) for subject, *curves in alike])
+            for _, family_rows in itertools.groupby(rows, key=lambda row: family(row[0])):
+                departures += self._compare([(subject, curves) for subject, *curves in family_rows])
         return sorted(departures, key=lambda departed: self.a.subjects[departed[0]])
 
     def _compare(self, rows: Sequence[tuple[Subject, Sequence[Curve]]]) -> Iterator[tuple[Subject, StatisticDeparture]]:
@@ -366,9 +366,9 @@ class Search:
 
 def _describe_departure(compared: ComparedValues, begin: int, length: int, spread: float) -> StatisticDeparture:
     """Describe a lasting difference, given the spread of the noise at its beginning."""
-    subject, scale, _, (iterations, of_a, of_b), differences, limit, _ = compared
+    subject, scale, _, (iterations, values_a, values_b), differences, limit, _ = compared
     end = begin + length
-    a, b, difference = (float(np.sort(column[begin:end])[length // 2]) for column in (of_a, of_b, differences))
+    a, b, difference = (float(np.sort(column[begin:end])[length // 2]) for column in (values_a, values_b, differences))
     if scale is MAGNITUDE and a < 0 and b < 0:  # the smaller magnitude is the larger value
         difference = -difference
     return StatisticDeparture(
@@ -395,8 +395,8 @@ def _stretches(difference: Floats, limit: Floats) -> tuple[Ints, Ints]:
     """
     size = np.abs(difference)
     state: npt.NDArray[np.int8] = np.where(size > limit, np.sign(difference), 0).astype(np.int8)
-    own_state = np.append(True, state[:-1] == 0) | (size <= NO_NUMBER)
-    state = state[np.maximum.accumulate(np.where(own_state, np.arange(len(state)), 0))]
+    has_state = np.append(True, state[:-1] == 0) | (size <= NO_NUMBER)
+    state = state[np.maximum.accumulate(np.where(has_state, np.arange(len(state)), 0))]
     starts = np.flatnonzero(np.append(True, state[1:] != state[:-1]))
     lengths = np.diff(np.append(starts, len(state)))
     beyond = state[starts] != 0

@@ -111,7 +111,7 @@ def compare_losses(
     stable = curves.stable
     early = curves.steps // 4
     sizes = np.nan_to_num(np.abs(curves.relative[early:]), nan=-1.0, posinf=np.inf)
-    place = early + int(sizes.argmax())
+    index = early + int(sizes.argmax())
     precisions = (_precision(shares[0]), _precision(shares[1]))
     kinds = tuple("high" if name in HIGH_PRECISION else name for name in precisions)
     yardsticks = []
@@ -129,8 +129,8 @@ def compare_losses(
         a=_mean(curves.smooth_a[stable]),
         b=_mean(curves.smooth_b[stable]),
         relative=curves.difference,
-        largest=abs(float(curves.relative[place])),
-        largest_at=int(curves.iterations[place]),
+        largest=abs(float(curves.relative[index])),
+        largest_at=int(curves.iterations[index]),
         floor=max((abs(baseline.difference) for baseline in baselines), default=None),
         yardsticks=tuple(yardsticks),
         spike=_spike(curves, baselines),
@@ -141,9 +141,9 @@ def compare_losses(
 
 
 def _mean(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    if known.size:
-        return float(known.mean())
+    numbers = values[~np.isnan(values)]
+    if numbers.size:
+        return float(numbers.mean())
     return math.nan
 
 
@@ -153,9 +153,9 @@ def _spike(curves: LossCurves, noise: Sequence[LossCurves]) -> LossSpike | None:
     largest = spikes.max(initial=0.0)
     if largest < _SPIKE or any(baseline.spikes.max(initial=0.0) >= largest for baseline in noise):
         return None
-    place = int(spikes.argmax())
+    index = int(spikes.argmax())
     steps = int((spikes >= _SPIKE).sum())
-    return LossSpike(steps, int(curves.iterations[place]), float(curves.a[place]), float(curves.b[place]))
+    return LossSpike(steps, int(curves.iterations[index]), float(curves.a[index]), float(curves.b[index]))
 
 
 def _factors(a: Floats, b: Floats) -> Floats:

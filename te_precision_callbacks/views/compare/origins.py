@@ -71,15 +71,15 @@ class Order:
 
     def __init__(self, runs: Sequence[RecordedRun]) -> None:
         self._backward: dict[tuple[str, str], float] = {}
-        places: list[tuple[tuple[str, str], float | None]] = []
+        positions: list[tuple[tuple[str, str], float | None]] = []
         for row in itertools.chain(*(run.layers.to_pylist() for run in runs)):
             layer = (row["scope"] or "", row["layer"])
-            places.append((layer, row["exec_fwd"]))
+            positions.append((layer, row["exec_fwd"]))
             if row["exec_bwd"] is not None:
                 self._backward.setdefault(layer, row["exec_bwd"])
-        self.seen = any(place is not None for _, place in places)
-        places += [((subject.scope, subject.layer), None) for run in runs for subject in run.subjects]
-        self._forward = {layer: place for place, layer in enumerate(sort_by_position(places))}
+        self.seen = any(position is not None for _, position in positions)
+        positions += [((subject.scope, subject.layer), None) for run in runs for subject in run.subjects]
+        self._forward = {layer: position for position, layer in enumerate(sort_by_position(positions))}
 
     def place(self, subject: Subject) -> StepPlace:
         layer = (subject.scope, subject.layer)
@@ -153,10 +153,10 @@ class _Sources:
         for kind in _THROUGH_LAYERS:
             for tensor in tensors:
                 if tensor.tensor in _SOURCES[kind]:
-                    place = order.place(tensor._replace(tensor=kind))
+                    position = order.place(tensor._replace(tensor=kind))
                     for departure in tensors[tensor]:
                         line = self._lines.setdefault((kind, tensor.rank, departure.statistic), [])
-                        line.append((place, _Source(tensor, departure)))
+                        line.append((position, _Source(tensor, departure)))
         for line in self._lines.values():
             line.sort(key=itemgetter(0))
 

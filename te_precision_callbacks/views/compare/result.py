@@ -57,12 +57,12 @@ class ComparedVerdicts:
         }
 
 
-def _missing_in(findings: Iterable[Finding], others: Iterable[Finding], name: str) -> Iterator[Finding]:
-    known: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for other in others:
-        known[other.rule, other.tensor] |= set(other.layers or [""])
+def _missing_in(findings: Iterable[Finding], other_findings: Iterable[Finding], name: str) -> Iterator[Finding]:
+    layers_of_rule: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for other in other_findings:
+        layers_of_rule[other.rule, other.tensor] |= set(other.layers or [""])
     for finding in findings:
-        has = known[finding.rule, finding.tensor]
+        has = layers_of_rule[finding.rule, finding.tensor]
         layers = tuple(layer for layer in finding.layers if layer not in has)
         if layers == finding.layers and not (not layers and "" in has):
             yield finding

@@ -29,8 +29,8 @@ MOST_NAMES = 3
 def describe_pairing(comparison: Comparison) -> Iterator[str]:
     pairing = comparison.pairing
     floor = comparison.floor
-    several = f"over {many(pairing.steps, 'step')} ({pairing.first} to {pairing.last})"
-    steps = several if pairing.steps > 1 else f"in step {pairing.first} only"
+    span = f"over {many(pairing.steps, 'step')} ({pairing.first} to {pairing.last})"
+    steps = span if pairing.steps > 1 else f"in step {pairing.first} only"
     yield f"{many(pairing.series, 'series')} of {many(pairing.layers, 'layer')} were compared {steps}."
     for where, count, statistics, layers in (
         ("A", pairing.only_a, pairing.statistics_only_a, pairing.layers_only_a),
@@ -111,8 +111,8 @@ def first_lines(comparison: Comparison) -> Iterator[str]:
     for side, lost, other, lost_there in sides:
         if lost is not None:
             when = f"from step {lost.since} on" if lost.since < lost.until else f"at its last logged step, {lost.since}"
-            alone = f"; in {other} it is finite" if lost_there is None else ""
-            yield f"The {loss.name} of {side} is {lost.what} {when}{alone}."
+            finite_there = f"; in {other} it is finite" if lost_there is None else ""
+            yield f"The {loss.name} of {side} is {lost.what} {when}{finite_there}."
     if loss.is_apart and loss.is_finding:
         values = f"{number(loss.a)} in A and {number(loss.b)} in B ({_percent(loss.relative)})"
         yield f"The {loss.name} is {values} from step {loss.stable_since} on."
@@ -131,10 +131,10 @@ def describe_losses(loss: LossComparison) -> Iterator[str]:
         f" {number(loss.a)} in A, {number(loss.b)} in B{off}.{most if math.isfinite(loss.largest) else ''}"
     )
     if loss.spike is not None:
-        others = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
+        among = "" if loss.spike.steps == 1 else f", the largest of {loss.spike.steps} such steps"
         yield (
             f"There is a spike at step {loss.spike.iteration}: {number(loss.spike.a)} in A, {number(loss.spike.b)} in"
-            f" B{others}. The running median hides it."
+            f" B{among}. The running median hides it."
         )
     if loss.floor is not None and math.isfinite(loss.floor):
         yield f"The runs of the noise floor differ by {_percent(loss.floor, signed=False)} there."
@@ -238,9 +238,9 @@ def show(comparison: Comparison) -> None:
 
 def _new_findings(verdicts: ComparedVerdicts) -> Iterator[str]:
     yield from list(verdicts.in_words())[:MOST_FINDINGS] or ["none"]
-    left = more_findings(len(verdicts.only_b))
-    if left:
-        yield f"{left}, which --json has."
+    further = more_findings(len(verdicts.only_b))
+    if further:
+        yield f"{further}, which --json has."
     yield f"Diagnosis of A: {verdicts.a.summary}"
     yield f"Diagnosis of B: {verdicts.b.summary}"
 
@@ -275,8 +275,8 @@ def _show_facts(facts: Sequence[FactDifference]) -> None:
 def _show_departures(comparison: Comparison) -> None:
     def form(parting: Parting) -> tuple[Any, ...]:
         strongest = parting.strongest
-        place = (parting.iteration, form_of(parting.layer), parting.tensor, parting.rank, parting.origin)
-        return *place, strongest.statistic, strongest.difference > 0
+        key = (parting.iteration, form_of(parting.layer), parting.tensor, parting.rank, parting.origin)
+        return *key, strongest.statistic, strongest.difference > 0
 
     rows = [*group_by_key((form(parting), parting) for parting in comparison.parted).values()]
     last = "vs. noise" if comparison.floor else "vs. threshold"
@@ -297,9 +297,9 @@ def _show_departures(comparison: Comparison) -> None:
         )
         table.add_row(*map(terminal.cell, cells))
     terminal.show(table)
-    left = sum(map(len, rows[_MOST_ROWS:]))
-    if left:
-        terminal.show_text(f"and {many(left, 'tensor')} more, which --json has.", _INDENT)
+    remaining = sum(map(len, rows[_MOST_ROWS:]))
+    if remaining:
+        terminal.show_text(f"and {many(remaining, 'tensor')} more, which --json has.", _INDENT)
 
 
 def show_seeds(comparison: SeedComparison) -> None:

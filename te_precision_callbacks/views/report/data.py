@@ -102,7 +102,7 @@ class Subjects:
         rows += [(subject.scope, subject.layer, None) for subject in run.subjects]
         names = [layer_name(scope, layer) for scope, layer, _ in rows]
         without_scope = dict(zip(names, [layer for _, layer, _ in rows], strict=True))
-        in_order = sort_by_position(zip(names, [place for _, _, place in rows], strict=True))
+        in_order = sort_by_position(zip(names, [position for _, _, position in rows], strict=True))
         short = ShortNames(map(visible, in_order))
         self.layers = [ReportLayer(name, short.of(visible(name), SHORT)) for name in in_order]
         self.number_of_layer = {name: number for number, name in enumerate(in_order)}
@@ -119,8 +119,14 @@ class Subjects:
         self.families: list[FamilySeries] = []
         self.free: list[FamilySeries] = []
         for family in sorted(members, key=lambda family: order.get(family.tensor, len(order))):
-            of_family = np.array(members[family], np.int64)
-            columns = (of_family, layers[of_family], ranks[of_family], worst[of_family], worst_at[of_family])
+            series_of_family = np.array(members[family], np.int64)
+            columns = (
+                series_of_family,
+                layers[series_of_family],
+                ranks[series_of_family],
+                worst[series_of_family],
+                worst_at[series_of_family],
+            )
             series = FamilySeries(family, *columns)
             if (series.layer < 0).any():
                 self.free.append(series)
@@ -450,8 +456,8 @@ def _layers(run: RecordedRun, shown: Sequence[ReportLayer]) -> list[dict[str, An
     """The layers with their recorded facts and matrix products."""
     facts: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in run.layers.to_pylist():
-        known = {name: value for name, value in row.items() if value not in (None, "", [])}
-        facts[layer_name(row["scope"], row["layer"])] |= known
+        filled = {name: value for name, value in row.items() if value not in (None, "", [])}
+        facts[layer_name(row["scope"], row["layer"])] |= filled
     products: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row, product in recorded_products(facts_at_end(run.gemms), facts_at_end(run.operands)):
         content = {**row, "operands": product.operands, "why": product.why}
@@ -482,13 +488,13 @@ def duration(run: RecordedRun) -> dict[str, Any]:
     if not len(run.steps):
         return {}
     iterations = run.steps["iteration"].to_numpy()
-    own = run.steps["logging_step"].fill_null(0).to_numpy()
-    ahead = np.unique(own - iterations).tolist()
+    logging_steps = run.steps["logging_step"].fill_null(0).to_numpy()
+    ahead = np.unique(logging_steps - iterations).tolist()
     facts: dict[str, Any] = {
         "steps": len(iterations),
         "first": int(iterations[0]),
         "last": int(iterations[-1]),
-        "trainer": {"first": int(own[0]), "last": int(own[-1]), "ahead": None},
+        "trainer": {"first": int(logging_steps[0]), "last": int(logging_steps[-1]), "ahead": None},
     }
     if len(ahead) == 1:
         facts["trainer"]["ahead"] = ahead[0]

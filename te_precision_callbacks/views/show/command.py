@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
 
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json, Run
@@ -103,15 +105,14 @@ def show_command(
 
 
 def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun, str]:
-    from te_precision_callbacks.runs import NotARunError, list_runs
-    from te_precision_callbacks.runs.reading import chosen_run
+    from te_precision_callbacks.runs import NotARunError, reading
 
     is_announced = False
     while True:
         try:
-            return chosen_run(path, run)
+            return reading.chosen_run(path, run)
         except NotARunError:
-            if Path(path).is_file() or list_runs(path):
+            if Path(path).is_file() or reading.list_runs(path):
                 raise
         if not is_announced:
             terminal.show_text(f"Waiting for a run in {path}. Ctrl-C ends it.", err=True)
@@ -121,9 +122,6 @@ def _wait_for_run(path: str, run: str | None, every: float) -> tuple[RecordedRun
 
 def _follow(view: RunView, read: Callable[[], RunView], every: float, *, is_live: bool) -> RunView:
     """Read the run again until it ends, and draw it each time if ``is_live``; returns the last view."""
-    from rich.console import Console
-    from rich.live import Live
-
     from te_precision_callbacks.runs import RunError
 
     failures = 0

@@ -246,8 +246,8 @@ def _choose_statistics(groups: Mapping[str, _Group], names: Sequence[str], run: 
                 raise NothingToShowError(
                     f"{name!r} is a histogram, which has no worst value. See 'te-precision report'."
                 )
-            known = format_known_names(name, list(groups))
-            raise NothingToShowError(f"{run.path} has no statistic {name!r}.{known}{run.notes_sentence}")
+            known_names = format_known_names(name, list(groups))
+            raise NothingToShowError(f"{run.path} has no statistic {name!r}.{known_names}{run.notes_sentence}")
         chosen |= dict.fromkeys(matching)
     return list(chosen)
 
@@ -269,10 +269,10 @@ _SEVERITY = {"error": "bold red", "warning": "yellow"}
 
 
 def format_event(event: Mapping[str, Any]) -> str:
-    at = "" if event["iteration"] is None else f"step {event['iteration']}"
+    step = "" if event["iteration"] is None else f"step {event['iteration']}"
     named = () if event["ranks"] == [0] else event["ranks"]  # rank 0 is implied
     ranks = fold_names((f"rank {rank}" for rank in named), most=2)
-    parts = [at, *ranks, event["kind"], event["layer"], event["text"]]
+    parts = [step, *ranks, event["kind"], event["layer"], event["text"]]
     return visible("  ".join(filter(None, parts)))
 
 
@@ -313,15 +313,15 @@ def _scalars(view: RunView, width: int) -> Iterator[Text]:
     for name, curve in view.scalars.items():
         if name in drawn:
             continue
-        alike = [other for other, other_curve in view.scalars.items() if curve.equals(other_curve)]
+        same_curves = [other for other, other_curve in view.scalars.items() if curve.equals(other_curve)]
         text = f"{names.of(visible(name), max(_LEAST_NAME, width // 4))}  {curve.values[0]:.4g}"
         if len(curve.values) > 1:
             text += f" -> {curve.values[-1]:.4g}  "
             text += sparkline(curve.iterations, curve.values, width - len(text))
         yield Text(text, no_wrap=True, overflow="crop")
-        if len(alike) > 1:
-            yield paragraph(f"  same values: {', '.join(alike[1:])}", "dim")
-        drawn.update(alike)
+        if len(same_curves) > 1:
+            yield paragraph(f"  same values: {', '.join(same_curves[1:])}", "dim")
+        drawn.update(same_curves)
 
 
 def _worst_layers(view: RunView, width: int) -> Table:
@@ -387,14 +387,14 @@ def sparkline(iterations: Ints, values: Floats, width: int, *, low_is_worse: boo
     return bars(worst, np.bincount(bucket, minlength=width) > 0)
 
 
-def bars(values: Floats, known: Mask, *, least_span: float = 0.0) -> str:
+def bars(values: Floats, is_number: Mask, *, least_span: float = 0.0) -> str:
     """A character for each value: its level, a blank if it is not known, or an exclamation mark for inf and nan.
 
     Args:
         least_span: the smallest difference between the lowest and the highest bar, as a share of the largest magnitude.
     """
-    text = np.where(known, _NO_NUMBER, " ")
-    drawn = known & np.isfinite(values)
+    text = np.where(is_number, _NO_NUMBER, " ")
+    drawn = is_number & np.isfinite(values)
     if drawn.any():
         levels = values[drawn] / max(np.abs(values[drawn]).max(), 1.0)  # avoids overflow in differences
         least = least_span * np.abs(levels).max()
@@ -477,5 +477,5 @@ def _magnitude(number: float | str | None) -> str:
 
 
 def _bars_of(numbers: Sequence[float | str | None]) -> str:
-    known = [number is not None for number in numbers]
-    return bars(np.array([float(number or 0) for number in numbers]), np.array(known), least_span=0.5)
+    is_number = [number is not None for number in numbers]
+    return bars(np.array([float(number or 0) for number in numbers]), np.array(is_number), least_span=0.5)
