@@ -7,11 +7,17 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer
 
 
 def optimizers_of_process() -> list[Optimizer]:
     return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Optimizer)]
+
+
+def state_of(optimizer: Any, tensor: torch.Tensor) -> Mapping[str, Any]:
+    """Return what an optimizer keeps of a tensor; ZeroRedundancyOptimizer has None for those of other ranks."""
+    return optimizer.state.get(tensor) or {}
 
 
 def held_ids(optimizer: Any) -> Iterator[int]:

@@ -20,6 +20,7 @@ import torch.nn.modules.conv
 
 from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.failures import Report
+from te_precision_callbacks.base.optimizers import state_of
 from te_precision_callbacks.base.vocabulary import class_names, name_of_format
 from te_precision_callbacks.coverage.coverage import Family, StateRow
 from te_precision_callbacks.coverage.formats import dtype_name, format_of
@@ -362,7 +363,7 @@ class KeptState:
                 if id(parameter) not in model_ids:
                     self._add("master_weight", parameter)
             for parameter in stepped:
-                for name, value in optimizer.state.get(parameter, {}).items():
+                for name, value in state_of(optimizer, parameter).items():
                     if isinstance(value, torch.Tensor) and value.numel() >= parameter.numel() > 0 and value.dim():
                         self._add({_MASTER: "master_weight"}.get(name, "optimizer_state"), value)
             for subject, attribute in (("gradient", "grad"), ("main_grad", "main_grad")):

@@ -37,6 +37,7 @@ from te_precision_callbacks.instrumentation.debug_path import DebugPathDecisions
 from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.instrumentation.gemm_errors import SelectedGemms
 from te_precision_callbacks.instrumentation.graphs import CudaGraphs
+from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, make_quantizer_class
 from te_precision_callbacks.instrumentation.statistics import StatisticsConsumer
 from te_precision_callbacks.instrumentation.tap import GemmTap
 from te_precision_callbacks.layers.forwards import ForwardClassifier, ForwardKind
@@ -44,6 +45,7 @@ from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.layers.naming import Model, NamedModule, NamedOperation
 from te_precision_callbacks.parameters.watch import is_due as weights_are_sampled
 from te_precision_callbacks.statistics.schedule import Schedule
+from te_precision_callbacks.te import debug, seams
 from te_precision_callbacks.te.state import debug_iteration, is_captured
 
 _STAGE_INFERENCE = "_forward_metadata_inference"
@@ -243,8 +245,6 @@ class ForwardHooks:
         Raises:
             SessionError: this Transformer Engine lacks a replaced function.
         """
-        from te_precision_callbacks.te import debug, seams
-
         debug_quantization = debug.debug_quantization
         module_class = seams.base.TransformerEngineBaseModule
         require(module_class, "is_debug_iter", "no_debug_features_active")
@@ -258,8 +258,6 @@ class ForwardHooks:
         )
         require(seams.state_manager, "autocast_enter")
         require(debug_quantization.DebugQuantizedTensor, "get_tensor")
-        from te_precision_callbacks.instrumentation.quantizer import OVERRIDDEN, make_quantizer_class
-
         require(debug_quantization.DebugQuantizer, *OVERRIDDEN)
         self._seams.wrap(module_class, "is_debug_iter", self.answers.make_is_debug_iter)
         self._seams.wrap(module_class, "no_debug_features_active", self.answers.make_no_debug_features_active)
@@ -287,8 +285,6 @@ class ForwardHooks:
         return autocast_enter
 
     def _install_for_refusals(self) -> None:
-        from te_precision_callbacks.te import debug, seams
-
         for module in (seams.cpu_offload, seams.cpu_offload_v1):
             require(module, debug.STATE_NAME)
             self._seams.replace(module, debug.STATE_NAME, _NotDebugging)

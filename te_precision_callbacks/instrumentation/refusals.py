@@ -21,6 +21,7 @@ from te_precision_callbacks.config.effects import Effect
 from te_precision_callbacks.config.planning import Plan
 from te_precision_callbacks.instrumentation.graphs import why_not_bypassed
 from te_precision_callbacks.layers.naming import Model, NamedModule, modules_of
+from te_precision_callbacks.te.debug import debug_quantization
 from te_precision_callbacks.te.state import has_quantized_weights, is_captured, offloads_activations
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,6 @@ def _changes_quantized_weights(module: torch.nn.Module, effects: Collection[Effe
 
 def _changes_quantized_weights_now(forward: DebugForward) -> bool:
     """Return whether a GEMM that reads a quantized weight does not get the recipe's quantized result."""
-    from te_precision_callbacks.te.debug import debug_quantization
-
     plans: set[str] = set()
     for quantizer in forward.quantizers:
         if quantizer.tensor_name == "weight" and quantizer.parent_quantizer is not None:
@@ -93,8 +92,6 @@ def _changes_quantized_weights_now(forward: DebugForward) -> bool:
 def _mixes_quantized_input(forward: DebugForward) -> bool:
     if not forward.has_quantized_input:
         return False
-    from te_precision_callbacks.te.debug import debug_quantization
-
     plans: dict[str, str] = {}
     for quantizer in forward.quantizers:
         if quantizer.tensor_name in ("weight", "gradient"):

@@ -73,6 +73,20 @@ from te_precision_callbacks.layers.forwards import (
 from te_precision_callbacks.layers.gemm_events import BeforeSum, GemmEvent
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te import modules as te_modules
+from te_precision_callbacks.te.seams import (
+    _common,
+    backends,
+    base,
+    callers,
+    fused_attn,
+    fuser,
+    gemm,
+    grouped_linear,
+    layernorm_linear,
+    layernorm_mlp,
+    linear,
+    operation_methods,
+)
 from te_precision_callbacks.te.state import is_in_autocast, recipe_in_use
 from te_precision_callbacks.te.tensors import is_quantized
 
@@ -178,21 +192,6 @@ class GemmTap:
     def install(self) -> None:
         if self._seams:
             return
-        from te_precision_callbacks.te.seams import (
-            _common,
-            backends,
-            base,
-            callers,
-            fused_attn,
-            fuser,
-            gemm,
-            grouped_linear,
-            layernorm_linear,
-            layernorm_mlp,
-            linear,
-            operation_methods,
-        )
-
         self._running.forget()
         gemm_wrappers = {
             "general_gemm": lambda original: self._wrap_gemm(original, GEMM, single_gemm),
@@ -236,8 +235,6 @@ class GemmTap:
 
     def _install_when_due(self) -> None:
         """Install what only steps with features or counted products need."""
-        from te_precision_callbacks.te.seams import layernorm_mlp
-
         if self._due:
             self._seams_when_due.wrap(layernorm_mlp, "_act_func", self._unfused.wrap_act_func)
         if self._counts and self._attention.names:

@@ -35,10 +35,12 @@ from te_precision_callbacks.base.replaced import MISSING, Replacements, set_attr
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.config.effects import NAMESPACE
 from te_precision_callbacks.config.planning import NamespacedFeatures, RegisteredFeatures
+from te_precision_callbacks.features.base import ScheduledFeature
 from te_precision_callbacks.observation import Observation
 from te_precision_callbacks.options import SessionOptions
 from te_precision_callbacks.sinks.statistics_log import EVENTS_FOLDER, LogFile, LogJob, log_file_name
 from te_precision_callbacks.sinks.writer_thread import WriterThread
+from te_precision_callbacks.te.debug import STATE, begin_debugging, drop_debug_weights, restore_log_stats
 from te_precision_callbacks.te.package import feature_folders
 
 logger = logging.getLogger(__name__)
@@ -55,8 +57,6 @@ _NOT_RUN_YET = {
 
 def isolate_upstream() -> contextlib.ExitStack:
     """Replace upstream's global state by copies, until the result is closed; its debug manager must have ended then."""
-    from te_precision_callbacks.te.debug import STATE
-
     undo = contextlib.ExitStack()
     replaced = Replacements()
     undo.callback(replaced.restore)
@@ -119,7 +119,6 @@ class Inspector:
         self._schedules = Replacements()
         self._calls = Replacements()
         self._notices = Notices()
-        self._debug_api: Any = None
         self._manager: Any = None
         self._last_iteration = 0
 
@@ -133,15 +132,12 @@ class Inspector:
             SessionError: upstream already runs; or, with ``strict``, the log folder is not writable.
             FeatureLoadError: a feature cannot be loaded.
         """
-        from te_precision_callbacks.te.debug import begin_debugging, restore_log_stats
-
         if debug_api.DEBUG_MANAGER is not None:
             raise SessionError(
                 "The script has already called debug_api.initialize(). Remove its calls of initialize, step and"
                 " end_debug, and pass its config as config=; add layer_names: upstream to it to select the same layers."
             )
         self._make_folder()
-        self._debug_api = debug_api
         self._undo = isolate_upstream()
         # A failed start has no manager to end, but may have reached the namespace's features.
         for undo in (restore_log_stats, self._names.restore, self._schedules.restore, self._end, self._calls.restore):
@@ -150,7 +146,7 @@ class Inspector:
         with warnings.catch_warnings():
             # Registering TE's deprecated aliases warns, used or not; a warning as an error would end the process.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._initialize(debug_api, scalars)
+            self._initialize(scalars)
         manager: Any = debug_api.DEBUG_MANAGER
         self._manager = manager
         for name in _EXPLANATIONS:
@@ -214,7 +210,7 @@ class Inspector:
         if failure is not None:
             self._failures.report("writing", _EVENTS, failure)
 
-    def _initialize(self, debug_api: Any, scalars: ScalarBuffer) -> None:
+    def _initialize(self, scalars: ScalarBuffer) -> None:
         from te_precision_callbacks.features import registration
 
         shipped = [str(Path(registration.__file__).parent), *feature_folders()]
@@ -254,8 +250,6 @@ class Inspector:
 
     def only_observes(self, name: str) -> bool:
         """Return whether a feature is a :class:`ScheduledFeature` that does not override ``inspect_tensor``."""
-        from te_precision_callbacks.features.base import ScheduledFeature
-
         feature: Any = self._api.namespace_features.get(name)
         is_scheduled = isinstance(feature, ScheduledFeature)
         return is_scheduled and type(feature).inspect_tensor is ScheduledFeature.inspect_tensor
@@ -273,7 +267,7 @@ class Inspector:
             ConfigManager._load_config(dict(config), Registry.data)
         for data in Registry.data.values():
             data.api._api_cache.clear()
-        self._calls.replace(self._debug_api, _NAMING, self._ignoring(_NAMING))
+        self._calls.replace(debug_api, _NAMING, self._ignoring(_NAMING))
         self._api.plan(section.get(self._api.name, {}) for section in sections)
         self.log(f"Reading config from {source}.")
 
@@ -281,8 +275,6 @@ class Inspector:
         get_logger().log_message(message)
 
     def name_module(self, module: torch.nn.Module, name: str) -> None:
-        from te_precision_callbacks.te.debug import drop_debug_weights
-
         self._names.replace(module, "name", name)
         begin_schedule(module, self._schedules)
         self._undo.callback(drop_debug_weights, module)
@@ -309,7 +301,7 @@ class Inspector:
     def keep(self) -> None:
         """Restore the debug manager, which a script drops by calling its own reference to ``end_debug``."""
         if self._manager is not None:
-            self._debug_api.DEBUG_MANAGER = self._manager
+            debug_api.DEBUG_MANAGER = self._manager
 
     def log_local_buffers(self) -> None:
         self._api.log_local_buffers()
@@ -317,7 +309,7 @@ class Inspector:
     def _end(self) -> None:
         self.keep()
         self._manager = None
-        self._debug_api.end_debug()
+        debug_api.end_debug()
 
     def stop(self) -> None:
         try:

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from te_precision_callbacks.base.numerics.layouts import PLAIN
-from te_precision_callbacks.base.optimizers import held_ids_of_process
+from te_precision_callbacks.base.optimizers import held_ids_of_process, state_of
 from te_precision_callbacks.parameters.parameter import Parameter
 from te_precision_callbacks.parameters.weight_samples import dequantized_sample, is_narrow, local_part, sampled_view
 from te_precision_callbacks.te.tensors import is_quantized
@@ -254,7 +254,7 @@ def master_of(optimizer: Optimizer, held: Held) -> torch.Tensor | None:
     if not is_narrow(weight):
         return None
     if tensor is weight:
-        state = optimizer.state.get(tensor, {})
+        state = state_of(optimizer, tensor)
         tensor = next((value for name, value in state.items() if "master" in str(name)), None)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
         return None

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from te_precision_callbacks.base.devices import current_stream, follow
+from te_precision_callbacks.base.optimizers import state_of
 from te_precision_callbacks.base.scalars import ScalarBuffer
 from te_precision_callbacks.parameters.optimizers import Held, SteppedParameters, adds_eps, master_of
 from te_precision_callbacks.parameters.parameter import FEW_CHANGED, MasterRow, WeightRow, WeightSample, WriteRow
@@ -209,7 +209,7 @@ class UpdateShares:
 
 def _compensates_rounding(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> bool:
     """Return whether an optimizer compensates for rounding, or rounds stochastically."""
-    state: Mapping[str, Any] = optimizer.state.get(weight, {})
+    state = state_of(optimizer, weight)
     if any(part in name for name in state for part in _COMPENSATING_STATE):
         return True
     return bool(getattr(optimizer, "master_weights", False) or getattr(optimizer, "bf16_stochastic_round", False))

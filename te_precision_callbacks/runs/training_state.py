@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_precision_callbacks.base.counts import group_by_key
+from te_precision_callbacks.base.optimizers import state_of
 from te_precision_callbacks.parameters.optimizers import Held
 from te_precision_callbacks.parameters.weight_samples import local_part, sampled_view
 from te_precision_callbacks.te.tensors import is_quantized
@@ -67,7 +68,7 @@ def read_training_state(optimizers: Iterable[tuple[torch.optim.Optimizer, Iterab
     settings = []
     for optimizer, held in optimizers:
         for parameter, tensor, group, _ in held:
-            kept = {"weights": parameter.weight, **optimizer.state.get(tensor, {})}
+            kept = {"weights": parameter.weight, **state_of(optimizer, tensor)}
             if tensor is not parameter.weight:
                 kept["master weights"] = tensor
             for kind, value in kept.items():

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.counts import many
 from te_precision_callbacks.base.errors import ResumeAuditError
+from te_precision_callbacks.base.optimizers import state_of
 from te_precision_callbacks.base.ranks import own_rank, world_size
 from te_precision_callbacks.base.scalars import is_scalar, to_floats
 from te_precision_callbacks.layers.forwards import outside_of_dynamo
@@ -266,7 +267,7 @@ def _steps_before(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         if group.get("step"):
             yield group["step"]
         for tensor in group["params"][:1]:
-            if "step" in (state := optimizer.state.get(tensor, {})):
+            if "step" in (state := state_of(optimizer, tensor)):
                 yield state["step"]
 
 

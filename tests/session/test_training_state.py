@@ -240,3 +240,18 @@ def _copy_gradient(master: torch.Tensor, weight: torch.Tensor) -> None:
 def _copy_weights(masters: Sequence[torch.Tensor], model: torch.nn.Module) -> None:
     for master, weight in zip(masters, model.parameters(), strict=True):
         weight.copy_(master)
+
+
+def test_an_optimizer_that_keeps_none_of_what_other_ranks_step(tmp_path: Path) -> None:
+    """As ZeroRedundancyOptimizer does after it has loaded its state."""
+
+    class Partial(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            self.state = dict.fromkeys(self.param_groups[0]["params"])
+
+    def partial(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Partial(model.parameters(), lr=1e-3)
+
+    of_a_loop(tmp_path, None, partial)
+    assert of_a_loop(tmp_path, lambda model, optimizer: None, partial).resume_report.findings == ()

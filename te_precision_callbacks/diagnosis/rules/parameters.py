@@ -782,7 +782,7 @@ RULES = (
         """,
         check=lambda: ParameterRule(rule="replicas-differ", on_several_ranks=True),
         essential=True,
-        consequence_of=("no-reduction",),
+        consequence_of=("no-reduction", "resume"),
     ),
     Rule(
         id="no-reduction",
