@@ -16,7 +16,7 @@ def optimizers_of_process() -> list[Optimizer]:
 
 
 def state_of(optimizer: Any, tensor: torch.Tensor) -> Mapping[str, Any]:
-    """Return what an optimizer keeps of a tensor; ZeroRedundancyOptimizer has None for those of other ranks."""
+    """Return the state of a tensor; ZeroRedundancyOptimizer has None for tensors of other ranks."""
     return optimizer.state.get(tensor) or {}
 
 

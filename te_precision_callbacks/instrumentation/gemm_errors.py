@@ -306,7 +306,7 @@ def result_of(event: GemmEvent) -> Any:
 
 
 def why_not_seen(event: GemmEvent, sum_before: Any) -> str:
-    """Return why a GEMM's product is unavailable, or an empty string; ``sum_before``: what it was added to."""
+    """Return why a GEMM's product is unavailable, or an empty string; ``sum_before``: the sum so far."""
     arguments = event.arguments
     if arguments.get("ub") is not None:
         return "Userbuffers overlap its communication"

@@ -139,7 +139,7 @@ class Fingerprint:
         config: hash of the config.
         versions: package -> version.
         recipes: the recipes of all layers, without duplicates.
-        training: what the optimizers step and keep; None if no optimizer has stepped, and in older checkpoints.
+        training: samples of the optimizers' tensors; None if no optimizer has stepped, and in older checkpoints.
     """
 
     iteration: int
@@ -379,7 +379,7 @@ class ResumeReport:
         rest = f"Not compared: {', '.join(self.not_compared)}."
         if not self.findings:
             return (
-                f"No differences{on} in what was compared since the checkpoint of iteration {self.iteration}"
+                f"No differences{on} in the compared state since the checkpoint of iteration {self.iteration}"
                 f" (run {self.run}). {rest}"
             )
         head = f"The run differs{on} from the checkpoint that it was resumed from (iteration {self.iteration}, run"

@@ -1,17 +1,17 @@
-"""What optimizers step and keep, as samples in the fingerprint of a checkpoint."""
+"""Samples of the tensors and states of optimizers, in the fingerprint of a checkpoint."""
 
 from __future__ import annotations
 
+import itertools
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from te_precision_callbacks.base.counts import group_by_key
 from te_precision_callbacks.base.optimizers import state_of
-from te_precision_callbacks.parameters.optimizers import Held
+from te_precision_callbacks.parameters.optimizers import SteppedParameters
 from te_precision_callbacks.parameters.weight_samples import local_part, sampled_view
 from te_precision_callbacks.te.tensors import is_quantized
 
@@ -59,35 +59,37 @@ class TrainingState:
 
     @property
     def parameters(self) -> dict[str, None]:
-        return dict.fromkeys(name for entries in self.settings.values() for name in entries)
+        return dict.fromkeys(itertools.chain.from_iterable(self.settings.values()))
 
 
-def read_training_state(optimizers: Iterable[tuple[torch.optim.Optimizer, Iterable[Held]]]) -> TrainingState:
-    """Sample what optimizers step and keep; waits for the device."""
-    tensors: list[tuple[str, tuple[str, float | TensorSample]]] = []
-    settings = []
-    for optimizer, held in optimizers:
-        for parameter, tensor, group, _ in held:
-            kept = {"weights": parameter.weight, **state_of(optimizer, tensor)}
+def read_training_state(optimizers: Mapping[torch.optim.Optimizer, SteppedParameters]) -> TrainingState:
+    """Sample the tensors and states of optimizers; waits for the device."""
+    tensors: dict[str, dict[str, float | TensorSample]] = {}
+    settings: dict[str, dict[str, float]] = {}
+    for optimizer, stepped in optimizers.items():
+        for parameter, tensor, group, _ in stepped.held:
+            values = {"weights": parameter.weight, **state_of(optimizer, tensor)}
             if tensor is not parameter.weight:
-                kept["master weights"] = tensor
-            for kind, value in kept.items():
-                if (entry := _sampled(value)) is not None:
-                    tensors.append((kind, (parameter.name, entry)))
-            settings += [(key, (parameter.name, number)) for key, number in _settings(group)]
-    by_kind = {kind: dict(pairs) for kind, pairs in group_by_key(tensors).items()}
-    return TrainingState(by_kind, {key: dict(pairs) for key, pairs in group_by_key(settings).items()})
+                values["master weights"] = tensor
+            for kind, value in values.items():
+                entry = _sampled(value)
+                if entry is not None:
+                    tensors.setdefault(kind, {})[parameter.name] = entry
+            for key, number in _settings(group):
+                settings.setdefault(key, {})[parameter.name] = number
+    return TrainingState(tensors, settings)
 
 
 def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in group.items():
+        number = _number(value)
+        if number is not None and key != "initial_lr":
+            yield key, number
         if isinstance(value, (tuple, list)):
-            values = {f"{key}[{index}]": part for index, part in enumerate(value)}
-        else:
-            values = {key: value}
-        for name, part in values.items():
-            if (number := _number(part)) is not None and key != "initial_lr":
-                yield name, number
+            for index, part in enumerate(value):
+                number = _number(part)
+                if number is not None:
+                    yield f"{key}[{index}]", number
 
 
 def _number(value: Any) -> float | None:
@@ -112,32 +114,34 @@ def _sampled(value: Any) -> float | TensorSample | None:
 
 
 def lost_state(saved: TrainingState, restored: TrainingState) -> dict[str, list[str]]:
-    """Return what differs -> the parameters in question, of those that an optimizer steps before and after."""
-    names = restored.parameters
-    absent: list[tuple[str, str]] = []
-    differences: list[tuple[str, str]] = []
-    for kind, saved_entries in saved.tensors.items():
-        restored_entries = restored.tensors.get(kind, {})
-        for name in filter(saved_entries.__contains__, names):
-            if name not in restored_entries:
-                absent.append((name, kind))
-            elif difference := _difference(saved_entries[name], restored_entries[name]):
-                differences.append((difference.format(kind), name))
-    for key, saved_numbers in saved.settings.items():
-        for name, number in restored.settings.get(key, {}).items():
-            if name in saved_numbers and _is_other_setting(saved_numbers[name], number):
-                differences.append((f"{key} {number:.4g} instead of {saved_numbers[name]:.4g}", name))
+    """Return difference -> parameters, of the parameters in both states."""
+    lost: dict[str, list[str]] = {}
+    for name in restored.parameters:
+        absent = []
+        for kind, entries in saved.tensors.items():
+            if name not in entries:
+                continue
+            if name not in restored.tensors.get(kind, {}):
+                absent.append(kind)
+            elif difference := _difference(entries[name], restored.tensors[kind][name]):
+                lost.setdefault(difference.format(kind), []).append(name)
+        if absent:
+            lost.setdefault(f"{', '.join(absent)} absent", []).append(name)
+        for key, restored_numbers in restored.settings.items():
+            saved_number = saved.settings.get(key, {}).get(name)
+            number = restored_numbers.get(name)
+            if saved_number is not None and number is not None and _is_other_setting(saved_number, number):
+                lost.setdefault(f"{key} {number:.4g} instead of {saved_number:.4g}", []).append(name)
     if "master weights" in saved.tensors and not restored.settings:
-        differences += [
-            ("Master weights, as copies of the weights, not found", name) for name in saved.tensors["master weights"]
-        ]
-    lost = [(f"{', '.join(kinds)} absent", name) for name, kinds in group_by_key(absent).items()]
-    return group_by_key([*lost, *differences])
+        lost["Master weights, as copies of the weights, not found"] = list(saved.tensors["master weights"])
+    return lost
 
 
 def _difference(saved: float | TensorSample, restored: float | TensorSample) -> str:
     if not (isinstance(saved, TensorSample) and isinstance(restored, TensorSample)):
-        return "" if saved == restored else f"{{}} {restored:g} instead of {saved:g}"
+        if saved == restored:
+            return ""
+        return f"{{}} {restored:g} instead of {saved:g}"
     if saved.shape != restored.shape:
         return f"{{}} of the shape {list(restored.shape)} instead of {list(saved.shape)}"
     if saved.dtype != restored.dtype:
@@ -152,7 +156,7 @@ def _difference(saved: float | TensorSample, restored: float | TensorSample) -> 
 
 
 def _is_other_setting(saved: float, restored: float) -> bool:
-    """Return whether a setting, or the distance from 1 of one that averages, differs by more than a schedule's step."""
+    """Return whether a setting, or its distance from 1, as of a decay rate, differs by more than a schedule's step."""
     pairs = [(abs(saved), abs(restored))]
     if 0.5 < saved < 1 and 0.5 < restored < 1:
         pairs.append((1 - saved, 1 - restored))

@@ -145,8 +145,9 @@ class ResumeAudit:
         return with_layers(facts, self._modules())
 
     def _with_training(self, fingerprint: Fingerprint) -> Fingerprint:
-        held = [(optimizer, stepped.held) for optimizer, stepped in self._stepped.items()]
-        return replace(fingerprint, training=read_training_state(held) if held else None)
+        if not self._stepped:
+            return fingerprint
+        return replace(fingerprint, training=read_training_state(self._stepped))
 
     @property
     def _name_of_run(self) -> str:
@@ -227,7 +228,7 @@ class ResumeAudit:
             self._report(text, "warning", [text], layers)
             logger.warning("%s\n%s", text, _REMEDY)
 
-    def _report(self, text: str, severity: Severity, lost: Iterable[str], layers: Iterable[str]) -> None:
+    def _report(self, text: str, severity: Severity, lost: Sequence[str], layers: Iterable[str]) -> None:
         data = {"lost": list(lost), "layers": list(dict.fromkeys(layers))}
         event = Event("resume_audited", text, self._context.iteration, severity, phase="checkpoint", data=data)
         self._context.events.append(event)
@@ -243,9 +244,14 @@ class ResumeAudit:
             restored = with_recipes(restored, self._modules(), self._results.table.trained_in_fp8)
             report = compare(saved, self._with_training(restored))
             self._results.resume = report
-            lost = [finding for finding in report.findings if finding.of_rank]
-            layers = [name for finding in lost if not finding.of_training for name in finding.layers]
-            self._report(str(report), "warning" if report.findings else "info", map(str, lost), layers)
+            lost: list[str] = []
+            layers: list[str] = []
+            for finding in report.findings:
+                if finding.of_rank:
+                    lost.append(str(finding))
+                    if not finding.of_training:
+                        layers += finding.layers
+            self._report(str(report), "warning" if report.findings else "info", lost, layers)
             if not report.findings:
                 logger.debug("The resume restored the state of the checkpoint of iteration %d.", report.iteration)
             elif self._context.options.strict:

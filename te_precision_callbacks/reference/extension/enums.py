@@ -29,20 +29,29 @@ class DType(IntEnum):
     kFloat4E2M1 = 10
 
 
-FP8FwdTensors = IntEnum(
-    "FP8FwdTensors",
-    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
-    start=0,
-)
-"""The index of each forward tensor's scale and amax under delayed scaling."""
+class FP8FwdTensors(IntEnum):
+    """The index of each forward tensor's scale and amax under delayed scaling."""
+
+    GEMM1_INPUT = 0
+    GEMM1_WEIGHT = 1
+    GEMM1_OUTPUT = 2
+    GEMM2_INPUT = 3
+    GEMM2_WEIGHT = 4
+    GEMM2_OUTPUT = 5
+    GEMM3_INPUT = 6
+    GEMM3_WEIGHT = 7
+    GEMM3_OUTPUT = 8
 
 
-FP8BwdTensors = IntEnum(
-    "FP8BwdTensors",
-    "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
-    start=0,
-)
-"""The index of each backward tensor's scale and amax under delayed scaling."""
+class FP8BwdTensors(IntEnum):
+    """The index of each backward tensor's scale and amax under delayed scaling."""
+
+    GRAD_OUTPUT1 = 0
+    GRAD_INPUT1 = 1
+    GRAD_OUTPUT2 = 2
+    GRAD_INPUT2 = 3
+    GRAD_OUTPUT3 = 4
+    GRAD_INPUT3 = 5
 
 
 class FP8TensorMeta:
@@ -59,47 +68,70 @@ class NVTE_Fused_Attn_Backend(IntEnum):
     NVTE_FP8 = 2
 
 
-NVTE_QKV_Format = IntEnum(
-    "NVTE_QKV_Format",
-    "NVTE_SBHD NVTE_BSHD NVTE_THD NVTE_BSHD_2SBHD NVTE_SBHD_2BSHD NVTE_THD_2BSHD NVTE_THD_2SBHD NVTE_BHSD "
-    "NVTE_QKV_Format_NOT_SET",
-    start=0,
-)
-"""Order of the dimensions batch, sequence, head, head size, or tokens, head, head size (THD)."""
+class NVTE_QKV_Format(IntEnum):
+    """Order of the dimensions batch, sequence, head, head size, or tokens, head, head size (THD)."""
+
+    NVTE_SBHD = 0
+    NVTE_BSHD = 1
+    NVTE_THD = 2
+    NVTE_BSHD_2SBHD = 3
+    NVTE_SBHD_2BSHD = 4
+    NVTE_THD_2BSHD = 5
+    NVTE_THD_2SBHD = 6
+    NVTE_BHSD = 7
+    NVTE_QKV_Format_NOT_SET = 8
 
 
-NVTE_QKV_Layout = IntEnum(
-    "NVTE_QKV_Layout",
-    "NVTE_SB3HD NVTE_SBH3D NVTE_SBHD_SB2HD NVTE_SBHD_SBH2D NVTE_SBHD_SBHD_SBHD NVTE_BS3HD NVTE_BSH3D "
-    "NVTE_BSHD_BS2HD NVTE_BSHD_BSH2D NVTE_BSHD_BSHD_BSHD NVTE_T3HD NVTE_TH3D NVTE_THD_T2HD NVTE_THD_TH2D "
-    "NVTE_THD_THD_THD NVTE_SBHD_BSHD_BSHD NVTE_BSHD_SBHD_SBHD NVTE_THD_BSHD_BSHD NVTE_THD_SBHD_SBHD "
-    "NVTE_Paged_KV_BSHD_BSHD_BSHD NVTE_Paged_KV_BSHD_SBHD_SBHD NVTE_Paged_KV_SBHD_BSHD_BSHD "
-    "NVTE_Paged_KV_SBHD_SBHD_SBHD NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD NVTE_BHSD_BHSD_BHSD "
-    "NVTE_QKV_Layout_NOT_SET",
-    start=0,
-)
+class NVTE_QKV_Layout(IntEnum):
+    NVTE_SB3HD = 0
+    NVTE_SBH3D = 1
+    NVTE_SBHD_SB2HD = 2
+    NVTE_SBHD_SBH2D = 3
+    NVTE_SBHD_SBHD_SBHD = 4
+    NVTE_BS3HD = 5
+    NVTE_BSH3D = 6
+    NVTE_BSHD_BS2HD = 7
+    NVTE_BSHD_BSH2D = 8
+    NVTE_BSHD_BSHD_BSHD = 9
+    NVTE_T3HD = 10
+    NVTE_TH3D = 11
+    NVTE_THD_T2HD = 12
+    NVTE_THD_TH2D = 13
+    NVTE_THD_THD_THD = 14
+    NVTE_SBHD_BSHD_BSHD = 15
+    NVTE_BSHD_SBHD_SBHD = 16
+    NVTE_THD_BSHD_BSHD = 17
+    NVTE_THD_SBHD_SBHD = 18
+    NVTE_Paged_KV_BSHD_BSHD_BSHD = 19
+    NVTE_Paged_KV_BSHD_SBHD_SBHD = 20
+    NVTE_Paged_KV_SBHD_BSHD_BSHD = 21
+    NVTE_Paged_KV_SBHD_SBHD_SBHD = 22
+    NVTE_Paged_KV_THD_BSHD_BSHD = 23
+    NVTE_Paged_KV_THD_SBHD_SBHD = 24
+    NVTE_BHSD_BHSD_BHSD = 25
+    NVTE_QKV_Layout_NOT_SET = 26
 
 
-NVTE_Bias_Type = IntEnum(
-    "NVTE_Bias_Type",
-    "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI",
-    start=0,
-)
+class NVTE_Bias_Type(IntEnum):
+    NVTE_NO_BIAS = 0
+    NVTE_PRE_SCALE_BIAS = 1
+    NVTE_POST_SCALE_BIAS = 2
+    NVTE_ALIBI = 3
 
 
-NVTE_Mask_Type = IntEnum(
-    "NVTE_Mask_Type",
-    "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK NVTE_CAUSAL_BOTTOM_RIGHT_MASK "
-    "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
-    start=0,
-)
+class NVTE_Mask_Type(IntEnum):
+    NVTE_NO_MASK = 0
+    NVTE_PADDING_MASK = 1
+    NVTE_CAUSAL_MASK = 2
+    NVTE_PADDING_CAUSAL_MASK = 3
+    NVTE_CAUSAL_BOTTOM_RIGHT_MASK = 4
+    NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
 
 
-NVTE_Softmax_Type = IntEnum(
-    "NVTE_Softmax_Type",
-    "NVTE_VANILLA_SOFTMAX NVTE_OFF_BY_ONE_SOFTMAX NVTE_LEARNABLE_SOFTMAX",
-    start=0,
-)
+class NVTE_Softmax_Type(IntEnum):
+    NVTE_VANILLA_SOFTMAX = 0
+    NVTE_OFF_BY_ONE_SOFTMAX = 1
+    NVTE_LEARNABLE_SOFTMAX = 2
 
 
 class NVTEScalingMode(IntEnum):
@@ -111,13 +143,19 @@ class NVTEScalingMode(IntEnum):
     NVTE_INVALID_SCALING = 100
 
 
-CommOverlapType = IntEnum("CommOverlapType", "RS AG", start=0)
+class CommOverlapType(IntEnum):
+    RS = 0
+    AG = 1
 
 
-NVTERoutingMapFormat = IntEnum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8", start=0)
+class NVTERoutingMapFormat(IntEnum):
+    BYTEMAP = 0
+    BITMAP_U8 = 1
 
 
-NVTEQBHistogramMode = IntEnum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC", start=0)
+class NVTEQBHistogramMode(IntEnum):
+    TWO_KERNEL = 0
+    FUSED_ATOMIC = 1
 
 
 EXPORTED.update(
