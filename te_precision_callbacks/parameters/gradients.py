@@ -230,6 +230,9 @@ class GradientSizes:
                 for parameter in magnitudes.parameters:
                     new.pop(parameter, None)
             parameters = [*new]
+            if clipped:
+                for parameter in parameters:
+                    parameter.unclipped += 1
             gradients = [*new.values()]
         self._stepped += [magnitudes._replace(order=order) for magnitudes in clipped + _largest(parameters, gradients)]
 

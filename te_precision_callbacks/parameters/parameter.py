@@ -32,6 +32,7 @@ ParameterProblem = Literal[
     "lost_gradient",
     "arrived",
     "left_out",
+    "unclipped",
     "idle",
     "not_held",
     "converted",
@@ -169,6 +170,7 @@ class Parameter:
         longest_gap: steps of the longest earlier gap.
         zeros: the last steps with a gradient of 0, if the last one had.
         present_since: the first iteration since its gradient was last 0; -1 before the first gradient.
+        unclipped: number of steps in which other gradients of its optimizer were clipped.
         least_zeros: the least number of steps with a gradient of 0 of a gradient that has vanished.
         held_until: last iteration with a step of the parameter's optimizer, or -1.
         cleared: last sampled iterations, and whether the gradient was cleared before the next step.
@@ -192,6 +194,7 @@ class Parameter:
     zeros: ZeroGradients | None = None
     present_since: int = -1
     least_zeros: int = LEAST_ABSENT
+    unclipped: int = 0
     held_until: int = -1
     cleared: dict[int, bool] = field(default_factory=dict)
     rows: list[WeightRow] = field(default_factory=list)

@@ -389,6 +389,35 @@ def test_gradients_that_are_not_cleared(tmp_path: Path, clears: str, micro_batch
     assert diagnose(tmp_path) == session.findings
 
 
+@pytest.mark.parametrize(
+    "clips", ["a part", "all", "each part", "of one of two optimizers", "a part in the first step"]
+)
+def test_clipping_that_leaves_out_parameters(tmp_path: Path, clips: str) -> None:
+    model = Model()
+    first, *others = list(model.children())
+    optimizers = [adamw(model)]
+    if "two" in clips:
+        optimizers = [adamw(part) for part in (first, torch.nn.ModuleList(others))]
+    with InspectSession(model=model, log_dir=tmp_path) as session:
+        for step in range(9):
+            model.loss(step).backward()
+            parts = (
+                [first]
+                if clips in ("a part", "of one of two optimizers") or (step == 0 and "step" in clips)
+                else [model]
+            )
+            for part in model.children() if clips == "each part" else parts:
+                torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            session.step()
+    expected = [("gradient-norm", "note", 0)] if clips == "a part" else []
+    findings = [(finding.rule, finding.severity, finding.since) for finding in session.findings]
+    assert [found for found in findings if found[0] == "gradient-norm"] == expected
+    assert diagnose(tmp_path) == session.findings
+
+
 @pytest.mark.parametrize("parts", ["matrices", "vectors"])
 def test_one_of_two_optimizers_does_not_clear_its_gradients(tmp_path: Path, parts: str) -> None:
     model = Model()

@@ -67,6 +67,9 @@ APART_CHECKS = 2
 must find it.
 """
 
+UNCLIPPED = 3
+"""Steps in which clipping left out a gradient."""
+
 DECAYS = 0.02
 """Share of a weight that weight decay removes in a step: half of it in 34 steps."""
 
@@ -110,6 +113,7 @@ class ParameterProblems:
             *idle.values(),
             *self._arrived(),
             *self._decays(),
+            *self._unclipped(),
             *_missing_gradients(parameters, [(parameter, gap) for parameter, gap in without if parameter not in idle]),
             *_of_weights(parameters),
             *self._of_optimizers(at_last=at_last),
@@ -124,7 +128,7 @@ class ParameterProblems:
         ):
             self.checked.add("frozen-weight")
         if watch.schedules:
-            self.checked.add("learning-rate")
+            self.checked |= {"learning-rate", "gradient-norm"}
         reported = {name for what, name in self._reported if what in _NEVER_REACHED}
         never_reached = {parameter.name for parameter, _ in without if not parameter.has_gradient}
         if trains and not self.unmatched and never_reached <= reported:
@@ -145,6 +149,12 @@ class ParameterProblems:
                 self._reported -= {*ended, ("arrived", name)}
                 yield Problem("arrived", name, gap.since, gap.steps)
         self._watch.ended_gaps.clear()
+
+    def _unclipped(self) -> Iterator[Problem]:
+        for parameter in self._watch.parameters:
+            if parameter.unclipped >= UNCLIPPED:
+                since = self._watch.ended + 1 - parameter.unclipped
+                yield Problem("unclipped", parameter.name, since, parameter.unclipped)
 
     def _decays(self) -> Iterator[Problem]:
         for optimizer in self._watch.listed.stepped.values():
@@ -447,6 +457,12 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
                 Lower weight_decay= of the optimizer's parameter group. Times the learning rate, it is
                 the share of the weights that a step removes
             """,
+        ),
+    },
+    "gradient-norm": {
+        "unclipped": _Kind(
+            "{all_names}: not among the parameters that were clipped in {number:.0f} optimizer steps, so the norm is"
+            " that of the others"
         ),
     },
     "weight-jump": {

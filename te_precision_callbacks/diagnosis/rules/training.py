@@ -29,7 +29,7 @@ from te_precision_callbacks.diagnosis.rule import (
     find_absences,
     layers_of_change,
 )
-from te_precision_callbacks.diagnosis.rules.parameters import ParameterRule
+from te_precision_callbacks.diagnosis.rules.parameters import UNCLIPPED, ParameterRule
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
@@ -761,6 +761,24 @@ RULES = (
         disproof="only the logged value is a sum",
         remedy=_DIVIDE,
         check=lambda: Logged(number=_first_loss, find=_is_sum, applies=False),
+    ),
+    Rule(
+        id="gradient-norm",
+        title="clipping leaves out parameters",
+        subject="layer",
+        needs="steps of a torch.optim optimizer",
+        collect="at least 6 steps of the optimizer",
+        condition=f"""
+            in {UNCLIPPED} steps of an optimizer, torch's clip_grad_norm_ got some of its parameters with gradients, and
+            not these
+        """,
+        silent="an optimizer that steps none of the clipped parameters; clipping of master weights or without torch",
+        severity="note",
+        source="arithmetic; the number of steps is this project's",
+        why="the logged norm lacks their part, and their gradients are not limited",
+        disproof="a part is clipped on purpose",
+        remedy="Pass all parameters of the optimizer to clip_grad_norm_, for example model.parameters()",
+        check=lambda: ParameterRule(rule="gradient-norm"),
     ),
     Rule(
         id="weight-jump",
