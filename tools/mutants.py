@@ -57,6 +57,7 @@ NEAR = {
     "observation": "features session/test_observation.py session/test_lifecycle.py",
     "options": "test_parity.py session/test_lifecycle.py test_debug_options.py",
     "runs/fingerprints": "test_fingerprints.py session/test_resume_audit.py",
+    "runs/training_state": "session/test_training_state.py test_fingerprints.py",
     "te": "test_layers.py test_fingerprints.py coverage instrumentation/test_fused.py",
     "coverage/matrix_products": "test_matrix_products.py coverage",
     "sinks": "test_metrics.py test_records.py runs session/test_failures.py accelerate/test_trackers.py",

@@ -357,9 +357,8 @@ def _sum_over_ranks(
     rank_numbers: Mapping[EntryT, tuple[int, int]], ranks: Ranks, kind: str, entry_type: Any
 ) -> dict[EntryT, tuple[int, int]]:
     entries = ranks.pool(rank_numbers, kind, entry_type)
-    numbers = np.array([rank_numbers.get(entry, (0, 0)) for entry in entries], np.float64).reshape(
-        -1
-    )  # exact up to 2**53
+    pairs = [rank_numbers.get(entry, (0, 0)) for entry in entries]
+    numbers = np.array(pairs, np.float64).reshape(-1)  # exact up to 2**53
     merged = ranks.merge(numbers, f"sizes of {kind}", len(numbers))
     sums = list(map(round, numbers if merged is None else merged))
     return dict(zip(entries, zip(sums[::2], sums[1::2], strict=True), strict=True))

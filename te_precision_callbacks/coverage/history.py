@@ -227,9 +227,8 @@ class CoverageHistory:
             self._tables[key] = step_products
         elif key is not like:
             step_products.add(step)
-            self.changes += not step_products.steps & (
-                step_products.steps - 1
-            )  # at powers of two: a change rewrites the record
+            # At powers of two: a change rewrites the record.
+            self.changes += not step_products.steps & (step_products.steps - 1)
         return step_products
 
     def put_other_ranks(self, products: Iterable[Product]) -> None:
