@@ -61,7 +61,8 @@ def save(
         high_precision: ``tensor`` before quantization, for the same file.
         layer: the layer's name, for the header.
         tensor_name: such as "activation", for the header.
-        iteration, rank: the debug iteration and the rank, for the header.
+        iteration: the debug iteration, for the header.
+        rank: this rank, for the header.
         micro_batch: number of earlier dumps of this tensor in the iteration, for the header.
         recipe: the recipe, as an object or text.
         internals: add decoded tensors: unpacked FP4 values, scales as float32.
