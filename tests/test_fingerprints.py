@@ -18,12 +18,12 @@ from te_precision_callbacks.runs.fingerprints import (
     ScalingState,
     Weights,
     compare,
+    content_hash,
     file_name,
     read,
     recipe_fingerprint,
     write,
 )
-from te_precision_callbacks.runs.training_state import content_hash
 
 
 def layer(name: str, *, sharded: bool = False, rowwise: str = "a") -> LayerFingerprint:
@@ -55,7 +55,7 @@ def test_the_hash_depends_on_content_order_and_length(monkeypatch: pytest.Monkey
     assert len(set(hashes)) == len(different)
     assert content_hash(data, other) != content_hash(other, data)
     assert content_hash(data.reshape(8, 8).t().contiguous().t()) == content_hash(data), "memory does not matter"
-    monkeypatch.setattr("te_precision_callbacks.runs.training_state._CHUNK_BYTES", 64)
+    monkeypatch.setattr("te_precision_callbacks.runs.fingerprints._CHUNK_BYTES", 64)
     assert [content_hash(tensor) for tensor in different] == hashes
 
 

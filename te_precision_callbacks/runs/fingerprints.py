@@ -30,7 +30,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.runs.run_files import replace_whole
-from te_precision_callbacks.runs.training_state import TrainingState, content_hash, lost_state
+from te_precision_callbacks.runs.training_state import TrainingState, lost_state
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import (
     BACKWARD,
@@ -52,6 +52,7 @@ HIGH_PRECISION = "none"  # recipe of layers that train without FP8, as in GemmPr
 
 QUANTIZED = frozenset({"QuantizedTensorStorage", "GroupedTensorStorage"})
 
+_CHUNK_BYTES = 1 << 24  # size of the pieces that are hashed at once
 _MOST_NAMES = 4
 _FIELDS_WITH_STATE = frozenset({"amax_history_len", "qfactory"})  # fields of recipes that may have amax histories
 
@@ -324,6 +325,28 @@ def _data(weight: Any, *, columnwise: bool) -> list[torch.Tensor]:
     if part is None:
         return []
     return [tensor for tensor in (part.codes, part.scales, part.amax) if tensor is not None]
+
+
+def content_hash(*tensors: torch.Tensor) -> str:
+    """Hash the bytes of tensors on their device: 16 hexadecimal digits.
+
+    The hash is a sum over the 64-bit words w, modulo 2^64: ``w ^ (w >> 32)`` times an odd number that depends on the
+    position. A change of one word always changes the sum. Without the shift, two changed signs would cancel.
+    """
+    total = 0
+    for tensor in tensors:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        subtotal = torch.zeros((), dtype=torch.int64, device=data.device)
+        for start in range(0, data.numel(), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            words = torch.zeros(-(-chunk.numel() // 8), dtype=torch.int64, device=data.device)
+            words.view(torch.uint8)[: chunk.numel()] = chunk
+            first = start // 4 + 1
+            odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
+            words ^= (words >> 32) & 0xFFFFFFFF  # torch shifts negative numbers arithmetically
+            subtotal += (words * odd).sum()
+        total = total * 0x9E3779B97F4A7C15 + int(subtotal) + data.numel()
+    return f"{total % 2**64:016x}"
 
 
 # ---------------------------------------------------------------------- comparing

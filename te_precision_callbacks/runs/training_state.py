@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
 import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from te_precision_callbacks.base.optimizers import state_of
@@ -23,8 +26,6 @@ ROUNDED = 2e-3
 
 SCHEDULED = 2.0
 """Factor up to which a setting may differ: a schedule may step between a checkpoint and the next step."""
-
-_CHUNK_BYTES = 1 << 24  # size of the pieces that are hashed at once
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def read_training_state(optimizers: Mapping[torch.optim.Optimizer, SteppedParame
     tensors: dict[str, dict[str, float | TensorSample]] = {}
     settings: dict[str, dict[str, float]] = {}
     for optimizer, stepped in optimizers.items():
+        settings_of = {id(group): dict(_settings(group)) for group in stepped.groups}
         for parameter, tensor, group, _ in stepped.held:
             values = {"weights": parameter.weight, **state_of(optimizer, tensor)}
             if tensor is not parameter.weight:
@@ -75,7 +77,7 @@ def read_training_state(optimizers: Mapping[torch.optim.Optimizer, SteppedParame
                 entry = _sampled(value)
                 if entry is not None:
                     tensors.setdefault(kind, {})[parameter.name] = entry
-            for key, number in _settings(group):
+            for key, number in settings_of[id(group)].items():
                 settings.setdefault(key, {})[parameter.name] = number
     return TrainingState(tensors, settings)
 
@@ -85,7 +87,7 @@ def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         number = _number(value)
         if number is not None and key != "initial_lr":
             yield key, number
-        if isinstance(value, (tuple, list)):
+        if isinstance(value, (tuple, list)) and key != "params":
             for index, part in enumerate(value):
                 number = _number(part)
                 if number is not None:
@@ -106,11 +108,12 @@ def _sampled(value: Any) -> float | TensorSample | None:
     local = local_part(value)
     if not local.numel() or local.is_meta or is_quantized(local):  # whose codes are hashed as a whole
         return None
-    elements = sampled_view(local).cpu()
-    values = elements.double()
-    zeros = (values == 0).double().mean().item()
-    size = values.square().mean().sqrt().item()
-    return TensorSample(str(local.dtype).partition(".")[2], tuple(local.shape), size, zeros, content_hash(elements))
+    elements = sampled_view(local).cpu().contiguous()
+    values = elements.double().numpy().reshape(-1)
+    size = math.sqrt(values @ values / values.size)
+    zeros = 1 - np.count_nonzero(values) / values.size
+    content = hashlib.blake2b(elements.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return TensorSample(str(local.dtype).partition(".")[2], tuple(local.shape), size, zeros, content)
 
 
 def lost_state(saved: TrainingState, restored: TrainingState) -> dict[str, list[str]]:
@@ -161,25 +164,3 @@ def _is_other_setting(saved: float, restored: float) -> bool:
     if 0.5 < saved < 1 and 0.5 < restored < 1:
         pairs.append((1 - saved, 1 - restored))
     return saved != restored and any(max(pair) > SCHEDULED * min(pair) for pair in pairs)
-
-
-def content_hash(*tensors: torch.Tensor) -> str:
-    """Hash the bytes of tensors on their device: 16 hexadecimal digits.
-
-    The hash is a sum over the 64-bit words w, modulo 2^64: ``w ^ (w >> 32)`` times an odd number that depends on the
-    position. A change of one word always changes the sum. Without the shift, two changed signs would cancel.
-    """
-    total = 0
-    for tensor in tensors:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        subtotal = torch.zeros((), dtype=torch.int64, device=data.device)
-        for start in range(0, data.numel(), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            words = torch.zeros(-(-chunk.numel() // 8), dtype=torch.int64, device=data.device)
-            words.view(torch.uint8)[: chunk.numel()] = chunk
-            first = start // 4 + 1
-            odd = torch.arange(first, first + 2 * words.numel(), 2, device=data.device)
-            words ^= (words >> 32) & 0xFFFFFFFF  # torch shifts negative numbers arithmetically
-            subtotal += (words * odd).sum()
-        total = total * 0x9E3779B97F4A7C15 + int(subtotal) + data.numel()
-    return f"{total % 2**64:016x}"

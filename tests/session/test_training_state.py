@@ -15,6 +15,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugger, PrecisionDebugTrainerCallback
 from te_precision_callbacks.diagnosis import diagnose
+from te_precision_callbacks.runs.fingerprints import Fingerprint
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
 from tests.lightning.models import Plain, loader
@@ -200,6 +201,10 @@ def test_what_was_not_restored_is_told(tmp_path: Path, way: Callable[..., Inspec
 )
 def test_right_resumes_are_silent(tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
     of_a_loop(tmp_path, None, make)
+    saved = Fingerprint.from_text(torch.load(tmp_path / "saved.pt")["session"]["fingerprint"]).training
+    assert saved is not None
+    assert saved.settings["lr"].keys() == dict(Net().named_parameters()).keys()
+    assert not [key for key in saved.settings if "params" in key]
     report = of_a_loop(tmp_path, lambda model, optimizer: None, make).resume_report
     assert not report.findings
     assert report.not_compared == ("buffers", "random numbers", "the order of the data")
