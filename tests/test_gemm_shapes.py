@@ -55,3 +55,15 @@ def test_every_recipe_has_its_rules() -> None:
         ("dgrad", "tokens", 32),
         ("wgrad", "tokens", 32),
     ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [(HOPPER, [("fprop", 8), ("dgrad", 8), ("wgrad", 16)]), (BLACKWELL, [("wgrad", 16)]), ((10, 3), [("wgrad", 16)])],
+)
+def test_blackwell_multiplies_fp8_in_blocks_as_mxfp8(
+    capability: tuple[int, int], expected: list[tuple[str, int]]
+) -> None:
+    sizes = {"tokens": 4, "in_features": 64, "out_features": 64}
+    refused = refusals("fp8_block_scaling", capability, **sizes, asserted=False)
+    assert [(refusal.gemm, refusal.multiple) for refusal in refused] == expected

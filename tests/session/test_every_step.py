@@ -552,7 +552,7 @@ PLANTED = {
         seen="the largest RMS of a token of the input",
     ),
     "what a block gets is far larger from a step on": Planted(
-        {"at": changed("input", range(22, 99), lambda x: x * 1000)},
+        {"at": changed("input", range(22, 99), lambda x: x * 24)},  # a jump of 16 is the least
         "growth",
         {"layers": ("mlp.fc1", "head"), "tensor": "input", "last_good": 21, "since": 22, "severity": "warning"},
         seen="the largest RMS of a token of the input .*, and has stayed so in the 8 steps after it",
