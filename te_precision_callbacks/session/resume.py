@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.counts import many
+from te_precision_callbacks.base.devices import is_capturing
 from te_precision_callbacks.base.errors import ResumeAuditError
 from te_precision_callbacks.base.optimizers import state_of
 from te_precision_callbacks.base.ranks import own_rank, world_size
@@ -206,7 +207,9 @@ class ResumeAudit:
             self._steps = []
             with self._failures.guard("looking for", "the scales of a resume"):
                 self._steps = [torch.as_tensor(count).clone() for count in _steps_before(optimizer)]
-        if self._restored is not None and optimizer in self._stepped and self._stepped[optimizer].held:
+        if self._restored is None or is_capturing():
+            return
+        if optimizer in self._stepped and self._stepped[optimizer].held:
             self._compare_restored()
 
     def end_step(self) -> None:
