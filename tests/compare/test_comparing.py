@@ -624,3 +624,15 @@ def test_layers_pair_by_the_end_of_their_names(runs: Runs, ours: str, theirs: st
     assert len(result.notes) == 2
     assert f"prefixes: {theirs!r} in {b.path}, {ours!r} in {a.path}" in result.notes[0]
     assert result.notes[0].startswith("6 layers ")
+
+
+@pytest.mark.parametrize(("steps", "is_above"), [(60, True), (4, False)])
+def test_a_difference_that_lasts_within_the_noise_raises_the_bound(steps: int, is_above: bool) -> None:
+    """Of five steps, in one of two series; a curve shorter than that has no lasting difference."""
+    iterations = np.arange(steps)
+    quiet = np.random.default_rng(0).normal(size=steps)
+    lasting = quiet.copy()
+    lasting[-5:] = 60.0
+    floor = NoiseFloor([[Curve(iterations, quiet)] for _ in range(20)] + [[Curve(iterations, lasting)]], 1e-3, 5)
+    usual = NoiseFloor([[Curve(iterations, quiet)]], 1e-3, 5)
+    assert (floor.bound > usual.bound) == is_above
