@@ -53,6 +53,13 @@ def test_a_feature_is_explained_with_an_example_that_loads() -> None:
             assert one_line(str(field.description)) in words
 
 
+def test_a_key_is_said_to_be_required_or_has_its_default() -> None:
+    output = one_line(run("features", "PerTensorScaling"))
+    assert "enabled: True or False where: feature; required" in output
+    assert "items of `tensors_struct`; default: 0 The scale is" in output
+    assert "gemms: a list of fprop, dgrad, wgrad where: feature GEMMs that" in output
+
+
 def test_features_as_json() -> None:
     listed = json.loads(run("features", "--json"))["features"]
     assert [(item["namespace"], item["name"]) for item in listed] == [(f.namespace, f.name) for f in features()]
