@@ -71,8 +71,7 @@ def save(
         The dump, which shares the tensor's memory.
 
     Raises:
-        DumpError: the kind of the tensor is unknown, ``high_precision`` has another shape, an argument has the wrong
-            type, or the file cannot be written.
+        DumpError: an unknown kind of tensor, ``high_precision`` of another shape, a wrong type, or a file that fails.
         LayoutError: the tensor's buffers do not match each other.
     """
     for name, text in {"layer": layer, "tensor_name": tensor_name}.items():
