@@ -29,7 +29,7 @@ _PACKAGE = Path(te_precision_callbacks.__file__).resolve().parent
 _FEATURES = _PACKAGE.parent / "features"
 _STANDS_FOR_OTHERS = ("reference", "numerics")
 """Parts that compute what Transformer Engine's compiled part would, or that it calls for that."""
-_GOES_BETWEEN = ("session", "instrumentation", "coverage")
+_GOES_BETWEEN = ("session", "instrumentation", "coverage", "layers")
 """Parts that call Transformer Engine, so that its own waits have them on the stack."""
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
 
