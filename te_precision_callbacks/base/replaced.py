@@ -54,7 +54,7 @@ class BeforeCalls:
 
     Args:
         owner: the object; only its ``__dict__`` is changed, not its class.
-        before: a bound method, which is weakly referenced.
+        before_call: a bound method, which is weakly referenced.
     """
 
     def __init__(self, owner: Any, name: str, before_call: Callable[..., None]) -> None:

@@ -24,7 +24,7 @@ class ClippingWatch:
     """Keeps the gradient norm and the limit of a step's largest clipping, until :meth:`take`.
 
     Args:
-        before: called with the parameters before their gradients are scaled.
+        before_clipping: called with the parameters before their gradients are scaled.
     """
 
     def __init__(self, before_clipping: Callable[[list[torch.Tensor]], None], failures: ObservationFailures) -> None:

@@ -100,7 +100,7 @@ class GemmTap:
 
     Args:
         consume: gets the events of GEMMs that features observe.
-        before: called before a GEMM accumulates into its result.
+        before_sum: called before a GEMM accumulates into its result.
         enter: called in each forward that is due, after ``prepare_forward``, with the module, the forward, its input,
             and the arguments of its operator in a compiled graph, or None; returns the tensors that features need
             before quantization, as (layer index, tensor name); None for a forward without events.
