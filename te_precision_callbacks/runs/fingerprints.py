@@ -437,8 +437,8 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
     not_compared = ["buffers", "random numbers", "the order of the data"]
     if saved.training and now.training and (saved.rank, saved.world_size) == (now.rank, now.world_size):
         unstepped = saved.training.parameters.keys() - now.training.parameters.keys()
-        if unstepped and now.training.parameters:
-            not_compared.insert(0, f"{many(len(unstepped), 'parameter')} that no optimizer has stepped yet")
+        if unstepped:
+            not_compared.insert(0, f"{many(len(unstepped), 'parameter')} that no optimizer was seen to step")
         for what, names in lost_state(saved.training, now.training).items():
             is_of_all = len(names) == len(saved.training.parameters)
             findings.append(ResumeFinding(what, tuple(names), is_of_all, of_rank=True, of_training=True))
