@@ -107,7 +107,7 @@ def mark_call(results: Iterable[Any], call: object) -> bool:
 def calls_in_graph(roots: Iterable[Any]) -> Iterator[Any]:
     """Yield the nearest call on each path of a backward from these tensors or edges, by its mark or a product."""
     nodes = [getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots]
-    seen = set(nodes)
+    seen_nodes = set(nodes)
     while nodes:
         node = nodes.pop()
         if node is None:
@@ -119,8 +119,8 @@ def calls_in_graph(roots: Iterable[Any]) -> Iterator[Any]:
                 yield call
             continue
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
+            if following is not None and following not in seen_nodes:
+                seen_nodes.add(following)
                 nodes.append(following)
 
 

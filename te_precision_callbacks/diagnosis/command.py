@@ -86,9 +86,7 @@ def diagnose_command(
         if note:
             terminal.show_text(f"{note} --all checks all runs.", err=as_json)
         checked = [_check(recorded, known, lines)]
-    verdicts = [entry.verdict for entry in checked]
-    severities = (*SEVERITIES, "")
-    worst = checked[verdicts.index(min(verdicts, key=lambda v: (not v.wrong, v.healthy, severities.index(v.severity))))]
+    worst = min(checked, key=_order_of_verdicts)
     if len(names) > 1:
         _show_runs(path, checked, worst, as_json=as_json)
     elif as_json:

@@ -8,15 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 
-def keep_high(*layers: str, others: Iterable[str] = (), gemms: Sequence[str] = ()) -> str:
+def keep_high(*layers: str, other_layers: Iterable[str] = (), gemms: Sequence[str] = ()) -> str:
     """Return a section that keeps layers in high precision.
 
     Args:
         gemms: the GEMMs to keep; by default, the whole layers.
-        others: names that the pattern must not match. If several layers differ only in their numbers, and no other name
-            does, the pattern matches all numbers.
+        other_layers: names that the pattern must not match. If several layers differ only in their numbers, and no
+            other name does, the pattern matches all numbers.
     """
-    pattern = json.dumps(f"^{_pattern(layers, others)}$")  # JSON is YAML
+    pattern = json.dumps(f"^{_pattern(layers, other_layers)}$")  # JSON is YAML
     name = "_".join(("keep", *gemms, "in_high_precision"))
     feature = "DisableFP8Layer:\n      enabled: True"
     if gemms:
@@ -30,11 +30,11 @@ def keep_high(*layers: str, others: Iterable[str] = (), gemms: Sequence[str] = (
 """
 
 
-def _pattern(layers: Iterable[str], others: Iterable[str]) -> str:
+def _pattern(layers: Iterable[str], other_layers: Iterable[str]) -> str:
     forms: dict[str, list[str]] = defaultdict(list)
     for name in layers:
         forms[_form(name)].append(name)
-    other_forms = {_form(name) for name in others}
+    other_forms = {_form(name) for name in other_layers}
     patterns: list[str] = []
     for form, names in forms.items():
         is_whole = len(names) > 1 and form not in other_forms

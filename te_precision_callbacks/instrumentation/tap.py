@@ -73,20 +73,7 @@ from te_precision_callbacks.layers.forwards import (
 from te_precision_callbacks.layers.gemm_events import BeforeSum, GemmEvent
 from te_precision_callbacks.layers.naming import NamedOperation
 from te_precision_callbacks.te import modules as te_modules
-from te_precision_callbacks.te.seams import (
-    _common,
-    backends,
-    base,
-    callers,
-    fused_attn,
-    fuser,
-    gemm,
-    grouped_linear,
-    layernorm_linear,
-    layernorm_mlp,
-    linear,
-    operation_methods,
-)
+from te_precision_callbacks.te import seams
 from te_precision_callbacks.te.state import is_in_autocast, recipe_in_use
 from te_precision_callbacks.te.tensors import is_quantized
 
@@ -205,30 +192,32 @@ class GemmTap:
         wrapped: dict[int, Any] = {}
         attention_wrappers = {"fused_attn_fwd": self._attention.wrap, "fused_attn_bwd": self._attention.wrap}
         wrappers = {**gemm_wrappers, **attention_wrappers}
-        for module, name in callers({gemm: tuple(gemm_wrappers), fused_attn: tuple(attention_wrappers)}):
+        for module, name in seams.callers(
+            {seams.gemm: tuple(gemm_wrappers), seams.fused_attn: tuple(attention_wrappers)}
+        ):
             original = getattr(module, name)
             if id(original) not in wrapped:
                 wrapped[id(original)] = wrappers[name](original)
             self._seams.replace(module, name, wrapped[id(original)])
-        self._seams.wrap(base.TransformerEngineBaseModule, "prepare_forward", self._wrap_prepare)
-        if linear._linear_op is None:
-            self._seams.wrap(linear.Linear, "forward", outside_of_dynamo)
-        attention = backends.FusedAttnFunc, lambda: _find_none, ()
+        self._seams.wrap(seams.base.TransformerEngineBaseModule, "prepare_forward", self._wrap_prepare)
+        if seams.linear._linear_op is None:
+            self._seams.wrap(seams.linear.Linear, "forward", outside_of_dynamo)
+        attention = seams.backends.FusedAttnFunc, lambda: _find_none, ()
         for function, make_find, weights in (*autograd_functions(), attention):
             find_tensors = self._reader(function.forward, make_find)
             self._seams.replace(function, "forward", staticmethod(self._wrap_forward(function.forward, find_tensors)))
             self._seams.replace(function, "backward", staticmethod(self._wrap_backward(function.backward, weights)))
-        for owner in (layernorm_linear, layernorm_mlp):
+        for owner in (seams.layernorm_linear, seams.layernorm_mlp):
             self._seams.wrap(owner, "apply_normalization", self._unfused.wrap_norm)
-        for owner in (grouped_linear, layernorm_linear, linear):
+        for owner in (seams.grouped_linear, seams.layernorm_linear, seams.linear):
             self._seams.wrap(owner, "materialize_weight_for_forward", self._wrap_gather)
-        self._seams.wrap(_common.WeightGradStore, "put", self._wrap_put)
-        self._seams.wrap(fuser.OperationFuser, "__call__", self.operations.wrap_call)
+        self._seams.wrap(seams._common.WeightGradStore, "put", self._wrap_put)
+        self._seams.wrap(seams.fuser.OperationFuser, "__call__", self.operations.wrap_call)
         operation_wrappers = {
             "fuser_forward": self.operations.wrap_forward,
             "fuser_backward": self.operations.wrap_backward,
         }
-        for operation, name, method in operation_methods(tuple(operation_wrappers)):
+        for operation, name, method in seams.operation_methods(tuple(operation_wrappers)):
             self._seams.replace(operation, name, operation_wrappers[name](method))
 
         self._install_when_due()
@@ -236,7 +225,7 @@ class GemmTap:
     def _install_when_due(self) -> None:
         """Install what only steps with features or counted products need."""
         if self._due:
-            self._seams_when_due.wrap(layernorm_mlp, "_act_func", self._unfused.wrap_act_func)
+            self._seams_when_due.wrap(seams.layernorm_mlp, "_act_func", self._unfused.wrap_act_func)
         if self._counts and self._attention.names:
             self._seams_when_due.wrap(te_modules.attention_class(), "end_forward", self._wrap_end)
 

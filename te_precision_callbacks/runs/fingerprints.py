@@ -30,7 +30,7 @@ from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.layers.folding import fold_names
 from te_precision_callbacks.layers.naming import NamedModule, modules_by_layer
 from te_precision_callbacks.runs.run_files import replace_whole
-from te_precision_callbacks.runs.training_state import TrainingState, lost_state
+from te_precision_callbacks.runs.training_state import StateSamples, lost_state
 from te_precision_callbacks.te import modules as te_modules
 from te_precision_callbacks.te.state import (
     BACKWARD,
@@ -152,7 +152,7 @@ class Fingerprint:
     recipes: tuple[RecipeFingerprint, ...] = ()
     layers: tuple[LayerFingerprint, ...] = ()
     schema: int = SCHEMA
-    training: TrainingState | None = None
+    training: StateSamples | None = None
 
     def recipe_of(self, layer: LayerFingerprint) -> RecipeFingerprint | None:
         if layer.recipe is None:
@@ -436,11 +436,12 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
         findings.append(ResumeFinding(what, tuple(names), len(names) == len(common), of_rank))
     not_compared = ["buffers", "random numbers", "the order of the data"]
     if saved.training and now.training and (saved.rank, saved.world_size) == (now.rank, now.world_size):
-        unstepped = saved.training.parameters.keys() - now.training.parameters.keys()
+        saved_parameters = saved.training.parameters.keys()
+        unstepped = saved_parameters - now.training.parameters.keys()
         if unstepped:
             not_compared.insert(0, f"{many(len(unstepped), 'parameter')} that no optimizer was seen to step")
         for what, names in lost_state(saved.training, now.training).items():
-            is_of_all = len(names) == len(saved.training.parameters)
+            is_of_all = len(names) == len(saved_parameters)
             findings.append(ResumeFinding(what, tuple(names), is_of_all, of_rank=True, of_training=True))
     else:
         not_compared[:0] = ["the optimizer's state", "master weights", "weights in high precision"]

@@ -46,7 +46,7 @@ class TensorSample:
 
 
 @dataclass(frozen=True)
-class TrainingState:
+class StateSamples:
     """The state of the parameters that optimizers step.
 
     Attributes:
@@ -63,7 +63,7 @@ class TrainingState:
         return dict.fromkeys(itertools.chain.from_iterable(self.settings.values()))
 
 
-def read_training_state(optimizers: Mapping[torch.optim.Optimizer, SteppedParameters]) -> TrainingState:
+def sample_state(optimizers: Mapping[torch.optim.Optimizer, SteppedParameters]) -> StateSamples:
     """Sample the tensors and states of optimizers; waits for the device."""
     tensors: dict[str, dict[str, float | TensorSample]] = {}
     settings: dict[str, dict[str, float]] = {}
@@ -79,15 +79,17 @@ def read_training_state(optimizers: Mapping[torch.optim.Optimizer, SteppedParame
                     tensors.setdefault(kind, {})[parameter.name] = entry
             for key, number in settings_of[id(group)].items():
                 settings.setdefault(key, {})[parameter.name] = number
-    return TrainingState(tensors, settings)
+    return StateSamples(tensors, settings)
 
 
 def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in group.items():
+        if key in ("params", "initial_lr"):
+            continue
         number = _number(value)
-        if number is not None and key != "initial_lr":
+        if number is not None:
             yield key, number
-        if isinstance(value, (tuple, list)) and key != "params":
+        if isinstance(value, (tuple, list)):
             for index, part in enumerate(value):
                 number = _number(part)
                 if number is not None:
@@ -116,7 +118,7 @@ def _sampled(value: Any) -> float | TensorSample | None:
     return TensorSample(str(local.dtype).partition(".")[2], tuple(local.shape), size, zeros, content)
 
 
-def lost_state(saved: TrainingState, restored: TrainingState) -> dict[str, list[str]]:
+def lost_state(saved: StateSamples, restored: StateSamples) -> dict[str, list[str]]:
     """Return difference -> parameters, of the parameters in both states."""
     lost: dict[str, list[str]] = {}
     for name in restored.parameters:

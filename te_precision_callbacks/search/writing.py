@@ -68,7 +68,7 @@ def write_config(path: Path, choice: Choice, units: Units, model: torch.nn.Modul
         layers = [layer for name in names for layer in units.layers[name]]
         in_high.update(itertools.product(layers, gemms))
         low_layers = all_layers.difference(layers)
-        sections.append(keep_high(*layers, others=low_layers, gemms=() if gemms == GEMMS else gemms))
+        sections.append(keep_high(*layers, other_layers=low_layers, gemms=() if gemms == GEMMS else gemms))
     path.write_text("".join(sections) or "{}\n")
     planned = _plan(path, model, low)
     wrong = [

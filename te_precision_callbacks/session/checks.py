@@ -128,11 +128,11 @@ class RuleChecks:
         """
         ranks = self._context.ranks
         is_stopping = bool(self._stopping)
-        if (
-            ranks.any("findings that stop", "stopping the run", own=is_stopping)
-            if at_once
-            else ranks.request_stop(own=is_stopping)
-        ):
+        if at_once:
+            stops = ranks.any("findings that stop", "stopping the run", own=is_stopping)
+        else:
+            stops = ranks.request_stop(own=is_stopping)
+        if stops:
             rank_findings = [finding for finding in self._stopping if finding.ranks][:1]
             first = sorted(ranks.pool(rank_findings, "findings", Finding), key=lambda finding: finding.since or 0)[:1]
             self._stopping += [finding for finding in first if finding not in self._stopping]

@@ -44,7 +44,7 @@ from te_precision_callbacks.runs.fingerprints import (
 from te_precision_callbacks.runs.run_files import new_run_id
 from te_precision_callbacks.runs.sink import RecordSink
 from te_precision_callbacks.runs.summary import is_training_loss
-from te_precision_callbacks.runs.training_state import read_training_state
+from te_precision_callbacks.runs.training_state import sample_state
 from te_precision_callbacks.session.context import RunContext
 from te_precision_callbacks.sinks.step_records import Event, Severity
 from te_precision_callbacks.te.state import delayed_states
@@ -148,7 +148,7 @@ class ResumeAudit:
     def _with_training(self, fingerprint: Fingerprint) -> Fingerprint:
         if not self._stepped:
             return fingerprint
-        return replace(fingerprint, training=read_training_state(self._stepped))
+        return replace(fingerprint, training=sample_state(self._stepped))
 
     @property
     def _name_of_run(self) -> str:

@@ -431,7 +431,7 @@ class InspectSession:
     def state_dict(self, *, file: str = "") -> dict[str, Any]:
         """Return the session's state for a checkpoint. Call this when the model's state is saved.
 
-        Keys: ``iteration``; ``fingerprint``, a text about this rank's low-precision state, unless no Transformer Engine
+        Keys: ``iteration``; ``fingerprint``, a text about this rank's training state, unless no Transformer Engine
         layer is attached; and ``losses``, the last 20 training losses. May be called on any rank, also after
         :meth:`stop`.
 

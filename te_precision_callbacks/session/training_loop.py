@@ -81,7 +81,7 @@ OptimizerMethod = Callable[[torch.optim.Optimizer], None]
 def hook_optimizers(before_step: OptimizerMethod, after_step: OptimizerMethod) -> list[RemovableHandle]:
     """Call methods before and after each step of any optimizer.
 
-    The backward of a step with a closure, as in Lightning, runs in the step: ``before_step`` is called after it.
+    The backward of a step with a closure, as in Lightning, runs in the step: ``before_step`` follows the first one.
     """
 
     @outside_of_dynamo

@@ -68,7 +68,7 @@ def next_keys(store: Any, rank: int) -> Any:
     return prefixed_store(str(store.add(f"meetings/{rank}", 1)), store)
 
 
-def meet(keys: Any, peer: RankPlace, wait: float, longest: float, why: str) -> Group:
+def meet(keys: Any, rank_place: RankPlace, wait: float, longest: float, why: str) -> Group:
     """Wait for all ranks, and connect to them.
 
     Args:
@@ -82,15 +82,16 @@ def meet(keys: Any, peer: RankPlace, wait: float, longest: float, why: str) -> G
     """
     listening = devices()
     keys.add("versions", PROTOCOL)
-    _wait_for_all(keys, _ARRIVED, peer, wait, f"not all ranks arrived within {wait:g} s", why)
-    if keys.add("versions", 0) != PROTOCOL * peer.size:
+    _wait_for_all(keys, _ARRIVED, rank_place, wait, f"not all ranks arrived within {wait:g} s", why)
+    if keys.add("versions", 0) != PROTOCOL * rank_place.size:
         raise MeetingFailed(
-            f"the ranks have different versions of te-precision-callbacks ({peer.name} has message version {PROTOCOL})"
+            f"the ranks have different versions of te-precision-callbacks ({rank_place.name} has message version"
+            f" {PROTOCOL})"
         )
-    group = Group(prefixed_store("gloo", keys), peer.rank, peer.size, listening, CONNECTING, longest)
+    group = Group(prefixed_store("gloo", keys), rank_place.rank, rank_place.size, listening, CONNECTING, longest)
     try:
         # Else a rank could leave before another one has connected to it.
-        _wait_for_all(keys, _CONNECTED, peer, CONNECTING, f"not all ranks connected within {CONNECTING:g} s")
+        _wait_for_all(keys, _CONNECTED, rank_place, CONNECTING, f"not all ranks connected within {CONNECTING:g} s")
     except BaseException:
         group.close()
         raise
@@ -105,10 +106,10 @@ def refuse(keys: Any, why: str) -> None:
             keys.set(f"{phase}/decision", why)
 
 
-def _wait_for_all(keys: Any, phase: str, peer: RankPlace, wait: float, missing: str, why: str = "") -> None:
+def _wait_for_all(keys: Any, phase: str, rank_place: RankPlace, wait: float, missing: str, why: str = "") -> None:
     begun = time.monotonic()
-    warns = why != "" and peer.rank <= 1
-    if keys.add(phase, 1) == peer.size:
+    warns = why != "" and rank_place.rank <= 1
+    if keys.add(phase, 1) == rank_place.size:
         _decide(keys, phase, "")
     pause = 0.001
     while not keys.check([f"{phase}/decision"]):
@@ -118,7 +119,7 @@ def _wait_for_all(keys: Any, phase: str, peer: RankPlace, wait: float, missing: 
             break
         if warns and waited > WAITING:
             warns = False
-            who = peer.name.capitalize()
+            who = rank_place.name.capitalize()
             logger.warning("%s has waited %g s for the other ranks, %s together with them.", who, WAITING, why)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -13,7 +13,6 @@ import typer
 from te_precision_callbacks.base import terminal
 from te_precision_callbacks.base.terminal import Json
 from te_precision_callbacks.base.vocabulary import RECIPES
-from te_precision_callbacks.cli.doctor.machine import examine, findings
 
 if TYPE_CHECKING:
     from te_precision_callbacks.cli.doctor.machine import DoctorFinding, Machine, TransformerEngine
@@ -30,6 +29,8 @@ def doctor_command(
 
     The exit code is 1 if there are problems. Only environment variables that change results are shown.
     """
+    from te_precision_callbacks.cli.doctor.machine import examine, findings
+
     machine = examine(log_dir)
     advice = findings(machine)
     if as_json:

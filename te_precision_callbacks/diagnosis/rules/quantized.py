@@ -258,7 +258,7 @@ def _underflow(check: RuleCheck, numbers: StepNumbers) -> Sightings:
 
 def keep_first(layers: Sequence[str], numbers: StepNumbers) -> str:
     high = layers[:MOST_KEPT]
-    return keep_high(*high, others=set(numbers.names) - set(high))
+    return keep_high(*high, other_layers=set(numbers.names) - set(high))
 
 
 def can_overflow(layer: LayerFacts, tensor: str) -> bool:
