@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
-from te_precision_callbacks.statistics.arrays import Floats, Mask, holds_any
+from te_precision_callbacks.statistics.arrays import Floats, Mask
 from te_precision_callbacks.statistics.names import OWN_RECIPE
 from te_precision_callbacks.statistics.series import Family, Series
 
@@ -83,8 +83,10 @@ class StepNumbers:
         self.facts = Facts()
         self._entries = entries  # recorded statistic, without a recipe in its name -> its entries
         self._derived: dict[object, Any] = {}
+        self._unknown = np.full(len(self.names), np.nan)
         self._values = np.empty(0)
         self._columns: dict[str, Floats] = {}
+        self._finite: dict[str, Floats] = {}
 
     def at(self, iteration: int, values: Floats, rank: int | None) -> StepNumbers:
         """Return another step with the same series."""
@@ -93,6 +95,7 @@ class StepNumbers:
         step.rank = rank
         step._values = values
         step._columns = {}
+        step._finite = {}
         return step
 
     def __len__(self) -> int:
@@ -174,7 +177,7 @@ class StepNumbers:
         """
         if statistic not in self._columns:
             column = self.column(statistic)
-            values = np.full(len(self), np.nan)
+            values = self._unknown.copy()
             values[column.rows] = self._values[column.indices]
             if statistic == "cur_amax":  # of rows with extremes it is the maximum so far
                 values = np.fmax(np.abs(values), np.abs(self.values("min")))
@@ -185,13 +188,15 @@ class StepNumbers:
         """[rows]: as :meth:`values`, and nan for tensors that contain inf or nan, since statistics ignore these
         elements.
         """
-        are_broken = self.values("nonfinite_num") > 0
-        values = self.values(statistic)
-        return np.where(are_broken, np.nan, values) if holds_any(are_broken) else values
+        if statistic not in self._finite:
+            values = self.values(statistic).copy()
+            values[self.values("nonfinite_num") > 0] = np.nan
+            self._finite[statistic] = values
+        return self._finite[statistic]
 
     def earlier(self, step: StepNumbers | None, statistic: str) -> Floats:
         """[rows]: as :meth:`finite`, in ``first`` or ``last``; nan without it."""
-        return np.full(len(self), np.nan) if step is None else extend_rows(step.finite(statistic), len(self), np.nan)
+        return self._unknown if step is None else extend_rows(step.finite(statistic), len(self), np.nan)
 
     def bits(self, statistic: str) -> Floats:
         """[rows]: the logarithms of :meth:`finite` to base 2; nan for 0."""

@@ -569,7 +569,7 @@ class Run:
 
     def _is_abandoned(self) -> bool:
         self.context.inspector.keep()  # before a forward reads it
-        return self.live and self.is_forked
+        return self.live and os.getpid() != self._process  # each forward asks
 
     def _warn_once(self, text: str) -> None:
         if self.context.notices.first(text):
