@@ -7,9 +7,9 @@ from pathlib import Path
 
 import te_precision_callbacks
 
-MOST_TOKENS = 375_000 + 1_647
-"""The second part, of 10,000: the state of a resume, and clipping that leaves out parameters. Lower it with each commit
-that removes code."""
+MOST_TOKENS = 375_000 + 1_792
+"""The second part, of 10,000: the state of a resume, clipping that leaves out parameters, and what use has shown to be
+wrong. Lower it with each commit that removes code."""
 
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 

@@ -48,9 +48,6 @@ STAYS = 8
 SHARE = 4
 """The least number of steps in low precision for each step in high precision in gaps."""
 
-LARGEST_CODES = (448.0, 57344.0)
-"""Magnitudes of an inf in FP8 current scaling: Transformer Engine then sets the scale to 1, and the cast saturates."""
-
 Kind = Literal["spike", "weights", "precision", "uncalled", "frozen"]
 
 
@@ -97,8 +94,6 @@ class Change:
             return f"the weight has changed by {self.now:.0%} of its norm, in a sample, {usual}{more}"
         more = f"; {many(further, 'more tensor')} in the same step" if further else ""
         stays = "" if self.until is None else f", and has stayed so in the {STAYS} steps after it"
-        if self.now in LARGEST_CODES:
-            more += ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
         return (
             f"the {first.magnitude} of the {first.tensor} is {self.now:.3g}, and was at most {self.before:.3g}"
             f" {earlier_steps}{stays}{more}"

@@ -356,6 +356,20 @@ ALIKE = [
         layers=("h.4.fc1",),
     ),
     finds("the amax of an activation alone", "sibling", [MASSIVE] * 4, severity="note"),
+    *(
+        finds(
+            f"all elements of an activation near {offset:g}",
+            "sibling",
+            [ordinary(b4_fc1_activation_cur_amax=abs(offset) + 1, b4_fc1_activation_mean=offset)] * 4,
+            severity="warning",
+            seen=f"amax is {amax} times larger than in similar layers; nearly all elements are close to {near}",
+        )
+        for offset, amax, near in ((400.0, "401, 100", "400"), (-30000.0, "30,000, 7,500", "-30,000"))
+    ),
+    silent(
+        "an activation with a mean as in similar layers",
+        [ordinary(b4_fc1_activation_cur_amax=5.0, b4_fc1_activation_mean=4.5)] * 4,
+    ),
     finds(
         "a gradient that jumps up on its way from h.9",
         "sibling",
@@ -406,6 +420,15 @@ GRADIENTS = [
     silent("an expert without tokens", [IDLE] * 4),
     silent("an expert without tokens has no backward", [without(IDLE, "h.4.fc2", "gradient")] * 4, NO_BACKWARD),
     silent("a frozen weight", [ABSENT] * 3, never("frozen weight")),
+    silent("a gradient of 0 of a frozen weight", [DEAD] * 4, never("frozen weight"), "dead-gradient"),
+    finds(
+        "gradients of 0 of all weights, also of a frozen one",
+        "dead-gradient",
+        [{**ordinary(), **{(layer, "gradient", name): 0.0 for layer in LAYERS for name in ("std", "cur_amax")}}] * 3,
+        never("frozen weight"),
+        alone=False,
+        seen="all gradients are 0, in all 20 layers: from the loss or the last layers on",
+    ),
     finds("growth without a loss", "growth", GROWN, alone=False, severity="note"),
     finds("growth with a loss", "growth", GROWN_AND_LOSSY, alone=False, severity="warning"),
     *(
@@ -1181,6 +1204,23 @@ def test_the_fact_that_explains_the_other_comes_first(cause: tuple[str, int, int
     first, second = root_causes_first([caused(*consequence), of_weight], causes)
     assert (first.rule, first.caused_by) == (cause[0], "")
     assert (second.rule, second.caused_by) == (consequence[0], f"{cause[0]} of weight of of {cause[0]}")
+
+
+def test_a_scale_that_stays_comes_before_the_gradients_that_it_rounds_to_zero() -> None:
+    """The scale has a value since its second step, and had the initial one in the first."""
+    first = ordinary(b4_fc1_gradient_cur_amax=0.0, b4_fc1_gradient_std=0.0)
+    lost = {"b4_fc2_gradient_underflows": 100.0, "b4_fc2_gradient_underflow_norm": 100.0}
+    later = [
+        {
+            **ordinary(b4_fc2_gradient_scale_inv_max=1.0, b4_fc2_gradient_cur_amax=1e-6 * (1 + step), **lost),
+            **{key: 0.0 for key in first if key[:2] == ("h.4.fc1", "gradient")},
+        }
+        for step in range(3)
+    ]
+    verdict = checked([without(first, "h.4.fc2", "gradient"), *later], DELAYED)
+    assert (verdict[0].rule, verdict[0].layers) == ("stale-scale", ("h.4.fc2",))
+    caused_by = {finding.rule: finding.caused_by for finding in verdict}
+    assert {caused_by["underflow"], caused_by["dead-gradient"]} == {"stale-scale of gradient of h.4.fc2"}
 
 
 def test_a_cause_may_be_seen_a_collection_step_later() -> None:

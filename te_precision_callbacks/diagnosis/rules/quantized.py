@@ -728,7 +728,7 @@ RULES = (
         recipes=("fp8_delayed_scaling",),
         check=lambda: ScaleCheck(needed=UNMOVED_STEPS, find=_never_updated),
         essential=True,
-        consequence_of=("dead-gradient", "missing-gradient", "nonfinite"),
+        consequence_of=("missing-gradient", "nonfinite"),
     ),
     Rule(
         id="resume",

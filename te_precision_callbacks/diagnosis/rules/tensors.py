@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from te_precision_callbacks.coverage.gemm_precision import NO_BACKWARD
-from te_precision_callbacks.diagnosis.facts import Facts
+from te_precision_callbacks.coverage.gemm_precision import FROZEN, NO_BACKWARD
+from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.rule import (
     COLLECT_EACH_STEP,
@@ -32,7 +32,7 @@ from te_precision_callbacks.diagnosis.rules.quantized import (
 )
 from te_precision_callbacks.diagnosis.rules.settings import remedy_of_small_gradients
 from te_precision_callbacks.diagnosis.rules.training import OF_LAST_STEPS
-from te_precision_callbacks.flight.changes import HISTORY, LARGEST_CODES, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT, STAYS
+from te_precision_callbacks.flight.changes import HISTORY, LEAST_HISTORY, SPIKE, SPIKE_OF_GRADIENT, STAYS
 from te_precision_callbacks.layers.folding import form_of, numbers_of
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, Ints, Mask, holds_any
@@ -132,15 +132,19 @@ class Sibling(RuleCheck):
         lossy = some & has_many_siblings
         lossy = lossy & _lose_elements(numbers) if holds_any(lossy) else lossy
         shows_only_amax = numbers.are("activation") & (statistic == "cur_amax")
+        means = numbers.values("mean")
+        is_offset = shows_only_amax & (np.abs(means) >= OFFSET * values)
+        shows_only_amax &= ~is_offset
 
         def describe(row: int) -> str:
             name = statistic.removeprefix("cur_")
             direction = "smaller" if jumps[row] < 0 else "larger"
             times = np.exp2(np.abs(jumps[row]))
-            return f"{name} is {values[row]:.3g}, {times:.3g} times {direction} than in similar layers"
+            offset = f"; nearly all elements are close to {means[row]:.3g}" if is_offset[row] else ""
+            return f"{name} is {values[row]:.3g}, {times:.3g} times {direction} than in similar layers{offset}"
 
         notes = some & ~lossy & shows_only_amax
-        warnings = far & ~lossy & ~shows_only_amax
+        warnings = (far | (some & is_offset)) & ~lossy & ~shows_only_amax
         yield from self.in_a_row(numbers, statistic, lossy, describe, steps=NEAR_STEPS)
         yield from self.in_a_row(numbers, statistic, notes, describe, severity="note")
         yield from self.in_a_row(numbers, statistic, warnings, describe)
@@ -250,6 +254,10 @@ OF_WEIGHTS: Mapping[str, float] = {"std": 3.0, "cur_amax": 4.0}
 OF_TWO_WEIGHTS = 8.0
 """The same of weights, which differed by less than 2^0.7 in these trainings; and of the weights of only two layers."""
 
+OFFSET = 0.9
+"""The least mean of an activation in its amax, where it is the elements of a constant that are large, not a few, as are
+massive activations."""
+
 NEAR = 5.0
 NEAR_STEPS = 2
 LOST = 1.0
@@ -302,6 +310,8 @@ class DeadGradient(RuleCheck):
         if holds_any(zero):
             idle = numbers.names_of(are_activations & (amaxes == 0))
             zero &= ~np.isin(numbers.names, idle)
+            if holds_any(has_trained):
+                zero &= ~numbers.by_row(_is_frozen)
         rhythms = extend_rows(self._rhythms, len(numbers), True)
         self._have_trained = extend_rows(self._have_trained, len(numbers), False) | has_trained
         is_due = numbers.iteration % _PERIODS == _PHASES
@@ -326,15 +336,26 @@ class DeadGradient(RuleCheck):
                 yield Sighting(seen, tensor="gradient", severity="note", replaces=True)
 
 
+def _is_frozen(layer: LayerFacts, tensor: str) -> bool:
+    return layer.never.get("wgrad") == FROZEN
+
+
 def _spike(check: Reported, event: Event) -> Sightings:
     slots = event.data["slots"]
-    _, tensor = slots[0]
+    first, tensor = slots[0]
     layers = tuple(layer for layer, spiked in slots if spiked == tensor)
     spike = Sighting(event.text, layers, tensor, since=event.iteration)
     if event.data["until"] is not None:
-        return [spike._replace(severity="warning", remedy=_OF_FORWARD.format(layers[0]))]
-    is_inf = event.data["now"] in LARGEST_CODES
-    return [spike._replace(severity="warning", remedy=_OF_INF) if is_inf else spike]
+        return [spike._replace(severity="warning", remedy=_OF_FORWARD.format(first))]
+    if event.data["now"] in _LARGEST_CODES and check.run.layer(first).recipe == "fp8_current_scaling":
+        spike = spike._replace(seen=event.text + _IS_INF, severity="warning", remedy=_OF_INF)
+    return [spike]
+
+
+_LARGEST_CODES = (448.0, 57344.0)
+"""Magnitudes of an inf in FP8 current scaling: Transformer Engine then sets the scale to 1, and the cast saturates."""
+
+_IS_INF = ". That is the largest number of FP8 at scale 1, to which the cast turns an inf"
 
 
 _OF_FORWARD = """
@@ -452,7 +473,10 @@ RULES = (
             must be at least {FEW_SPREADS:g} times the range of the others. Of two layers, the one farther from all
             other layers is reported
         """,
-        silent="trends with depth; fewer similar layers. Deviations only in the amax of activations are a note",
+        silent=f"""
+            trends with depth; fewer similar layers. Deviations only in the amax of activations are a note, unless the
+            mean is {OFFSET:g} times the amax or more: then jumps of 2^{NEAR:g} suffice
+        """,
         source="this project, calibrated on healthy and planted runs; massive activations: arXiv 2402.17762",
         why="""
             the blocks of a model are similar: a block that differs by orders of magnitude has a bug or no longer learns
@@ -490,6 +514,7 @@ RULES = (
             Look for detach(), no_grad() or a multiplication by 0 around or after the layer. If the gradient is 0 only
             in low precision, keep the following layers in high precision
         """,
+        consequence_of=("stale-scale of gradient",),
         check=DeadGradient,
     ),
     Rule(
