@@ -119,7 +119,7 @@ class ModelProducts:
         begin_call: called with the id of the model before each call of it, until counting has failed.
         on_failure: called when counting has failed.
         has_double_backward: whether a backward of the model had ``create_graph=True``.
-        has_added: whether a backward added to gradients; the caller resets it.
+        backwards: the number of backwards that added to gradients.
         is_tapped: whether the forwards of Transformer Engine's modules with known GEMMs are noted in every step, by
             :meth:`note_forward`.
         is_evaluation_mode: returns whether forwards of modules in evaluation mode are evaluations.
@@ -140,7 +140,8 @@ class ModelProducts:
         self.on_failure: Callable[[], object] = lambda: None
         self.is_evaluation_mode: Callable[[], bool] = lambda: True
         self.is_tapped = False
-        self._adds_to_gradients = self.has_added = False
+        self._adds_to_gradients = False
+        self.backwards = 0
         self._report = report
         self._is_paused = is_paused
         self._count = count
@@ -360,7 +361,8 @@ class ModelProducts:
                 return upstream(roots, *arguments, **keywords)
             with ExitStack() as stack:
                 if keywords.get("accumulate_grad"):  # not in torch.autograd.grad()
-                    self._adds_to_gradients = self.has_added = True
+                    self._adds_to_gradients = True
+                    self.backwards += 1
                     stack.callback(setattr, self, "_adds_to_gradients", False)
                     for context in self.around_backward:
                         stack.enter_context(context())

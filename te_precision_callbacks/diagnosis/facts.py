@@ -93,6 +93,7 @@ class Settings:
     Attributes:
         are_known: False for :data:`UNKNOWN`, the settings of a plain log.
         loss_is_scaled: whether a GradScaler has stepped an optimizer of the model.
+        takes_turns: whether optimizers step in turn, each after a backward of its own, as those of a GAN.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None if unknown.
         float16: whether a layer has products in float16.
         ranks: the number of ranks that reduce their statistics together.
@@ -109,6 +110,7 @@ class Settings:
 
     are_known: bool = True
     loss_is_scaled: bool = False
+    takes_turns: bool = False
     adds_eps: bool | None = None
     float16: bool = False
     ranks: int = 1

@@ -35,6 +35,7 @@ class RunResults:
         expects_low: the setting of the trainer that selects low precision.
         whole_run: the verdict on a resumed run including its earlier starts; None before the end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
+        takes_turns: whether optimizers step in turn, each after a backward of its own.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
     """
 
@@ -57,6 +58,7 @@ class RunResults:
         self.diagnosis = Diagnosis()
         self.whole_run: Verdict | None = None
         self.scales_loss = False
+        self.takes_turns = False
         self.adds_eps: bool | None = None
 
     def coverage_at(self, iteration: int) -> Coverage:

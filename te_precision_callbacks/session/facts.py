@@ -64,7 +64,7 @@ class RunFacts:
         self._model = model
         self._results = context.results
         self._taken: tuple[object, ...] = (None,)
-        self._scales_loss = False
+        self._urgent = False, False
         self._rests_until = 0.0
         self._machine: Row | None = None
 
@@ -72,16 +72,17 @@ class RunFacts:
         """Return the facts, or None without new ones.
 
         None for a while after a collection, unless ``at_last``, or if statistics were collected in another precision,
-        or a GradScaler has been seen: the rules that check them depend on it.
+        or a GradScaler or optimizers that step in turn have been seen: the rules that check them depend on it.
         """
         begun = time.perf_counter()
         results = self._results
         coverage = results.coverage
-        is_due = at_last or begun >= self._rests_until or results.scales_loss != self._scales_loss
+        urgent = results.scales_loss, results.takes_turns
+        is_due = at_last or begun >= self._rests_until or urgent != self._urgent
         if not is_due and not (has_statistics and results.table.changes != self._taken[0]):
             return None
         changes = results.table.changes, results.layers, coverage.changes
-        settings = results.scales_loss, results.adds_eps, self._model.hooks.selected_gemms.unmeasured
+        settings = *urgent, results.adds_eps, self._model.hooks.selected_gemms.unmeasured
         state = *changes, len(coverage.other_ranks_products), len(coverage.unconverted), *settings
         if state == self._taken:
             return None
@@ -102,7 +103,7 @@ class RunFacts:
         facts = FactTables(self._run(precision), tables)
         ended = time.perf_counter()
         self._taken = state
-        self._scales_loss = results.scales_loss
+        self._urgent = urgent
         self._rests_until = ended + (ended - begun) / MOST_SHARE
         return facts
 
@@ -133,6 +134,7 @@ class RunFacts:
             enters = ""
         return {
             "loss_is_scaled": self._results.scales_loss,
+            "takes_turns": self._results.takes_turns,
             "adds_eps": self._results.adds_eps,
             "float16": computes_in_float16(computed),
             "ranks": torch.distributed.get_world_size(self._options.process_group) if is_reduced else 1,

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 _ALIKE = 3
 """Number of consecutive optimizer steps with equal extra iterations that cause a warning."""
 
+_TURNS = 4
+"""The changes from one optimizer to another, each after a backward of its own, above which they step in turn."""
+
 _AGAIN = "step() is called again after each step of the optimizer"
 _IN_MICRO_BATCHES = "step() is called after each micro-batch"
 
@@ -121,6 +124,9 @@ class LoopChecks:
         self._model = model
         self._all_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._backwards = 0  # that were seen at the end of a step
+        self._last_turn = 0, 0  # backwards, and the id of the optimizer that stepped first after them
+        self._turns = 0
         self._between: list[str] = []
         self._gaps = deque[list[str]](maxlen=_ALIKE)
 
@@ -146,9 +152,9 @@ class LoopChecks:
 
     def _check_further_steps(self, *, in_regions: bool) -> None:
         """Warn if each optimizer step has equal extra iterations, all of them empty or all with a backward."""
-        products = self._model.hooks.products
-        has_backward = products.has_added
-        products.has_added = False
+        backwards = self._model.hooks.products.backwards
+        has_backward = backwards > self._backwards
+        self._backwards = backwards
         if not self._steps:
             ran = "forward" if in_regions else "nothing"
             self._between.append("backward" if has_backward else ran)
@@ -180,6 +186,11 @@ class LoopChecks:
         self._in_evaluation |= is_in_evaluation(self._model.layers.modules)
         count = self._steps.get(optimizer, 0) + 1
         self._steps[optimizer] = count
+        turn = self._model.hooks.products.backwards, id(optimizer)
+        if turn[0] > self._last_turn[0]:
+            self._turns += turn[1] != self._last_turn[1]
+            self._last_turn = turn
+            self._context.results.takes_turns = self._turns > _TURNS
         if count == MOST_OPTIMIZER_STEPS:
             self._warn_of_forgotten_step(
                 optimizer, count, "Ignore this warning if that many steps per debug iteration are intended."

@@ -1243,6 +1243,31 @@ def test_the_gradient_of_an_earlier_step_that_all_ranks_share_later() -> None:
     assert (finding.layers, finding.tensor, finding.since, finding.until) == (("2",), "gradient", 25, 59)
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_a_forward_of_another_stage_comes_before_the_backward_that_it_spoils(ranks: tuple[int, int]) -> None:
+    diagnosis = Diagnosis()
+    places = {"iteration": 27, "since": 27, "weights": 1, "before": ["stage.1.0", "activation"]}
+    of_rank = {
+        0: Event(
+            "first_nonfinite",
+            "gradient of stage.0.1: nan.",
+            27,
+            "error",
+            "backward",
+            "stage.0.1",
+            "gradient",
+            data=places,
+        ),
+        1: Event(
+            "first_nonfinite", "weight of stage.1.1: nan.", 27, "error", "forward", "stage.1.1", "weight", data=places
+        ),
+    }
+    for rank in ranks:
+        diagnosis.event(of_rank[rank], rank)
+    (finding,) = diagnosis.verdict
+    assert (finding.layers, finding.tensor, finding.ranks) == (("stage.1.1",), "weight", (1,))
+
+
 def test_a_note_explains_no_warning_and_the_worst_group_comes_first() -> None:
     assert order(caused("growth", 1, severity="note"), caused("stale-scale", 4, 3), caused("hole", 9, 8, "error")) == [
         ("hole", ""),

@@ -504,6 +504,26 @@ def test_a_loss_that_jumps_at_a_resume(tmp_path: Path, folder: str, after: float
     assert [item for item in found(diagnose(tmp_path / folder)) if "loss" in item[0]] == expected
 
 
+@pytest.mark.parametrize(("alone", "severity"), [(True, "warning"), (False, "error")])
+def test_a_loss_that_rises_while_optimizers_step_in_turn(alone: bool, severity: str, tmp_path: Path) -> None:
+    """As in a GAN; not if one backward serves all of them, as with one optimizer for matrices and one for the rest."""
+    nets = torch.nn.ModuleList([te.Linear(32, 32), te.Linear(32, 32)])
+    optimizers = [torch.optim.SGD(net.parameters(), 1e-4) for net in nets]
+    with InspectSession(model=nets, log_dir=tmp_path) as session:
+        for step in range(20):
+            losses = [net(torch.randn(16, 32)).square().mean() for net in nets]
+            for loss, optimizer in zip(losses if alone else [sum(losses), None], optimizers, strict=True):
+                if isinstance(loss, torch.Tensor):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            nets.zero_grad()
+            session.log({"loss": 100.0 if step > 12 else 2.0})
+            session.step()
+    assert found(session.findings) == found(diagnose(tmp_path))
+    assert found(session.findings)[0] == ("diverging-loss", severity, 13)
+    assert ("optimizers step in turn" in session.findings[0].seen) == alone
+
+
 def test_a_loss_that_was_negative_and_explodes() -> None:
     losses = [-1.0 - 0.01 * step for step in range(30)]
     assert found(logged([*losses, *(-(10.0 ** (step + 2)) for step in range(6))])) == [

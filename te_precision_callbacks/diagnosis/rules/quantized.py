@@ -88,6 +88,7 @@ class Nonfinite(RuleCheck):
     """
 
     _first: Sighting | None = None
+    _in_backward = False  # whether the first one is of a backward
     _ends_step = False  # whether the first one is a gradient at the optimizer's step, after GEMMs of other ranks
     _lasts = False  # whether parameters had inf or nan, or may have had them
 
@@ -101,7 +102,7 @@ class Nonfinite(RuleCheck):
         if holds_any(are_broken):
             rows = np.flatnonzero(are_broken).tolist()
             in_backward = all(numbers.tensors[row] in BACKWARD for row in rows)
-            yield self._begin(_first_nonfinite(numbers, rows, last_finite), in_backward)
+            yield from self._begin(_first_nonfinite(numbers, rows, last_finite), in_backward)
 
     def event(self, event: Event) -> Sightings:
         problems = event.data.get("problems", ()) if event.kind == "parameters" else ()
@@ -110,16 +111,15 @@ class Nonfinite(RuleCheck):
         in_backward = event.phase == "backward"
         if event.kind == "nonfinite":
             first_line = re.sub(r"^> \[\d+\] \S+: ", "", event.text.partition("\n")[0].rstrip(". "))
-            yield self._begin(Sighting(first_line, tuple(filter(None, (event.layer,))), since=event.iteration))
+            yield from self._begin(Sighting(first_line, tuple(filter(None, (event.layer,))), since=event.iteration))
         if event.kind == "first_nonfinite":
             if event.data["since"] < event.data["iteration"]:
                 self.note_data(event.data["iteration"] - 1)  # which was watched, and finite
-            yield self._begin(_origin(event), in_backward)
+            yield from self._begin(_origin(event), in_backward)
         first = self._first
+        # All ranks share problems of parameters some steps later.
         if earlier := [row for row in broken if first is None or row["since"] < (first.since or 0)]:
-            if first is not None:  # all ranks share problems of parameters some steps later
-                yield first._replace(withdraws=True)
-            yield self._begin(_nonfinite_parameters(earlier[0]))
+            yield from self._begin(_nonfinite_parameters(earlier[0]))
             self._ends_step = earlier[0]["since"] < event.iteration
         elif first is None:
             return
@@ -133,15 +133,23 @@ class Nonfinite(RuleCheck):
                 seen = f"{first.seen}; {_FINITE_AGAIN}"
                 yield first._replace(seen=seen, severity="note", remedy=OF_SKIPPED_STEP, replaces=True)
 
-    def _begin(self, sighting: Sighting, in_backward: bool = False) -> Sighting:
-        """Return the first sighting of the run, or a note on a step that a GradScaler skips."""
+    def _begin(self, sighting: Sighting, in_backward: bool = False) -> Sightings:
+        """Yield the first sighting of the run, or a note on a step that a GradScaler skips. In a step, the forwards of
+        all ranks come before the backwards, as those of the stages of a pipeline do.
+        """
         if in_backward and is_scaled(self.run):
-            return sighting._replace(severity="note", key="scaled", remedy=_SKIPPED)
+            yield sighting._replace(severity="note", key="scaled", remedy=_SKIPPED)
+            return
         first = self._first  # another one may be known late, from another rank
-        if first is None or (sighting.since or 0) < (first.since or 0) + self._ends_step:
-            self._first = first = sighting
-            self._ends_step = False
-        return first
+        if first is not None:
+            if (sighting.since or 0, in_backward) >= ((first.since or 0) + self._ends_step, self._in_backward):
+                yield first
+                return
+            yield first._replace(withdraws=True)
+        self._first = sighting
+        self._in_backward = in_backward
+        self._ends_step = False
+        yield sighting
 
 
 def _origin(event: Event) -> Sighting:

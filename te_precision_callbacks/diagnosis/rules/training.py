@@ -271,6 +271,9 @@ def _is_sum(check: Logged) -> Sightings:
             yield Sighting(seen, since=iteration)
 
 
+_IN_TURN = "; optimizers step in turn, as in a GAN, where a loss may rise while another falls"
+
+
 class DivergingLoss(RuleCheck):
     def __init__(self) -> None:
         super().__init__(needed=3, kind_of_step="logged loss value")
@@ -293,7 +296,10 @@ class DivergingLoss(RuleCheck):
                     self._curves[name] = _Curve(name)
                     for loss in filter(math.isfinite, self._restored.data["losses"]):
                         list(self._curves[name].add(self._restored.iteration, loss))
-                yield from self._curves[name].add(iteration, values[name])
+                for sighting in self._curves[name].add(iteration, values[name]):
+                    if self.run.settings.takes_turns:
+                        sighting = sighting._replace(seen=sighting.seen + _IN_TURN, severity="warning")
+                    yield sighting
 
 
 class _Curve:
@@ -638,8 +644,8 @@ RULES = (
             large in magnitude as all of the 20 before. Or the last {LASTS} are all {OF_FIRST:g} times as large as the
             first loss, and {FIRST_SPREADS:g} standard deviations of the logarithm above it. Or it rises in one step by
             {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by {100 * OF_LOSS:g} %,
-            and half of that stays for {STAYS} steps. An error if the loss is twice its first value; else a warning. At
-            the end of the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are
+            and half of that stays for {STAYS} steps. An error if the loss is twice its first value, unless optimizers
+            step in turn; else a warning. At the end of the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are
             left
         """,
         silent=f"""
