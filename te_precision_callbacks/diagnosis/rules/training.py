@@ -645,8 +645,8 @@ RULES = (
             first loss, and {FIRST_SPREADS:g} standard deviations of the logarithm above it. Or it rises in one step by
             {TIMES_CHANGE:g} times its largest change before (of at least {LEAST_CHANGES}) and by {100 * OF_LOSS:g} %,
             and half of that stays for {STAYS} steps. An error if the loss is twice its first value, unless optimizers
-            step in turn; else a warning. At the end of the run a note, if the loss has fallen again, so that {100 * FALLEN:g} % of the rise or less are
-            left
+            step in turn; else a warning. At the end of the run a note, if the loss has fallen again, so that
+            {100 * FALLEN:g} % of the rise or less are left
         """,
         silent=f"""
             evaluation losses, parts of the loss, generator and critic losses; single spikes; losses below
