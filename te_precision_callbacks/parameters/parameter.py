@@ -42,6 +42,7 @@ ParameterProblem = Literal[
     "all_kept",
     "nonfinite_gradient",
     # of its weight
+    "large",
     "unchanged",
     "still",
     "apart",
@@ -174,6 +175,7 @@ class Parameter:
         least_zeros: the least number of steps with a gradient of 0 of a gradient that has vanished.
         held_until: last iteration with a step of the parameter's optimizer, or -1.
         cleared: last sampled iterations, and whether the gradient was cleared before the next step.
+        first_size: the root mean square of the first sample of a matrix; nan until it is on the host.
         rows: rows of the sampled steps, until the weight has changed.
         master_rows: the last rows of the checks against the master weight.
         samples: iterations and samples of its values, or of its codes if it is quantized: the first one and the last
@@ -197,6 +199,7 @@ class Parameter:
     unclipped: int = 0
     held_until: int = -1
     cleared: dict[int, bool] = field(default_factory=dict)
+    first_size: float = math.nan
     rows: list[WeightRow] = field(default_factory=list)
     master_rows: list[MasterRow] = field(default_factory=list)
     samples: list[WeightSample] = field(default_factory=list)

@@ -76,6 +76,8 @@ class WeightSamples:
         parameter, tensor, group, _ = held
         weight = parameter.weight
         samples = parameter.samples
+        if not samples and parameter.is_matrix and values.is_floating_point():
+            self.batch.waiting.append(WeightMeasurement(_size, (values,), parameter, "first_size"))
         if not samples or samples[-1].iteration < iteration:  # optimizers may share a parameter
             parameter.samples = [*samples[:1], *samples[1:][2 - SAMPLES :], WeightSample(iteration, values)]
         if any([row.changed > FEW_CHANGED for row in parameter.rows]):  # noqa: C419  # no call each
@@ -128,6 +130,10 @@ class WeightSamples:
                     parameter.writes.append(row)
                     tensors = (*[sample.values for sample in parameter.samples], sampled_view(weight, THIN))
                     self.batch.waiting.append(WeightMeasurement(_distances, tensors, row, "distances"))
+
+
+def _size(values: torch.Tensor) -> torch.Tensor:
+    return values.flatten(1).float().square().mean(1).sqrt()
 
 
 def _share_changed(codes: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -768,6 +768,22 @@ def test_weights_that_other_code_writes_between_two_steps(tmp_path: Path, what: 
         assert f"other code than the optimizer {seen}" in finding.seen
 
 
+@pytest.mark.parametrize(
+    ("name", "scale", "finds"), [("embedding", 448.0, True), ("head", 448.0, True), ("head", 8.0, False)]
+)
+def test_a_weight_without_its_scale(tmp_path: Path, name: str, scale: float, finds: bool) -> None:
+    """As codes of FP8 are, whose scale was not applied; of a layer without a GEMM in low precision, too."""
+    model = Model()
+    with torch.no_grad():
+        weight = model.get_submodule(name).weight
+        weight.mul_(scale / weight.abs().max())
+    verdict = train(tmp_path, model, adamw(model, 1e-6))
+    findings = [finding for finding in verdict if "without their scale" in finding.seen]
+    assert [(finding.rule, finding.severity, finding.layers, finding.since) for finding in findings] == [
+        ("sibling", "warning", (name,), 0)
+    ] * finds
+
+
 @pytest.mark.parametrize("finds", [False, True])
 def test_parameters_of_two_optimizers_that_both_step(tmp_path: Path, finds: bool) -> None:
     model = Model()

@@ -67,6 +67,9 @@ APART_CHECKS = 2
 must find it.
 """
 
+LARGE = 32.0
+"""The root mean square of a sample of a weight, of which trained models have at most about 10, in T5's embeddings."""
+
 UNCLIPPED = 3
 """Steps in which clipping left out a gradient."""
 
@@ -128,7 +131,7 @@ class ParameterProblems:
         ):
             self.checked.add("frozen-weight")
         if watch.schedules:
-            self.checked |= {"learning-rate", "gradient-norm"}
+            self.checked |= {"learning-rate", "gradient-norm", "sibling"}
         reported = {name for what, name in self._reported if what in _NEVER_REACHED}
         never_reached = {parameter.name for parameter, _ in without if not parameter.has_gradient}
         if trains and not self.unmatched and never_reached <= reported:
@@ -253,8 +256,11 @@ def _missing_gradients(parameters: Iterable[Parameter], without: Sequence[tuple[
 
 
 def _of_weights(parameters: Iterable[Parameter]) -> Iterator[Problem]:
-    """Find weights that do not change, that differ from their master weights, or that other code has written."""
+    """Find weights that are too large from the start, that do not change, that differ from their master weights, or
+    that other code has written."""
     for parameter in parameters:
+        if parameter.first_size >= LARGE:
+            yield Problem("large", parameter.name, parameter.samples[0].iteration, parameter.first_size)
         if parameter.master_rows or parameter.rows:
             yield from _unchanged(parameter)
         if parameter.writes:
@@ -469,6 +475,11 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         "emptied": _Kind(f"{_WRITTEN} set them to 0 before step {{since}}"),
         "restored": _Kind(f"{_WRITTEN} restored their values of step {{number:.0f}} before step {{since}}"),
         "replaced": _Kind(f"{_WRITTEN} replaced their values before step {{since}}"),
+    },
+    "sibling": {
+        "large": _Kind(
+            "the root mean square of {names} is {number:.3g} in the first step, as of codes of FP8 without their scale"
+        ),
     },
     "kept-gradient": {
         "kept": _Kind(

@@ -22,6 +22,7 @@ from te_precision_callbacks.diagnosis.rule import (
     Sighting,
     Sightings,
 )
+from te_precision_callbacks.diagnosis.rules.parameters import LARGE, ParameterRule
 from te_precision_callbacks.diagnosis.rules.quantized import (
     LOST_NORM,
     OVERFLOW,
@@ -487,6 +488,23 @@ RULES = (
             factors, masks. Compare with a BF16 run: te-precision compare BF16_RUN THIS_RUN
         """,
         check=lambda: Sibling(needed=FAR_STEPS),
+    ),
+    Rule(
+        id="sibling",
+        title="a weight is far larger than weights are",
+        subject="layer",
+        needs="a step of a torch optimizer",
+        collect="at least 6 steps of the optimizer",
+        condition=f"the root mean square of a sample of a weight matrix is {LARGE:g} or more in the first step",
+        silent="weights that exist only quantized, and of one dimension",
+        source="arithmetic: codes of FP8 reach 448, and a scale makes 0.1 of them; the threshold is this project's",
+        why="what the layer computes is as much too large, and a norm after it hides that",
+        disproof="the weights are stored in another unit on purpose",
+        remedy="""
+            Look at where the weight comes from: codes that were loaded without their scale, or an initialization in
+            another unit
+        """,
+        check=lambda: ParameterRule(rule="sibling"),
     ),
     Rule(
         id="dead-gradient",
