@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
-from models import BLOCK_COUNTS, BLOCKS, FLOAT32_NORMS, MODELS, RECIPES, Built, ModelName, Precision, RecipeName, build
+from models import (
+    BLOCK_COUNTS,
+    BLOCKS,
+    FLOAT32_NORMS,
+    HEADS,
+    HIDDEN,
+    MODELS,
+    RECIPES,
+    VOCABULARY,
+    WINDOW,
+    Built,
+    ModelName,
+    Precision,
+    RecipeName,
+    build,
+)
 from running import capability_of, start_process, with_statistics_every
 
 from te_precision_callbacks.session import InspectSession
 
-Shape = Literal[
-    "plain", "lora", "moe", "grouped", "warmup-decay", "accumulation", "ema", "resumed", "two-ranks", "long"
-]
+NewShape = Literal["adaln-zero", "frozen-blocks", "unfreezing", "curriculum", "encoder-decoder", "gan"]
+Shape = (
+    Literal["plain", "lora", "moe", "grouped", "warmup-decay", "accumulation", "ema", "resumed", "two-ranks", "long"]
+    | NewShape
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,14 @@ def all_healthy() -> Sequence[Healthy]:
     )
     for shape, model, recipe, precision, steps, freq in others:
         trainings.append(Healthy(shape, model, recipe, precision, steps, len(trainings), freq))
+    for shape in get_args(NewShape):
+        for at, recipe in enumerate(RECIPES):
+            turn = len(trainings)
+            model = MODELS[turn % len(MODELS)]
+            precision = _precision(model, recipe, turn)
+            if shape in ("encoder-decoder", "gan"):  # models of their own
+                model, precision = "bytes", "autocast"
+            trainings.append(Healthy(shape, model, recipe, precision, 61, turn, 2 if at % 2 else None, BLOCKS))
     return trainings
 
 
@@ -187,8 +213,124 @@ class _WithNorm(torch.nn.Module):
         return self.experts(normed)
 
 
+class _Gated(torch.nn.Module):
+    """A layer behind a gate that begins at 0, and that the mean of the tokens opens, as in adaLN-zero."""
+
+    def __init__(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate = torch.nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+        torch.nn.init.zeros_(self.gate.weight)
+        torch.nn.init.zeros_(self.gate.bias)
+
+    def forward(self, x: torch.Tensor, *others: Any, **options: Any) -> Any:
+        out = self.layer(x, *others, **options)
+        gate = self.gate(x.mean(-2, keepdim=True))
+        return (gate * out[0], *out[1:]) if isinstance(out, tuple) else gate * out
+
+
+class _EncoderDecoder(torch.nn.Module):
+    """Encoders and decoders in one list, which restores a sequence from its reverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        common = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": "bshd"}
+        kinds = [("encoder", "no_mask")] * 3 + [("decoder", "causal")] * 3
+        self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = torch.nn.ModuleList(
+            te.TransformerLayer(
+                HIDDEN, 4 * HIDDEN, HEADS, layer_number=at, layer_type=kind, self_attn_mask_type=mask, **common
+            )
+            for at, (kind, mask) in enumerate(kinds, 1)
+        )
+        self.head = torch.nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        encoded = self.embedding(tokens.flip(1))
+        for layer in self.layers[:3]:
+            encoded = layer(encoded)
+        decoded = self.embedding(tokens.roll(1, 1))
+        for layer in self.layers[3:]:
+            decoded = layer(decoded, encoder_output=encoded, enc_dec_attn_mask_type="no_mask")
+        return self.head(decoded)  # type: ignore[no-any-return]
+
+
+class _Gan(Built):
+    """A generator and a critic, each with an optimizer and a backward of its own."""
+
+    of_critic: torch.optim.Optimizer
+
+    def train_step(self) -> float:
+        import transformer_engine.pytorch as te
+
+        generator, critic = cast("torch.nn.ModuleList", self.model)
+        total = 0.0
+        for optimizer, is_real in ((self.of_critic, True), (self.optimizer, False)):
+            with torch.autocast("cpu", torch.bfloat16), te.autocast(enabled=True, recipe=self.recipe):
+                made = generator(torch.randn(32, 32).bfloat16())
+                judged = critic(made.detach() if is_real else made)
+                loss = torch.nn.functional.softplus(judged if is_real else -judged).mean()
+                if is_real:
+                    real = 1.0 + 0.5 * torch.randn(32, HIDDEN).bfloat16()
+                    loss = loss + torch.nn.functional.softplus(-critic(real)).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            self.model.zero_grad()
+            total += loss.item()
+        self.step += 1
+        return total
+
+
+def _gan(built: Built) -> Built:
+    import transformer_engine.pytorch as te
+
+    nets = []
+    for sizes in ((32, 4 * HIDDEN, 4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN, 4 * HIDDEN, 32)):
+        layers = [te.Linear(*pair) for pair in itertools.pairwise(sizes)]
+        nets.append(torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU()))))
+    nets[1].append(torch.nn.Linear(32, 1))
+    built.model = torch.nn.ModuleList(nets)
+    built.optimizer = torch.optim.Adam(nets[0].parameters(), 1e-4)
+    gan = _Gan(**{field.name: getattr(built, field.name) for field in dataclasses.fields(Built)})
+    gan.of_critic = torch.optim.Adam(nets[1].parameters(), 1e-4)
+    return gan
+
+
 def shaped(training: Healthy) -> Built:
     built = build(training.model, training.recipe, training.precision, training.seed, count=training.count)
+    if training.shape == "gan":
+        return _gan(built)
+    if training.shape == "encoder-decoder":
+        built.model = _EncoderDecoder()
+        built.optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-3)
+        batches = (torch.randint(VOCABULARY, (8, WINDOW)) for _ in itertools.count())
+        built.batches = ((tokens, tokens) for tokens in batches)
+    if training.shape in ("frozen-blocks", "unfreezing"):
+        frozen = [built.model.get_submodule(block.path) for block in built.blocks[: training.count // 2]]
+        for module in frozen:
+            module.requires_grad_(False)
+        trained = [weight for weight in built.model.parameters() if weight.requires_grad]
+        built.optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        if training.shape == "unfreezing":
+
+            def unfreeze() -> None:
+                if built.step == 30:
+                    for module in frozen:
+                        module.requires_grad_()
+                        built.optimizer.add_param_group({"params": list(module.parameters())})
+
+            built.after_step.append(unfreeze)
+    if training.shape == "adaln-zero":
+        dtype = next(built.model.parameters()).dtype
+        for block in built.blocks:
+            built.model.set_submodule(block.mlp, _Gated(built.model.get_submodule(block.mlp), dtype))
+        built.optimizer = torch.optim.AdamW(built.model.parameters(), lr=1e-3)
+    if training.shape == "curriculum":
+        easy = itertools.cycle([next(built.batches) for _ in range(8)])
+        hard = built.batches
+        built.batches = iter(lambda: next(easy if built.step < 30 else hard), None)
     if training.shape == "lora":
         built.model.requires_grad_(False)
         for block in built.blocks:

@@ -400,6 +400,7 @@ ALIKE = [
 DEAD = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_gradient_std=0.0)
 IDLE = ordinary(b4_fc2_gradient_cur_amax=0.0, b4_fc2_activation_cur_amax=0.0, b4_fc2_activation_std=0.0)
 ABSENT = without(ordinary(), "h.4.fc2", "gradient")
+DEAD_ELSEWHERE = ordinary(b0_fc1_gradient_cur_amax=0.0)
 GROWN = [ordinary(b4_fc2_activation_cur_amax=4.0 * 2.0 ** (2 * step)) for step in range(6)]
 GROWN_AND_LOSSY = [{**step, ("h.4.fc2", "activation", "underflows%"): 15.0} for step in GROWN]
 
@@ -442,6 +443,13 @@ GRADIENTS = [
         )
         for tensor, bits in (("weight", 8), ("gradient", 11), ("activation", 12))
         for power, severity in ((bits - 0.5, "note"), (bits, "warning"))
+    ),
+    finds(
+        "a gradient that begins near 0, and grows to the size of others",
+        "growth",
+        [*[times(2.0**-12, step, "h.4.fc2", "gradient") for step in [DEAD_ELSEWHERE] * 3], *[DEAD_ELSEWHERE] * 2],
+        alone=False,
+        severity="note",
     ),
     *(
         finds(

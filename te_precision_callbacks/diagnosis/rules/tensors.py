@@ -401,6 +401,8 @@ class Growth(RuleCheck):
             underflows &= is_far | ~_grow_together(forms, grown >= GROWTH / 2, gradients)
             hurts = holds & (overflows | underflows)
             is_far &= (has_jumped > 0) | ~_grow_together(np.zeros(len(forms)), holds, gradients)
+            # So are those that grow to the size of others, such as of queries, until attention has learned to choose.
+            is_far &= ~gradients | (bits > np.fmax.reduce(bits, where=gradients & ~holds, initial=-np.inf))
         for sighting in self.by_severity(
             numbers,
             "cur_amax",
@@ -575,8 +577,9 @@ RULES = (
             underflow needs; or if the factor is at least 2^{FAR_GROWN["weight"]:g} for a weight,
             2^{FAR_GROWN["gradient"]:g} for a gradient and 2^{FAR_GROWN_ELSE:g} for other tensors. For gradients, the
             factor alone is a note if more than {100 * TOGETHER:g} % of at least {LEAST_TOGETHER} layers grow together,
-            without a jump by 2^{GROWTH:g} after the first {BEGIN} steps. So is underflow with a smaller factor, if as
-            many of the layers whose names differ only in numbers grow by 2^3
+            without a jump by 2^{GROWTH:g} after the first {BEGIN} steps, or if another gradient is as large and has not
+            grown. So is underflow with a smaller factor, if as many of the layers whose names differ only in numbers
+            grow by 2^3
         """,
         silent="nothing: growth without quantization loss is a note, because healthy models have massive activations",
         source="arXiv 2409.12517 (SwiGLU), 2402.17762 (massive activations); the threshold is this project's",
