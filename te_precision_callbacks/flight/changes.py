@@ -48,7 +48,7 @@ STAYS = 8
 SHARE = 4
 """The least number of steps in low precision for each step in high precision in gaps."""
 
-Kind = Literal["spike", "weights", "precision", "uncalled", "frozen"]
+Kind = Literal["spike", "weights", "precision", "uncalled", "frozen", "unwritten"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,10 @@ class Change:
             return f"{count} ran in high precision in the steps {self.since} to {self.until}, and not before and after"
         if self.kind in ABSENCES:
             return describe_absences(self.kind, [(self.since, self.until)] * len(self.slots))
+        if self.kind == "unwritten":
+            return (
+                f"no token has reached {count}, and the largest magnitude of the wgrad is {self.now:.3g} instead of 0"
+            )
         further = len(self.slots) - 1
         earlier_steps = f"in the {LEAST_HISTORY} to {HISTORY} steps before"
         if first.tensor == UPDATE:
@@ -196,6 +200,8 @@ class Changes:
         self._are: dict[str, Mask] = dict.fromkeys(("weight", "wgrad", UPDATE), np.empty(0, bool))
         self._last: tuple[Sequence[int], Set[str], Set[int]] = (), frozenset(), frozenset()
         self._spikes: list[_Spike] = []
+        self._numbers: dict[TensorSlot, int] = {}
+        self._unwritten: set[TensorSlot] = set()  # that were reported
         self._low: dict[str, _LowPrecision] = {}
         self._presence: dict[TensorSlot, _Presence] = defaultdict(_Presence)
         self._is_open = False  # whether a layer is in a gap, or a tensor missing
@@ -206,6 +212,8 @@ class Changes:
             return
         self._steps += 1
         yield from self._jumps(row)
+        if 0 in row.tokens.values():
+            yield from self._unwritten_wgrads(row)
         zeros = frozenset((self._are["wgrad"][: len(row.magnitudes)] & (row.magnitudes == 0)).nonzero()[0].tolist())
         if self._is_open or self._last != (row.order, row.high, zeros):
             self._last = row.order, row.high, zeros
@@ -269,18 +277,29 @@ class Changes:
             if np.fmin.reduce(self._bits[steps, spike.number]) >= spike.least:
                 yield replace(spike.change, until=row.iteration)
 
+    def _unwritten_wgrads(self, row: StepRow) -> Iterator[Change]:
+        """Find wgrads of experts without tokens that are not 0, as of a buffer that no kernel has written."""
+        idle = [self._slots[number]._replace(tensor="wgrad") for number, count in row.tokens.items() if count == 0]
+        magnitudes = {slot: float(row.magnitudes[self._numbers[slot]]) for slot in idle if slot in self._numbers}
+        broken = [slot for slot, magnitude in magnitudes.items() if 0 < magnitude < math.inf]
+        new = tuple(slot for slot in broken if slot not in self._unwritten)
+        self._unwritten.update(new)
+        if new:
+            yield Change("unwritten", new, row.iteration, now=magnitudes[new[0]])
+
     def _grow(self, count: int) -> None:
         more = np.full((HISTORY, count - self._bits.shape[1]), np.nan, np.float32)
         self._bits = np.concatenate([self._bits, more], axis=1)
         tensors = [slot.tensor for slot in self._slots[:count]]
         self._limits = np.array([SPIKE.get(tensor, SPIKE_OF_GRADIENT) for tensor in tensors])
         self._are = {name: np.array(tensors) == name for name in self._are}
+        self._numbers = {slot: number for number, slot in enumerate(self._slots[:count])}
 
     def _was_idle(self, update: int) -> bool:
         """Return whether an expert had no tokens in one of the last steps: the update after them is far larger."""
         tokens = self._slots[update]._replace(tensor=TOKENS)
         steps = np.arange(self._steps - LEAST_HISTORY, self._steps) % HISTORY
-        return tokens in self._slots and bool(np.isnan(self._bits[steps, self._slots.index(tokens)]).any())
+        return tokens in self._numbers and bool(np.isnan(self._bits[steps, self._numbers[tokens]]).any())
 
     def _compare_precision(self, row: StepRow, read: Iterable[TensorSlot], changed: _Changed) -> bool:
         """Find the ends of gaps in low precision; return whether a layer is in one."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module import grouped_linear
 from typer.testing import CliRunner
 
 from te_precision_callbacks import cli
@@ -804,6 +805,37 @@ def test_the_first_tokens_of_an_expert_are_no_jump(tmp_path: Path) -> None:
             optimizer.zero_grad()
             session.step()
     assert not [finding for finding in session.findings if finding.rule == "weight-jump"]
+
+
+@pytest.mark.parametrize("left", [0.0, 0.01])
+def test_the_gradient_of_an_expert_without_tokens_is_zero(
+    left: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel may have written its buffer."""
+    model = Experts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gemm = grouped_linear.general_grouped_gemm
+
+    def leaving(a: Any, b: Any, out: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = gemm(a, b, out, *arguments, **keywords)
+        for tokens, wgrad in zip(b, out, strict=False) if keywords.get("layout") == "NT" else ():
+            if not tokens.size(0):
+                wgrad.fill_(left)
+        return result
+
+    monkeypatch.setattr(grouped_linear, "general_grouped_gemm", leaving)
+    with InspectSession(log_dir=tmp_path, model=model) as session:
+        for step in range(24):
+            model.rows = [16, 0, 32] if step % 2 and step > 6 else [16, 16, 16]
+            model(torch.randn(48, 64), lambda place, x: x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+    findings = [finding for finding in session.findings if finding.rule == "wrong-gemm"]
+    assert [(found.layers, found.since, found.severity) for found in findings] == [
+        (("experts.gemm_1",), 7, "error")
+    ] * bool(left)
+    assert findings == [finding for finding in diagnose(tmp_path) if finding.rule == "wrong-gemm"]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.extended)])

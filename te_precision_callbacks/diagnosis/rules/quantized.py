@@ -16,6 +16,9 @@ from te_precision_callbacks.diagnosis.facts import Facts, LayerFacts
 from te_precision_callbacks.diagnosis.numbers import StepNumbers, extend_rows
 from te_precision_callbacks.diagnosis.patches import keep_high
 from te_precision_callbacks.diagnosis.rule import (
+    COLLECT_EACH_STEP,
+    NEEDS_EACH_STEP,
+    Changed,
     Find,
     InARow,
     Reported,
@@ -873,5 +876,23 @@ RULES = (
             applies_to=lambda facts: bool(_unmeasured(facts)),
             lacks_in=_unmeasured,
         ),
+    ),
+    Rule(
+        id="wrong-gemm",
+        title="the gradient of an expert without tokens is not 0",
+        subject="layer",
+        needs=NEEDS_EACH_STEP,
+        collect=COLLECT_EACH_STEP,
+        condition="a step has no token for an expert of a te.GroupedLinear, and its wgrad is not 0",
+        silent="wgrads that are added to a buffer of the script, such as main_grad: they are not read",
+        severity="error",
+        source="arithmetic: the sum over no tokens is 0",
+        why="the optimizer adds what an earlier tensor has left in this memory to the weights of the expert",
+        disproof="another loss than that of the tokens has a gradient in this GEMM",
+        remedy="""
+            Give each expert a token, such as one of zeros, until the version of Transformer Engine writes these
+            gradients. Or set them to 0 before the optimizer's step, which this finding does not see
+        """,
+        check=lambda: Changed(kinds=("unwritten",)),
     ),
 )
