@@ -36,7 +36,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 _CLASSES_UNKNOWN = (
     "The classes of modules are not in a checkpoint: weights with two dimensions count as linear layers, unless their"
-    " rows are the vocabulary or the positions of config.json. Give --modules package.module:function for the classes."
+    " names are those of embeddings. Give --modules package.module:function for the classes."
 )
 
 
@@ -203,8 +203,10 @@ _SCALES = (
     "weight_zero_point",
 )
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
-_TABLES = ("vocab_size", "max_position_embeddings", "n_positions", "type_vocab_size")
-"""Keys of a model's config: a weight with so many rows is an embedding, or the output layer over it."""
+_EMBEDDING = re.compile(
+    r"((?<!patch_)embed(?!_out|.*proj|.*mapping)[^.]*|_emb|\b(wte|wpe|shared|relative_attention_bias))$"
+)
+"""End of an embedding's name in transformers 5.23. Its number of rows can be that of a projection."""
 
 
 class _Tensor(NamedTuple):
@@ -255,7 +257,6 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     config_file = folder / "config.json"
     config = read_file(config_file) if config_file.exists() else {}
     sizes = {**config, **validated(dict[str, Any], config.get("text_config", {}), f"{config_file}: text_config")}
-    rows = list(map(sizes.get, _TABLES))
     dtype = _DTYPES.get(str(sizes.get("torch_dtype", sizes.get("dtype"))), "")
     modules: list[Module] = []
     formats: dict[str, ModuleFormats] = {}
@@ -265,8 +266,8 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         ends = (end.sub(replacement, name) for end, replacement in _PARTS if end.search(name))
         module = next(ends, name)  # experts in one tensor have no such end
         formats[module] = _format(name, tensor, tensors)
-        is_convolution = module != name and len(tensor.shape) > 2
-        is_linear = tensor.shape[0] not in rows and not is_convolution
+        is_matrix = module != name and len(tensor.shape) == 2
+        is_linear = (is_matrix and _EMBEDDING.search(module) is None) or ".experts." in module
         modules.append(Module(module, _HIGH.get(tensor.dtype, dtype), is_linear, layer=block_of(module)))
     if not modules:
         raise MapError(f"{path}: no weights in {', '.join(file.name for file in files)}.")

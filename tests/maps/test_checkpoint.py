@@ -102,6 +102,35 @@ def test_the_config_says_the_rest(tmp_path: Path) -> None:
     assert "stored in BF16, but config.json says FP8 block E4M3: model.layers.{0-3}.mlp.down_proj" in finding.text
 
 
+LINEAR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+SIZE = 64
+KINDS_OF_WEIGHTS: list[tuple[str, tuple[int, ...], bool]] = [
+    ("model.layers.0.self_attn.q_proj.weight", (SIZE, SIZE), True),  # as many rows as Llama-2-7B has positions
+    ("multi_modal_projector.linear_1.weight", (SIZE, SIZE), True),
+    ("embed_vision.embedding_projection.weight", (SIZE, SIZE), True),
+    ("vision_model.embeddings.patch_embedding.weight", (SIZE, SIZE), True),  # a Linear in Siglip2
+    ("model.layers.0.mlp.experts.down_proj", (4, SIZE, SIZE), True),
+    ("thinker.model.embed_tokens.weight", (96, SIZE), False),  # its size is in thinker_config.text_config
+    ("model.layers.61.embed_tokens.weight", (96, SIZE), False),
+    ("transformer.wte.weight", (96, SIZE), False),
+    ("visual.pos_embed.weight", (96, SIZE), False),
+    ("visual.patch_embed.proj.weight", (96, 3, 2, 14, 14), False),
+    ("backbone.layers.0.mixer.A_log", (SIZE, 16), False),
+]
+
+
+def test_the_linear_layers_of_a_checkpoint(tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape, _ in KINDS_OF_WEIGHTS}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"hidden_size": SIZE, "max_position_embeddings": SIZE, "quantization_config": LINEAR}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for engine in (None, "vllm", "sglang"):
+        result = open_map(tmp_path, around=Surroundings(engine))
+        assert result.findings == ()
+        for name, _, is_linear in KINDS_OF_WEIGHTS:
+            assert (result.modules[name.removesuffix(".weight")].weight == "FP8 E4M3") == is_linear, name
+
+
 def test_incomplete_checkpoints(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
