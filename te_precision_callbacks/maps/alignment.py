@@ -26,15 +26,23 @@ _BLOCK = re.compile(r"(?:^|(?P<tower>.*)\.)(?:layers|h|blocks|layer)\.(?P<block>
 _EXPERT = re.compile(r"(?:^|\.)experts\.(?:local_experts\.)?(?:(\d+)\.)?")
 _GEMM = re.compile(r"\.(?:gemm_|weight)(\d+)$")
 
+_WRAPPER = re.compile(r"^base_model\.model\.|\.(base_layer|to_wrap)\b")
+"""Part of a name that PEFT, NeMo and Megatron-Bridge add for LoRA."""
+
 _GENERIC = {"model", "module", "decoder", "transformer", "language_model", "base_model", "backbone", "text_model"}
 """Parts of a path above the blocks that distinguish no tower."""
 
 _PROJECTIONS = {
-    "q": "q_proj query layernorm_query linear_q",
+    "q": "q_proj query layernorm_query linear_q linear_q_proj",
     "k": "k_proj key",
     "v": "v_proj value",
     "k v": "key_value linear_kv",
     "q k v": "qkv qkv_proj linear_qkv layernorm_qkv query_key_value c_attn",
+    "q_a": "q_a_proj linear_q_down_proj",  # Megatron-Core 0.16.1's MLA
+    "q_b": "q_b_proj linear_q_up_proj",
+    "kv_a": "kv_a_proj_with_mqa linear_kv_down_proj",
+    "kv_b": "kv_b_proj linear_kv_up_proj",
+    "q_a kv_a": "fused_qkv_a_proj",
     "gate": "gate_proj w1",
     "up": "up_proj w3",
     "gate up": "gate_up_proj linear_fc1 fc1 c_fc dense_h_to_4h",
@@ -143,6 +151,7 @@ def _index(names: Iterable[str], aliases: Mapping[str, list[str]]) -> dict[Atom,
 
 def _atoms(name: str) -> tuple[str, list[Atom]]:
     """Return the number of the expert, and the projections that a module contains."""
+    name = _WRAPPER.sub("", name)
     match = _BLOCK.fullmatch(name)
     if match is None:
         last = name.rpartition(".")[2]
@@ -157,7 +166,15 @@ def _atoms(name: str) -> tuple[str, list[Atom]]:
     if number and not kind:
         kind = "experts"
         expert = number[1] or ""
-    last = rest.rpartition(".")[2]
-    end = ".".join(rest.split(".")[-2:])
-    projections = _ATOMS.get(end) or _ATOMS.get(last) or [rest]
+    projections = _projections(rest) or [rest]
     return expert, [((*towers, match["block"], kind), projection) for projection in projections]
+
+
+def _projections(name: str) -> list[str]:
+    parts = name.split(".")
+    return _ATOMS.get(".".join(parts[-2:])) or _ATOMS.get(parts[-1], [])
+
+
+def is_projection(name: str) -> bool:
+    """Return whether a module is a known projection of attention, an MLP or an expert, and no router."""
+    return _projections(name) not in ([], ["router"])

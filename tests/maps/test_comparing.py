@@ -33,6 +33,26 @@ SAME_NAMES = [
     ("decoder.layers.3.mlp.router", ["model.layers.3.mlp.gate"]),
     ("transformer.h.3.attn.c_attn", ["model.layers.3.self_attn.q_proj"]),
     ("transformer.h.3.mlp.c_proj", ["model.layers.3.mlp.down_proj"]),
+    *[
+        (f"decoder.layers.3.self_attention.linear_{ours}_proj", [f"model.layers.3.self_attn.{theirs}"])
+        for ours, theirs in (
+            ("q", "q_proj"),
+            ("q_down", "q_a_proj"),
+            ("q_up", "q_b_proj"),
+            ("kv_down", "kv_a_proj_with_mqa"),
+            ("kv_up", "kv_b_proj"),
+        )
+    ],
+    (
+        "layers.3.self_attn.fused_qkv_a_proj",
+        [f"layers.3.self_attn.{n}_proj{end}" for n, end in (("q_a", ""), ("kv_a", "_with_mqa"))],
+    ),
+    ("base_model.model.model.layers.3.self_attn.q_proj.base_layer", ["model.layers.3.self_attn.q_proj"]),
+    ("base_model.model.lm_head.base_layer", ["lm_head"]),
+    ("base_model.model.projector.linear_1", ["projector.linear_1"]),
+    ("base_model.model.model.layers.3.mixer.in_proj.base_layer", ["backbone.layers.3.mixer.in_proj"]),
+    ("decoder.layers.3.self_attention.linear_qkv.to_wrap", ["model.layers.3.self_attn.v_proj"]),
+    ("decoder.layers.3.mlp.experts.linear_fc2.to_wrap.gemm_2", ["model.layers.3.mlp.experts.2.down_proj"]),
     ("output_layer", ["lm_head"]),
     ("embedding.word_embeddings", ["model.embed_tokens"]),
     ("model.visual.blocks.3.attn.qkv", ["visual.blocks.3.attn.qkv"]),
