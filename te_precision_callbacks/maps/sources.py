@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from te_precision_callbacks.base.counts import group_by_key, many
 from te_precision_callbacks.base.vocabulary import class_names
 from te_precision_callbacks.coverage.other_steps import recorded_products
+from te_precision_callbacks.maps.alignment import is_projection
 from te_precision_callbacks.maps.precision_map import (
     KEY,
     MapError,
@@ -159,22 +160,27 @@ def _map_checkpoint(path: Path, checkpoint: Checkpoint, around: Surroundings) ->
     stated_map = replace(stated_map, source=str(path), notes=(*stated_map.notes, *further_notes, _CLASSES_UNKNOWN))
     if not any(is_quantized(formats.weight) for formats in checkpoint.formats.values()):
         return stated_map  # an engine quantizes when it loads the checkpoint
-    modules = {
-        name: stated_map.modules[name]._replace(
-            weight=stored.weight, said=f"{stored.said}; {stated_map.modules[name].said}"
-        )
-        for name, stored in checkpoint.formats.items()
-    }
-    contradicted = group_by_key(
-        ((stored.weight, stated_map.modules[name].weight), name)
-        for name, stored in checkpoint.formats.items()
-        if is_quantized(stored.weight) != is_quantized(stated_map.modules[name].weight)
-    )
+    modules = {}
+    contradictions = []
+    unlisted = []
+    for name, stored in checkpoint.formats.items():
+        stated = stated_map.modules[name]
+        if is_quantized(stored.weight) != is_quantized(stated.weight):
+            if is_quantized(stored.weight) or is_projection(name):
+                contradictions.append(((stored.weight, stated.weight), name))
+            else:
+                unlisted.append(name)
+                stated = stated._replace(activation=stored.weight)
+        modules[name] = stated._replace(weight=stored.weight, said=f"{stored.said}; {stated.said}")
     findings = list(stated_map.findings)
-    for (stored_format, rule_format), names in contradicted.items():
-        text = f"{path}: stored in {stored_format}, but {file.name} says {rule_format}: {join_names(names)}."
-        findings.append(MapFinding("checkpoint", text, tuple(names)))
-    return replace(stated_map, modules=modules, findings=tuple(findings))
+    for (stored_format, rule_format), affected in group_by_key(contradictions).items():
+        text = f"{path}: stored in {stored_format}, but {file.name} says {rule_format}: {join_names(affected)}."
+        findings.append(MapFinding("checkpoint", text, tuple(affected)))
+    notes = stated_map.notes
+    if unlisted:
+        names = join_names(unlisted)
+        notes = (*notes, f"Stored in high precision, though {file.name} does not name them: {names}.")
+    return replace(stated_map, modules=modules, findings=tuple(findings), notes=notes)
 
 
 # ---------------------------------------------------------------------- checkpoints

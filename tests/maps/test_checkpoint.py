@@ -131,6 +131,26 @@ def test_the_linear_layers_of_a_checkpoint(tmp_path: Path) -> None:
             assert (result.modules[name.removesuffix(".weight")].weight == "FP8 E4M3") == is_linear, name
 
 
+def test_layers_that_the_model_keeps_beside_quantized_projections(tmp_path: Path) -> None:
+    """DeepSeek-V3 and Kimi-K2 list no modules, and store these in BF16."""
+    block = "model.layers.61."
+    projections = [f"{block}{name}" for name in ("self_attn.kv_b_proj", "mlp.experts.0.up_proj", "mlp.up_proj")]
+    kept = [f"{block}{name}" for name in ("mlp.gate", "eh_proj", "shared_head.head", "self_attn.indexer.weights_proj")]
+    config = fp8()
+    del config["modules_to_not_convert"]
+    for engine in (None, "vllm", "sglang"):
+        folder = checkpoint(tmp_path / "good", [*projections, *kept], quantized=projections, config=config)
+        result = open_map(folder, around=Surroundings(engine))
+        assert result.findings == ()
+        assert {result.modules[name][:2] for name in kept} == {("BF16", "BF16")}
+        assert any("though config.json does not name them: model.layers.61.eh_proj" in note for note in result.notes)
+        for name in projections:
+            folder = checkpoint(
+                tmp_path / "wrong", [*projections, *kept], quantized={*projections} - {name}, config=config
+            )
+            assert [finding.modules for finding in open_map(folder, around=Surroundings(engine)).findings] == [(name,)]
+
+
 def test_incomplete_checkpoints(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
