@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +127,14 @@ def _modules_of(model: Any) -> list[Module]:
             classes = class_names(module)
             is_linear = any("Linear" in text or "MLP" in text for text in classes)
             modules.append(Module(name, dtype_name(weights[0].dtype), is_linear, classes, block_of(name)))
-    return modules
+    return [*modules, *_without_matrix(dict(model.named_parameters()), modules)]
+
+
+def _without_matrix(parameters: Iterable[str], modules: Sequence[Module]) -> list[Module]:
+    """Return norms, and parameters that are neither a weight nor a bias, which a list may name."""
+    names = dict.fromkeys(re.sub(r"\.(weight|bias)$", "", name) for name in parameters if not name.endswith(_SCALES))
+    known = {module.name for module in modules}
+    return [Module(name, "", False, ("Parameter",), has_matrix=False) for name in names if name not in known]
 
 
 def _map_run(path: Path) -> PrecisionMap:
@@ -277,7 +284,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         modules.append(Module(module, _HIGH.get(tensor.dtype, dtype), is_linear, layer=block_of(module)))
     if not modules:
         raise MapError(f"{path}: no weights in {', '.join(file.name for file in files)}.")
-    return Checkpoint(modules, formats, config)
+    return Checkpoint([*modules, *_without_matrix(tensors, modules)], formats, config)
 
 
 def _header(file: Path) -> dict[str, _Tensor]:

@@ -60,6 +60,7 @@ class Module(NamedTuple):
         is_linear: whether it is a linear layer, which tools quantize by default.
         classes: the names of its class and base classes; empty if unknown.
         layer: the number of its block; None outside of blocks.
+        has_matrix: false for a norm, or a parameter such as ``e_score_correction_bias``: it exists, and is in no map.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Module(NamedTuple):
     is_linear: bool
     classes: tuple[str, ...] = ()
     layer: int | None = None
+    has_matrix: bool = True
 
 
 KEPT = ModuleFormats(HIGH, HIGH)
@@ -99,6 +101,9 @@ class Rule:
     def __str__(self) -> str:
         return f"{self.place} {shown(self.pattern)}"
 
+    def names(self, module: Module) -> bool:
+        return self.matches(self.pattern, module) or f".{module.name}".endswith(f".{self.pattern}")
+
     def acts(self, default: ModuleFormats) -> bool:
         return self.overrides[default.weight == HIGH] or self.formats[:3] == default[:3]
 
@@ -119,12 +124,16 @@ class RuleFile:
 
 def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
     """Return the map of a precision file on the modules of a model, with findings about its rules."""
+    others = [module for module in modules if not module.has_matrix]
+    modules = [module for module in modules if module.has_matrix]
     defaults = {module.name: file.default(module) for module in modules}
     deciding: dict[str, Rule] = {}
     problems: list[tuple[tuple[FindingKind, str, str], tuple[Rule, list[str]]]] = []
     for rule in file.rules:
         try:
             matched = [module for module in modules if rule.matches(rule.pattern, module)]
+            if not matched and any(map(rule.names, others)):
+                continue
         except (re.error, MapError) as error:
             raise MapError(f"{rule} cannot be matched by the rules of {file.tool}: {error}.") from None
         problem = _problem(rule, matched, deciding, defaults)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 
 from te_precision_callbacks.maps import MapError, PrecisionMap, open_map, tool_files
@@ -120,6 +121,30 @@ def test_a_head_that_is_the_embedding_may_be_listed(tmp_path: Path) -> None:
         data = {"tie_word_embeddings": tied, "quantization_config": fp8("lm_head")}
         findings = mapped(tmp_path, data, [f"{LAYER}self_attn.o_proj"]).findings
         assert [entry.kind for entry in findings] == kinds
+
+
+NORM = f"{LAYER}input_layernorm"
+CORRECTION = f"{LAYER}mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize("engine", [None, "vllm", "sglang"])
+def test_norms_and_parameters_may_be_listed(tmp_path: Path, engine: Engine | None) -> None:
+    """As published for Qwen3 in FP8, and for MiniMax-M2: they exist, and tools quantize no vectors."""
+    tensors = {f"{LAYER}mlp.gate.weight": torch.zeros(2, 2), f"{NORM}.weight": torch.ones(2), CORRECTION: torch.ones(2)}
+    save_file({**tensors, f"{LAYER}self_attn.q_proj.bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = fp8(f"{LAYER}mlp.gate", NORM, "e_score_correction_bias", "layernorm", "self_attn.k_norm", "mlp.gate.x")
+    findings = open_map(written(tmp_path / "config.json", config), around=Surroundings(engine)).findings
+    unmatched = ["self_attn.k_norm", "mlp.gate.x"]
+    if engine is not None:
+        unmatched.insert(0, "layernorm")  # ends a name only for transformers
+    assert [finding.text.split("'")[1] for finding in findings] == unmatched
+
+
+def test_norms_of_a_model_may_be_listed(tmp_path: Path) -> None:
+    file = written(tmp_path / "config.json", fp8("lm_head", NORM, "model.norm", f"{LAYER}norm"))
+    result = open_map(file, modules=llama())
+    assert [finding.text.count(f"'{LAYER}norm' takes no module") for finding in result.findings] == [1]
+    assert "model.norm" not in result.modules
 
 
 def test_the_ignore_lists_of_engines(tmp_path: Path) -> None:
