@@ -534,6 +534,7 @@ class _Recipe(BaseModel):
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
     override_quantized_autocast: bool = True
     override_nonquantized_autocast: bool = False
+    tp_only_amax_red: bool = False
 
 
 class _Config(BaseModel):

@@ -87,7 +87,7 @@ RECIPES = {
     },
     "mxfp8": {
         "transformer_engine_config_type": "TEQuantizationParams",
-        "training_recipe": {"fp8_quantization_recipe": "mxfp8"},
+        "training_recipe": {"fp8_quantization_recipe": "mxfp8", "tp_only_amax_red": True},
     },
 }
 

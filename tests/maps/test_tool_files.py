@@ -397,6 +397,11 @@ def test_wrong_files(tmp_path: Path) -> None:
             open_map(file, modules=modules(dense()), around=Surroundings(recipe="mxfp8"))
 
 
+def test_the_keys_of_a_recipe_of_megatron_core() -> None:
+    extensions = pytest.importorskip("megatron.core.extensions.transformer_engine")
+    assert set(tool_files._Recipe.model_fields) == extensions.TEQuantizationRecipe.get_config_keys()
+
+
 def test_what_a_file_needs(tmp_path: Path) -> None:
     file = precision_file(tmp_path, all=matcher("*", "mxfp8"))
     with pytest.raises(MapError, match="Give this recipe with --recipe"):
