@@ -6,6 +6,7 @@ shapes that transformers, compressed-tensors and ModelOpt write.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -201,6 +202,7 @@ _PARTS = (
     (re.compile(r"\.weight(?:_packed)?$"), ""),
     (re.compile(r"\.(fc[12])_weight$"), r".\1"),  # Transformer Engine's LayerNormMLP
     (re.compile(r"\.weight(\d+)$"), r".gemm_\1"),  # and GroupedLinear
+    (re.compile(r"_blocks$"), ""),  # gpt-oss
 )
 """End of a tensor's name -> end of the module's name."""
 
@@ -214,6 +216,7 @@ _SCALES = (
     "weight_global_scale",
     "input_scale",
     "weight_zero_point",
+    "scales",
 )
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 _EMBEDDING = re.compile(
@@ -274,7 +277,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     modules: list[Module] = []
     formats: dict[str, ModuleFormats] = {}
     for name, tensor in tensors.items():
-        if len(tensor.shape) < 2 or name.endswith(_SCALES):
+        if len(tensor.shape) < 2 or name.endswith((*_SCALES, "_bias")):
             continue
         ends = (end.sub(replacement, name) for end, replacement in _PARTS if end.search(name))
         module = next(ends, name)  # experts in one tensor have no such end
@@ -305,15 +308,15 @@ def _format(name: str, tensor: _Tensor, tensors: Mapping[str, _Tensor]) -> Modul
     """Return the format of a weight, with the dtypes and shapes as its source."""
     if tensor.dtype in _HIGH:
         return ModuleFormats(_HIGH[tensor.dtype], said=f"{tensor.file}: {tensor.dtype}")
-    prefix = re.sub(r"weight(_packed)?$", "", name)
+    prefix = re.sub(r"(weight(_packed)?|blocks)$", "", name)
     if prefix == name:
         prefix = f"{name}_"
     scales = {key: tensors[prefix + key] for key in _SCALES if prefix + key in tensors}
     texts = [f"{key} {stored.dtype} {list(stored.shape)}" for key, stored in scales.items()]
-    scale = scales.get("weight_scale_inv", scales.get("weight_scale"))
+    scale = scales.get("weight_scale_inv", scales.get("weight_scale", scales.get("scales")))
     statement = f"{tensor.file}: {tensor.dtype} {list(tensor.shape)}, {', '.join(texts) or 'no scale'}"
-    columns = scale.shape[-1] if scale and scale.shape else 0
-    shared = tensor.shape[-1] / columns if columns else 0.0
+    count = math.prod(scale.shape) if scale else 0
+    shared = math.prod(tensor.shape) / count if count else 0.0
     if tensor.dtype == "U8" and 2 * shared in _FP4:  # two elements in a byte
         return ModuleFormats(_FP4[2 * shared], said=statement)
     if tensor.dtype not in _FP8:
@@ -321,6 +324,6 @@ def _format(name: str, tensor: _Tensor, tensors: Mapping[str, _Tensor]) -> Modul
     kind = "FP8"
     if scale and scale.dtype in ("U8", "F8_E8M0") and shared == 32:
         kind = "MXFP8"
-    elif scale and len(scale.shape) > 1 and ("weight_scale_inv" in scales or columns > 1):
+    elif scale and len(scale.shape) > 1 and ("weight_scale_inv" in scales or scale.shape[-1] > 1):
         kind = "FP8 block"
     return ModuleFormats(f"{kind} {_FP8[tensor.dtype]}", said=statement)

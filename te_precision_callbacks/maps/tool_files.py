@@ -7,9 +7,9 @@ Files for transformers and compressed-tensors are matched by the installed libra
 these two without the library, were read from Megatron-Core 0.16.1 (``core/quantization/quant_config.py``,
 ``core/extensions/transformer_engine.py``), transformers 5.23 (``quantizers/quantizers_utils.py``), compressed-tensors
 0.20.1 (``utils/match.py``), torchao's ``FqnToConfig`` (``quant_api.py``), vLLM 0.24
-(``quantization/utils/quant_utils.py`` as of pull request 43981, ``quantization/modelopt.py``), and SGLang 0.5.12
-(``srt/layers/quantization/utils.py`` as of pull request 23467). Megatron's reader is not called, because it imports
-Transformer Engine.
+(``quantization/utils/quant_utils.py`` as of pull request 43981, ``quantization/modelopt.py`` and ``mxfp4.py``), and
+SGLang 0.5.12 (``srt/layers/quantization/utils.py`` as of pull request 23467, ``mxfp4.py``). Megatron's reader is not
+called, because it imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ _Reader = Callable[[Mapping[str, Any], Match], _Rules]
 _E4M3 = "FP8 E4M3"
 _BLOCK = "FP8 block E4M3"
 _MXFP8 = "MXFP8 E4M3"
+_MXFP4 = "MXFP4"
 _NVFP4 = "NVFP4"
 
 _KINDS = {
@@ -244,7 +245,7 @@ _FLOATS = {
     (8, "block"): _BLOCK,
     (8, 128): _BLOCK,
     (8, 32): _MXFP8,
-    (4, 32): "MXFP4",
+    (4, 32): _MXFP4,
     (4, 16): _NVFP4,
 }
 """Bits and group of compressed-tensors -> format."""
@@ -303,13 +304,20 @@ def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[
     if data.get("tie_word_embeddings") and not any(module.name.endswith("lm_head") for module in modules):
         rules = [rule for rule in rules if rule.pattern != "lm_head"]  # tools list it for all models
     lists = (config.get("modules_to_not_convert"), config.get("ignored_layers"))
-    keeps_head = reader is _fp8 and (around.engine is not None or lists == (None, None))
+    kept = {}  # patterns of names -> modules that the tool's code keeps, whatever a list says
+    if method == "mxfp4":
+        kept[r"^(?!.*\.experts\b)"] = "all but routed experts"
+    elif reader is _fp8 and (around.engine is not None or lists == (None, None)):
+        kept["lm_head$"] = "lm_head"
+    elif (method, around.engine) == ("modelopt", "vllm"):
+        kept["vision_tower|vision_model|visual"] = "vision towers"
 
     def of_linear(module: Module) -> ModuleFormats:
         if not module.is_linear:
             return KEPT._replace(said=f"{tool} quantizes only linear layers")
-        if keeps_head and module.name.endswith("lm_head"):
-            return KEPT._replace(said=f"{tool} keeps lm_head")
+        for pattern, modules_kept in kept.items():
+            if re.search(pattern, module.name):
+                return KEPT._replace(said=f"{tool} keeps {modules_kept}")
         return default
 
     return RuleFile(tool, rules, of_linear)
@@ -426,13 +434,18 @@ def _fp8(config: Mapping[str, Any], match: Match) -> _Rules:
     for key, default in (("modules_to_convert", None), ("dequantize", False), ("expert_dtype", "fp8")):
         if config.get(key) not in (None, default):
             raise MapError(f"{key} {shown(config[key])} is not read. Remove it, or map the checkpoint.")
+    said = f"quant_method {config['quant_method']!r}"
     rules = _patterns(config, match, "modules_to_not_convert", "ignored_layers")
     text = _E4M3
+    if config["quant_method"] == "mxfp4":
+        if match is _transformers:
+            return rules, ModuleFormats(_MXFP4, HIGH, said=said)
+        return [], ModuleFormats(_MXFP4, said=said)  # engines ignore the list; their kernels choose the activation
     if config["quant_method"] == "mxfp8":
         text = _MXFP8
     elif config.get("weight_block_size") is not None:
         text = _BLOCK
-    return rules, ModuleFormats(text, text, said=f"quant_method {config['quant_method']!r}")
+    return rules, ModuleFormats(text, text, said=said)
 
 
 class _Scheme(BaseModel):
@@ -512,6 +525,7 @@ _FP8_TOOLS = {None: ("transformers", _transformers), "vllm": (_VLLM, _vllm), "sg
 _READERS: Mapping[str, tuple[_Reader, Mapping[str | None, tuple[str, Match]]]] = {
     "fp8": (_fp8, _FP8_TOOLS),
     "mxfp8": (_fp8, _FP8_TOOLS),
+    "mxfp4": (_fp8, _FP8_TOOLS),
     "compressed-tensors": (
         _compressed_tensors,
         {None: ("compressed-tensors", _class_or_name), "vllm": (_VLLM, _fused_or_equal)},

@@ -151,6 +151,34 @@ def test_layers_that_the_model_keeps_beside_quantized_projections(tmp_path: Path
             assert [finding.modules for finding in open_map(folder, around=Surroundings(engine)).findings] == [(name,)]
 
 
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Its list is read by transformers alone; engines quantize the experts whatever it says."""
+    block = "model.layers.0."
+    experts = [f"{block}mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    high = [f"{block}{name}" for name in ("self_attn.q_proj", "mlp.router")]
+    tensors = {f"{name}.weight": torch.zeros(64, 64, dtype=torch.bfloat16) for name in (*high, "lm_head")}
+    for name in experts:
+        tensors[f"{name}_bias"] = torch.zeros(4, 64, dtype=torch.bfloat16)
+    stacked = {name: torch.zeros(4, 64, 256, dtype=torch.bfloat16) for name in experts}
+    packed: dict[str, torch.Tensor] = {}
+    for name in experts:
+        packed[f"{name}_blocks"] = torch.zeros(4, 64, 8, 16, dtype=torch.uint8)
+        packed[f"{name}_scales"] = torch.zeros(4, 64, 8, dtype=torch.uint8)
+    listed = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": listed}
+    for engine, activation in ((None, "BF16"), ("vllm", ""), ("sglang", "")):
+        for weights in (stacked, packed):
+            save_file({**tensors, **weights}, tmp_path / "model.safetensors")
+            text = {"torch_dtype": "bfloat16", "quantization_config": config}
+            (tmp_path / "config.json").write_text(json.dumps(text))
+            result = open_map(tmp_path, around=Surroundings(engine))
+            assert result.findings == ()
+            assert {name: formats[:2] for name, formats in result.modules.items()} == {
+                **dict.fromkeys(experts, ("MXFP4", activation)),
+                **dict.fromkeys((*high, "lm_head"), ("BF16", "BF16")),
+            }
+
+
 def test_incomplete_checkpoints(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
