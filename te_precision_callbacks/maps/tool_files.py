@@ -398,28 +398,32 @@ def _full_match(entry: str, module: Module) -> bool:
     return entry in (module.name, f"{module.name}.weight")
 
 
-def _engine_name(module: Module) -> str:
+def _engine_name(name: str) -> str:
     """Return the engine's name of a layer: all routed experts are one."""
-    experts = re.match(r"(.*\bexperts)\.", module.name)
-    return experts[1] if experts and "shared" not in experts[1] else fused_name(module.name)
+    experts = re.match(r"(.*\bexperts)\.", name)
+    return experts[1] if experts and "shared" not in experts[1] else fused_name(name)
+
+
+def _fused_or_inside(entry: str, module: Module) -> bool:
+    return _fused_or_equal(entry, module) or module.name.startswith(f"{entry}.")
 
 
 def _vllm(entry: str, module: Module) -> bool:
-    name = _engine_name(module)
+    name = _engine_name(module.name)
     if "experts" in name and name.rpartition(".")[2] not in FUSED_OF.values():
         return "experts" in entry and name in entry
     return entry in (name, module.name)
 
 
 def _vllm_modelopt(entry: str, module: Module) -> bool:
-    name = _engine_name(module)
+    name = _engine_name(module.name)
     return _vllm(entry, module) or entry in name or fnmatchcase(name, entry)
 
 
 def _sglang(entry: str, module: Module) -> bool:
     if entry.startswith("re:"):
         raise MapError("how 're:' is matched is not known")
-    name = _engine_name(module)
+    name = _engine_name(module.name)
     in_experts = name.endswith("experts")
     path = name if in_experts else module.name
     if f".{entry.rstrip('.')}." in f".{path}.":
@@ -492,9 +496,11 @@ def _scheme(scheme: _Scheme | None, key: str) -> str:
 def _modelopt(config: Mapping[str, Any], match: Match) -> _Rules:
     rules = _patterns(config, match, "exclude_modules", "ignore")
     layers = validated(dict[str, dict[str, Any]], config.get("quantized_layers", {}), "quantized_layers")
+    if match is _vllm_modelopt:  # the first part of an engine's layer counts
+        layers = {_engine_name(name): layer for name, layer in reversed(layers.items())}
     for name, layer in layers.items():
         formats = _known(_MODELOPT, layer.get("quant_algo"), f"quantized_layers.{name}.quant_algo")
-        rules.append(Rule("quantized_layers", name, _fused_or_equal, formats))
+        rules.append(Rule("quantized_layers", name, _fused_or_inside, formats))
     algorithm = config.get("quant_algo")
     default = KEPT
     if algorithm != "MIXED_PRECISION" or not layers:

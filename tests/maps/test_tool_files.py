@@ -255,6 +255,37 @@ def test_modelopt_of_several_precisions(tmp_path: Path) -> None:
     assert result.findings == ()
 
 
+EXPERTS = f"{LAYER}mlp.experts"
+MIXED: list[tuple[list[str], set[str], set[str]]] = [
+    ([EXPERTS], ROUTED, ROUTED),
+    ([f"{EXPERTS}.3.up_proj"], {"mlp.experts.3.up_proj"}, ROUTED),
+    ([f"{LAYER}self_attn.q_proj"], {"self_attn.q_proj"}, QKV),
+    ([f"{LAYER}self_attn.qkv_proj"], QKV, QKV),
+    ([f"{LAYER}mlp.gate"], {"mlp.gate"}, {"mlp.gate"}),
+    ([f"{LAYER}{part}" for part in PARTS], set(PARTS), set(PARTS)),
+]
+"""Keys of quantized_layers, and the quantized modules: all that are named, and ``_resolve_quant_algo`` of vLLM 0.24."""
+
+
+def test_the_layers_of_a_mixed_precision(tmp_path: Path) -> None:
+    names = [LAYER + part for part in PARTS]
+    for keys, named, of_vllm in MIXED:
+        layers = {key: {"quant_algo": "NVFP4"} for key in keys}
+        config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        for engine, low in ((None, named), ("vllm", of_vllm)):
+            result = mapped(tmp_path, config, names, engine)  # type: ignore[arg-type]
+            assert set(PARTS) - high(result) == low
+            assert result.findings == ()
+
+
+def test_vision_towers_that_vllm_keeps(tmp_path: Path) -> None:
+    towers = ["visual.blocks.0.attn.qkv", "model.vision_tower.layers.0.mlp.fc1", "vision_model.layers.0.mlp.fc2"]
+    names = [*towers, f"{LAYER}self_attn.o_proj"]
+    assert high(mapped(tmp_path, modelopt(), names, "vllm")) == set(towers)
+    for config, engine in ((modelopt(), None), (fp8(), "vllm")):
+        assert high(mapped(tmp_path, config, names, engine)) == set()  # type: ignore[arg-type]
+
+
 def test_torchao_by_name(tmp_path: Path) -> None:
     dynamic = {"_type": "Float8DynamicActivationFloat8WeightConfig", "_data": {}}
     named = {"re:.*_proj": dynamic, f"{LAYER}mlp.up_proj": None, "_default": {"_type": "Int8WeightOnlyConfig"}}
