@@ -157,9 +157,13 @@ def _show_comparison(comparison: MapComparison) -> None:
     terminal.show_text(f"A: {comparison.a.source}, {many(len(comparison.a.modules), 'module')}")
     terminal.show_text(f"B: {comparison.b.source}, {many(len(comparison.b.modules), 'module')}")
     differing = many(len(comparison.differences), "difference")
-    terminal.show_text(f"{many(comparison.compared, 'pair')} of modules compared: {differing}.")
+    sentences = [f"{many(comparison.compared, 'pair')} of modules compared: {differing}."]
+    alone = len(comparison.only_a) + len(comparison.only_b)
+    if alone:
+        sentences.append(f"Not compared: {many(alone, 'module')} of one side.")
     for tensor, count in comparison.not_said.items():
-        terminal.show_text(f"Not compared: the {tensor} of {many(count, 'pair')}, which a side does not say.")
+        sentences.append(f"Not compared: the {tensor} of {many(count, 'pair')}, which a side does not say.")
+    terminal.show_text(" ".join(sentences))
     names_by_title = {
         "Allowed to differ": comparison.allowed,
         "Not compared, only in A": comparison.only_a,

@@ -76,7 +76,11 @@ def test_two_sources(folder: Path) -> None:
     line = f"map {file} rollout --modules mapped_models:build --recipe mxfp8 --engine vllm"
     text = one_line(command(line, 1))
     assert "layers.{0-1}.self_attention.linear_qkv" in text
+    assert "15 pairs of modules compared: 14 differences. Not compared: 1 module of one side. Not" in text
     assert "MXFP8 E4M3" in text
+    checkpoint(folder / "stored", dense(2)[1:])
+    text = one_line(command(f"map stored {file} --modules mapped_models:build --recipe none", 1))
+    assert "15 pairs of modules compared: 0 differences. Not compared: the activation of 15 pairs" in text
     data: dict[str, Any] = json.loads(command(f"{line} --json", 1))
     unequal = [entry for entry in data["differences"] if entry["format_b"] == "BF16"]
     assert {entry["b"] for entry in unequal} == {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
