@@ -210,14 +210,16 @@ _FP4 = {16.0: "NVFP4", 32.0: "MXFP4"}
 """Elements with one scale -> format."""
 
 _SCALES = (
-    "weight_scale",
     "weight_scale_inv",
+    "weight_scale",
+    "scale_inv",
+    "scales",
     "weight_scale_2",
     "weight_global_scale",
     "input_scale",
     "weight_zero_point",
-    "scales",
 )
+"""Ends of scales' names, the scales of blocks and channels first."""
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 _EMBEDDING = re.compile(
     r"((?<!patch_)embed(?!_out|.*proj|.*mapping)[^.]*|_emb|\b(wte|wpe|shared|relative_attention_bias))$"
@@ -313,7 +315,7 @@ def _format(name: str, tensor: _Tensor, tensors: Mapping[str, _Tensor]) -> Modul
         prefix = f"{name}_"
     scales = {key: tensors[prefix + key] for key in _SCALES if prefix + key in tensors}
     texts = [f"{key} {stored.dtype} {list(stored.shape)}" for key, stored in scales.items()]
-    scale = scales.get("weight_scale_inv", scales.get("weight_scale", scales.get("scales")))
+    scale = next(iter(scales.values()), None)
     statement = f"{tensor.file}: {tensor.dtype} {list(tensor.shape)}, {', '.join(texts) or 'no scale'}"
     count = math.prod(scale.shape) if scale else 0
     shared = math.prod(tensor.shape) / count if count else 0.0

@@ -49,6 +49,23 @@ def test_the_format_of_a_weight_is_read_from_its_tensors(tmp_path: Path) -> None
         assert formats.said.startswith("model.safetensors: ")
 
 
+STACKED = torch.zeros(4, 256, 256, dtype=torch.float8_e4m3fn)
+FORMATS_OF_EXPERTS = [
+    ({"": STACKED, "_weight_scale": torch.ones(())}, "FP8 E4M3"),
+    ({"": STACKED, "_scale_inv": torch.ones(4, 2, 2)}, "FP8 block E4M3"),  # FP8Experts of transformers 5.23
+    ({"": STACKED, "_scale_inv": torch.ones(4, 1, 1)}, "FP8 E4M3"),
+    ({"_blocks": torch.zeros(4, 64, 2, 16, dtype=torch.uint8), "_scales": torch.zeros(4, 64, 2).byte()}, "MXFP4"),
+]
+
+
+def test_the_format_of_stacked_experts(tmp_path: Path) -> None:
+    for tensors, expected in FORMATS_OF_EXPERTS:
+        named = {f"layers.0.experts.up_proj{name}": tensor for name, tensor in tensors.items()}
+        save_file(named, tmp_path / "model.safetensors")
+        ((name, formats),) = open_map(tmp_path).modules.items()
+        assert (name, formats.weight) == ("layers.0.experts.up_proj", expected)
+
+
 def test_modules_of_transformer_engine(tmp_path: Path) -> None:
     weight = torch.zeros(8, 8)
     names = ("mlp.fc1_weight", "mlp.fc2_weight", "mlp.layer_norm_weight", "experts.weight0", "experts.weight1")
