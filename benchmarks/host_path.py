@@ -249,9 +249,10 @@ def launch_microseconds(repeats: int = 7, loop: int = 500) -> float:
     codes = torch.zeros(64, 64, dtype=torch.uint8)
     operands = [Pending(values.clone(), codes.clone(), torch.ones(1), False, at) for at in (places, moved)]
     sums, maxima = torch.zeros(2 * width, dtype=torch.float64), torch.zeros(2 * width, dtype=torch.float64)
-    launched = [triton_kernel.add_group(group, sums, maxima) for group in triton_kernel.group_by_launch(operands)]
-    repeat = triton_kernel.repeat_of(operands, launched)
-    if repeat is None:
+    groups = triton_kernel.group_by_launch(operands)
+    launches = [triton_kernel.add_group(operands, group, sums, maxima) for group in groups]
+    repeat = functools.partial(triton_kernel.repeat, launches)
+    if not all(launches):
         raise SystemExit("Triton's launcher has another interface.")
     return _best_microseconds(lambda: repeat(operands, sums, maxima, 0), repeats, loop)
 

@@ -137,7 +137,7 @@ def kernel() -> Iterator[ModuleType]:
 def by_kernel(kernel: ModuleType) -> Callable[[Sequence[Pending], torch.Tensor, torch.Tensor], None]:
     def add(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor) -> None:
         for together in kernel.group_by_launch(pending):
-            kernel.add_group(together, sums, maxima)
+            kernel.add_group(pending, together, sums, maxima)
 
     return add
 
@@ -490,7 +490,7 @@ def test_tensors_with_one_key_have_one_compiled_kernel(codes: bool) -> None:
                 pending[0] = replace(pending[0], places=ColumnPlaces(maxima=3))
             sums, maxima = vectors(80_000)
             (group,) = module.group_by_launch(pending)
-            module.add_group(group, *((odd(sums), odd(maxima)) if number == 3 else (sums, maxima)))
+            module.add_group(pending, group, *((odd(sums), odd(maxima)) if number == 3 else (sums, maxima)))
             _, specialization, options = binder(*launch.arguments, **launch.options)
             key = module._shared_launch(pending[0])
             specializations.setdefault(key, set()).add(str((specialization, options)))
@@ -559,10 +559,8 @@ def assert_same_launch(function: Any, bound: tuple[tuple[Any, ...], dict[str, An
 
 def launched(module: ModuleType, pending: Sequence[Pending], into: Sequence[torch.Tensor]) -> Repeat | None:
     """Measure tensors through the binder; return what repeats it."""
-    repeat: Repeat | None = module.repeat_of(
-        pending, [module.add_group(together, *into) for together in module.group_by_launch(pending)]
-    )
-    return repeat
+    launches = [module.add_group(pending, together, *into) for together in module.group_by_launch(pending)]
+    return partial(module.repeat, launches) if all(launches) else None
 
 
 @pytest.mark.usefixtures("compiles")

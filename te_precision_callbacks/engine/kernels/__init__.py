@@ -7,6 +7,7 @@ The columns (:mod:`te_precision_callbacks.engine.kernels.columns`) are on the te
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -73,12 +74,16 @@ def _with_triton(pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.T
         from te_precision_callbacks.engine.kernels import triton_blocks, triton_kernel
 
         launches = []
-        for group in triton_kernel.group_by_launch([tensor for tensor in pending if tensor.in_blocks is None]):
-            launches.append(triton_kernel.add_group(group, sums, maxima))
-            for tensor in group:
-                unmeasured.remove(tensor)
-        if not unmeasured:
-            return triton_kernel.repeat_of(pending, launches)
+        dense = [tensor for tensor in pending if tensor.in_blocks is None]
+        groups = triton_kernel.group_by_launch(dense)
+        for group in groups:
+            launch = triton_kernel.add_group(dense, group, sums, maxima)
+            if launch is not None:
+                launches.append(launch)
+            for index in group:
+                unmeasured.remove(dense[index])
+        if not unmeasured and len(launches) == len(groups):
+            return functools.partial(triton_kernel.repeat, launches)
         while unmeasured:
             triton_blocks.add(unmeasured[0], sums, maxima)
             del unmeasured[0]

@@ -4,8 +4,9 @@ Usage::
 
     from te_precision_callbacks.engine.kernels import triton_kernel
 
-    for group in triton_kernel.group_by_launch([Pending(gradient, codes, scale_inv, True, places)]):
-        triton_kernel.add_group(group, sums, maxima)
+    pending = [Pending(gradient, codes, scale_inv, True, places)]
+    for group in triton_kernel.group_by_launch(pending):
+        triton_kernel.add_group(pending, group, sums, maxima)
 
 Runs on a GPU, and on CPU tensors if ``TRITON_INTERPRET=1`` was set before triton was imported. The host never waits for
 the device.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,6 @@ from te_precision_callbacks.engine.kernels.columns import (
     UNBLOCKED,
     ColumnPlaces,
     Pending,
-    Repeat,
 )
 from te_precision_callbacks.engine.kernels.triton_parts import (
     BYTES_PER_LOAD,
@@ -103,7 +103,7 @@ _Key = tuple[torch.device, torch.dtype, bool]
 """Device and dtype of tensors that can share a launch, and whether they have a histogram."""
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A launch without Triton's binder.
 
     Attributes:
@@ -127,24 +127,24 @@ class _Launch(NamedTuple):
     arguments: Sequence[Any]
 
 
-def group_by_launch(pending: Sequence[Pending]) -> list[list[Pending]]:
-    """Group tensors by launch: up to :data:`MOST_TOGETHER` similar dense tensors share a launch.
+def group_by_launch(pending: Sequence[Pending]) -> list[list[int]]:
+    """Group tensors, by their indices: up to :data:`MOST_TOGETHER` similar dense tensors share a launch.
 
     Args:
         pending: the values are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; copied if they are not dense.
             A quantized value is the decoded code times ``scale_inv``, in float32. An element overflows above the
             format's largest number (E4M3 448, E5M2 57344) times ``scale_inv`` and ROUNDING.
     """
-    groups: list[tuple[_Key | None, list[Pending]]] = []
-    for tensor in pending:
+    groups: list[tuple[_Key | None, list[int]]] = []
+    for index, tensor in enumerate(pending):
         key = _shared_launch(tensor)
         for other, group in groups:
             can_share = key is not None and key == other and len(group) < MOST_TOGETHER
-            if can_share and not any(_conflict(tensor, shared) for shared in group):
-                group.append(tensor)
+            if can_share and not any(_conflict(tensor, pending[shared]) for shared in group):
+                group.append(index)
                 break
         else:
-            groups.append((key, [tensor]))
+            groups.append((key, [index]))
     return [group for _, group in groups]
 
 
@@ -193,18 +193,6 @@ class _Form(NamedTuple):
     constants: dict[str, Any]
 
 
-def _with_codes(group: Sequence[Pending]) -> Pending:
-    """Return the first tensor with codes, or else the first."""
-    return next((tensor for tensor in group if tensor.codes is not None), group[0])
-
-
-def _form_of(group: Sequence[Pending]) -> _Form:
-    example = _with_codes(group)
-    has_codes = example.codes is not None
-    converts = has_codes and converts_fp8(example.values.device)
-    return _form(example.values.dtype, has_codes, example.e5m2, example.places.exponents >= 0, converts)
-
-
 @functools.cache
 def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, converts: bool) -> _Form:
     name, _, not_finite = FORMATS[dtype]
@@ -238,10 +226,8 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
     return _Form(rows * vector * PROGRAM_THREADS, columns + extremes, constants)
 
 
-def add_group(
-    group: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor
-) -> tuple[Sequence[Pending], Launcher | None]:
-    """Measure tensors in one launch, with their quantized values if any, and merge the results.
+def add_group(pending: Sequence[Pending], group: list[int], sums: torch.Tensor, maxima: torch.Tensor) -> Launch | None:
+    """Measure a group of :func:`group_by_launch` in one launch, with quantized values if any, and merge the results.
 
     The result is bit-identical for the same tensors, strides and device, in any grouping. A quantized value of inf or
     NaN makes ``error_square_sum`` inf or NaN, unless the element before quantization is not finite either.
@@ -250,62 +236,44 @@ def add_group(
         sums, maxima: float64, 1-D, on the device of the tensors.
 
     Returns:
-        The tensors, and how their kernel is launched without Triton's binder, if it can.
+        How the launch is repeated for other tensors; None if it needs Triton's binder.
     """
-    first = group[0]
-    device = first.values.device
+    first = pending[group[0]]
     if first.values.numel() == 0:
-        return group, None
-    form = _form_of(group)
+        return None
+    device = first.values.device
     is_aligned = _shared_launch(first) is not None
-    padded = [*group, *[first] * (MOST_TOGETHER - len(group))]
-    sizes = tuple(tensor.values.numel() for tensor in padded)
-    programs, begins = grid_of(sizes[: len(group)], form.tile, program_count(device), MOST_TOGETHER)
+    most = program_count(device)
+    padded = [*group, *group[:1] * (MOST_TOGETHER - len(group))]
+    example_index = next((index for index in group if pending[index].codes is not None), group[0])
+    # The kernel does not read these codes for a tensor without codes.
+    quantized = [example_index if pending[index].codes is None else index for index in padded]
+    example = pending[example_index]
+    has_codes = example.codes is not None
+    converts = has_codes and converts_fp8(device)
+    form = _form(first.values.dtype, has_codes, example.e5m2, first.places.exponents >= 0, converts)
+    constants = form.constants | {"ALIGNED": is_aligned}
+    sizes = tuple(pending[index].values.numel() for index in padded)
+    programs, begins = grid_of(sizes[: len(group)], form.tile, most, MOST_TOGETHER)
+    places = [place for index in padded for place in pending[index].places[:UNBLOCKED]]
     with torch.cuda.device(first.values.get_device()):
         memory = *scratch(device, programs * form.row), sums, maxima
-        elements = [loadable(_flat(tensor)[0])[0] for tensor in padded]
-        quantized = _quantized(padded)
-        code_parts = [*[_flat(tensor)[1] for tensor in quantized], *[tensor.scale_inv for tensor in quantized]]
-        constants = form.constants | {"ALIGNED": is_aligned}
-        compiled = _measure[(programs,)](
-            *elements, *code_parts, *memory, *sizes, *begins, *_columns_of(padded), **constants
-        )
-    return group, launcher_of(compiled) if is_aligned else None
+        elements = [loadable(_flat(pending[index])[0])[0] for index in padded]
+        codes = [_flat(pending[index])[1] for index in quantized]
+        scales = [pending[index].scale_inv for index in quantized]
+        compiled = _measure[(programs,)](*elements, *codes, *scales, *memory, *sizes, *begins, *places, **constants)
+    launcher = launcher_of(compiled)
+    if launcher is None or not is_aligned:
+        return None
+    arguments = [*places, *[constants[name] for name in _measure.arg_names if name in constants]]
+    select_tensors = operator.itemgetter(*padded)
+    select_quantized = operator.itemgetter(*quantized)
+    size = most * MOST_TOGETHER * form.row
+    return Launch(launcher, select_tensors, select_quantized, len(group), form.tile, most, size, arguments)
 
 
-def _quantized(padded: Sequence[Pending]) -> Sequence[Pending]:
-    """Return the tensors that provide codes. The kernel ignores codes of the others."""
-    example = _with_codes(padded)
-    return [example if tensor.codes is None else tensor for tensor in padded]
-
-
-def _columns_of(padded: Iterable[Pending]) -> Iterable[int]:
-    return itertools.chain.from_iterable(tensor.places[:UNBLOCKED] for tensor in padded)
-
-
-def repeat_of(
-    pending: Sequence[Pending], launched: Sequence[tuple[Sequence[Pending], Launcher | None]]
-) -> Repeat | None:
-    """Return a function that repeats the launches of tensors for others; None if it needs Triton's binder."""
-    indices = {tensor: index for index, tensor in enumerate(pending)}
-    most = program_count(pending[0].values.device)
-    launches: list[_Launch] = []
-    for group, launcher in launched:
-        if launcher is None:
-            return None
-        form = _form_of(group)
-        padded = [*group, *[group[0]] * (MOST_TOGETHER - len(group))]
-        tensors = operator.itemgetter(*[indices[tensor] for tensor in padded])
-        quantized = operator.itemgetter(*[indices[tensor] for tensor in _quantized(padded)])
-        constants = [form.constants[name] for name in _measure.arg_names if name in form.constants]
-        arguments = [*_columns_of(padded), *constants]
-        size = most * MOST_TOGETHER * form.row
-        launches.append(_Launch(launcher, tensors, quantized, len(group), form.tile, most, size, arguments))
-    return functools.partial(_repeat, launches)
-
-
-def _repeat(
-    launches: list[_Launch], pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int
+def repeat(
+    launches: Sequence[Launch], pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int
 ) -> Sequence[Pending]:
     """Repeat launches for tensors that may differ in their sizes; return the tensors that are left.
 
