@@ -138,10 +138,15 @@ class Casting(ABC):
         quantizer: Quantizer,
         source: torch.Tensor,
         out: QuantizedTensor,
-        noop: torch.Tensor | None = None,
+        skip: bool = False,
         amax: torch.Tensor | None = None,
     ) -> None:
-        """Quantize ``source`` into the buffers of ``out``; ``amax`` is measured unless given."""
+        """Quantize ``source`` into the buffers of ``out``.
+
+        Args:
+            skip: leave data and scales unchanged; collectives run all the same.
+            amax: measured unless given, which only :meth:`takes_amax` allows.
+        """
 
 
 def by_usage(quantizer: Quantizer, buffers: Mapping[str, Buffer]) -> Buffers:

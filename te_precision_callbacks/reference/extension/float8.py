@@ -17,7 +17,7 @@ from te_precision_callbacks.base.numerics.layouts import PER_TENSOR
 from te_precision_callbacks.base.numerics.scaling import amax_of, fp8_scale
 from te_precision_callbacks.reference.conversions import encode_blocks
 from te_precision_callbacks.reference.errors import MissingFunctionError, ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import is_noop, matrix_shape, overwrite, transposed_shape
+from te_precision_callbacks.reference.extension.buffers import matrix_shape, overwrite, transposed_shape
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting
 from te_precision_callbacks.reference.extension.enums import fp8_format
 from te_precision_callbacks.reference.target import capability
@@ -90,12 +90,12 @@ class DelayedScaling(_PerTensorScaling):
         quantizer: Any,
         source: torch.Tensor,
         out: Any,
-        noop: torch.Tensor | None = None,
+        skip: bool = False,
         amax: torch.Tensor | None = None,
     ) -> None:
-        if source.numel() == 0 or is_noop(noop):
+        if source.numel() == 0 or skip:
             return
-        measured = amax_of(source) if amax is None else amax
+        measured = amax_of(source)
         self.cast(quantizer, source, quantizer.scale, out)
         if quantizer.amax.numel():  # without elements nothing is recorded, like in a kernel with a null pointer
             overwrite(quantizer.amax, torch.maximum(quantizer.amax, measured.view_as(quantizer.amax)))
@@ -110,7 +110,7 @@ class CurrentScaling(_PerTensorScaling):
         quantizer: Any,
         source: torch.Tensor,
         out: Any,
-        noop: torch.Tensor | None = None,
+        skip: bool = False,
         amax: torch.Tensor | None = None,
     ) -> None:
         """Quantize with the scale for the amax of ``source``, reduced over ranks if the quantizer requires it."""
@@ -121,7 +121,7 @@ class CurrentScaling(_PerTensorScaling):
             # Before the no-op flag, as upstream: if one rank skipped the collective, the others would hang.
             group = quantizer._canonicalized_amax_reduction_group()
             torch.distributed.all_reduce(measured, op=torch.distributed.ReduceOp.MAX, group=group)
-        if is_noop(noop):
+        if skip:
             return
         scale = fp8_scale(
             measured,

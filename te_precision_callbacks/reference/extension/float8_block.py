@@ -18,7 +18,6 @@ from te_precision_callbacks.base.numerics.scaling import fp8_scale
 from te_precision_callbacks.reference.conversions import block_amaxes, encode_blocks
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
-    is_noop,
     matrix_shape,
     overwrite,
     pad,
@@ -64,7 +63,7 @@ class Float8BlockCasting(Casting):
         quantizer: Any,
         source: torch.Tensor,
         out: Any,
-        noop: torch.Tensor | None = None,
+        skip: bool = False,
         amax: torch.Tensor | None = None,
     ) -> None:
         """Quantize each direction of ``out``, in blocks of its shape.
@@ -81,7 +80,7 @@ class Float8BlockCasting(Casting):
             )
         if out._rowwise_data is None and out._columnwise_data is None:
             raise ReferenceBackendError(f"The {type(quantizer).__name__} has neither rowwise nor columnwise usage.")
-        if is_noop(noop):
+        if skip:
             return
         matrix = source.reshape(matrix_shape(source.shape))
         for columnwise, data, scales in written(out):

@@ -26,7 +26,6 @@ from te_precision_callbacks.reference.conversions import block_amaxes, encode_bl
 from te_precision_callbacks.reference.errors import ReferenceBackendError
 from te_precision_callbacks.reference.extension.buffers import (
     as_stored,
-    is_noop,
     matrix_shape,
     overwrite,
     pad,
@@ -79,10 +78,10 @@ class Mxfp8Casting(Casting):
         quantizer: Any,
         source: torch.Tensor,
         out: Any,
-        noop: torch.Tensor | None = None,
+        skip: bool = False,
         amax: torch.Tensor | None = None,
     ) -> None:
-        if source.numel() == 0 or is_noop(noop):
+        if source.numel() == 0 or skip:
             return
         fmt = fp8_format(out._fp8_dtype)
         matrix = source.reshape(matrix_shape(source.shape))

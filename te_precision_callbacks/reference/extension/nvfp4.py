@@ -21,7 +21,7 @@ from te_precision_callbacks.base.numerics.layouts import NVFP4, SWIZZLE_COLUMNS,
 from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.reference.conversions import block_amaxes
 from te_precision_callbacks.reference.errors import ReferenceBackendError
-from te_precision_callbacks.reference.extension.buffers import as_stored, is_noop, matrix_shape, overwrite, round_up
+from te_precision_callbacks.reference.extension.buffers import as_stored, matrix_shape, overwrite, round_up
 from te_precision_callbacks.reference.extension.casting import Buffer, Buffers, Casting, by_usage
 from te_precision_callbacks.reference.extension.exports import export
 from te_precision_callbacks.reference.nvfp4 import BLOCK, Nvfp4Rules, quantize, random_hadamard_transform
@@ -77,7 +77,7 @@ class Nvfp4Casting(Casting):
         quantizer: Any,
         source: torch.Tensor,
         out: Any,
-        noop: torch.Tensor | None = None,
+        skip: bool = False,
         amax: torch.Tensor | None = None,
     ) -> None:
         """Quantize all directions with buffers in ``out``; the Hadamard transform needs bfloat16.
@@ -86,7 +86,7 @@ class Nvfp4Casting(Casting):
         bits, the relative distance from the next smaller E2M1 value. A GPU uses Philox with its own seed and offset,
         and as few as 8 bits per element, so its bytes differ, with the same distribution.
 
-        With ``noop`` 1, data and scales are unchanged; amaxes too, without a Hadamard transform.
+        With ``skip``, data and scales are unchanged; amaxes too, without a Hadamard transform.
 
         Raises:
             ReferenceBackendError: upstream does not support these options together, or for this source.
@@ -101,11 +101,10 @@ class Nvfp4Casting(Casting):
         if quantizer.with_rht and transposed is not None:
             transposed = random_hadamard_transform(transposed, int(quantizer.rht_matrix_random_sign_mask_t))
         # Upstream measures for a Hadamard transform regardless of the flag; and collectives must always run.
-        skipped = is_noop(noop)
-        if quantizer.with_rht or not skipped:
+        if quantizer.with_rht or not skip:
             _measure(quantizer, matrix, transposed, out, amax)
         _reduce(quantizer, out)
-        if skipped:
+        if skip:
             return
         rules = _rules(quantizer, matrix)
         # Not with the no-op flag, which leaves the scales in their order.

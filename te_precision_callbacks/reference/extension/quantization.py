@@ -16,7 +16,7 @@ from te_precision_callbacks.base.numerics.scaling import amax_of
 from te_precision_callbacks.base.vocabulary import RECIPES, recipe_of
 from te_precision_callbacks.reference.errors import UnsupportedRecipeError
 from te_precision_callbacks.reference.extension import float8, float8_block, mxfp8, nvfp4
-from te_precision_callbacks.reference.extension.buffers import swizzle_scales_for_gemm_
+from te_precision_callbacks.reference.extension.buffers import is_noop, swizzle_scales_for_gemm_
 from te_precision_callbacks.reference.extension.casting import Casting, Quantizer
 from te_precision_callbacks.reference.extension.enums import torch_dtype
 from te_precision_callbacks.reference.extension.exports import export
@@ -77,7 +77,7 @@ def _cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.
         output = casting.create(quantizer, source.shape, source.dtype, source.device)
     else:
         casting.fit(quantizer, output)
-    casting.write(quantizer, source, output, noop)
+    casting.write(quantizer, source, output, skip=is_noop(noop))
     return output
 
 
@@ -114,12 +114,9 @@ def quantize_result(
         unquantized.result = value.to(dtype)
     if out is None:
         out = casting.create(quantizer, value.shape, dtype, value.device)
-    if not casting.rounds_first:
-        casting.write(quantizer, value, out)
-    else:
-        # Upstream's activation kernels measure the float32 result, normalization kernels the rounded result.
-        amax = amax_of(value) if measure_first and casting.takes_amax(quantizer) else None
-        casting.write(quantizer, value.to(dtype), out, amax=amax)
+    # Upstream's activation kernels measure the float32 result, normalization kernels the rounded result.
+    amax = amax_of(value) if measure_first and casting.takes_amax(quantizer) else None
+    casting.write(quantizer, value.to(dtype) if casting.rounds_first else value, out, amax=amax)
     return out
 
 
