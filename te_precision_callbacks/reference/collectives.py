@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +98,7 @@ def replace(*owners: Any, **replacements: Any) -> None:
 def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_memory(*arguments: Any, **options: Any) -> Any:
-        memory = partial(_memory, as_bytes=moves)
-        in_memory = [memory(value) for value in (*arguments, *options.values())]
+        in_memory = [_memory(value, as_bytes=moves) for value in (*arguments, *options.values())]
         if function.__name__ in _IN_PLACE:
             for tensor in in_memory:
                 if type(tensor) is torch.Tensor and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -120,11 +118,8 @@ def _on_memory(function: Callable[..., Any], moves: bool) -> Callable[..., Any]:
 
 def _memory(value: Any, *, as_bytes: bool) -> Any:
     """Detach tensors, and view float8 as bytes; other values and subclasses are unchanged."""
-    if isinstance(value, (list, tuple)):
-        holds_tensors = type(value) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value)
-        if holds_tensors:
-            return type(value)(_memory(item, as_bytes=as_bytes) for item in value)
-        return value
+    if type(value) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value):
+        return type(value)(_memory(item, as_bytes=as_bytes) for item in value)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return value
     plain = value.detach()

@@ -127,7 +127,7 @@ def generic_gemm(
     empty = 0 in a.matrix_shape or 0 in b.matrix_shape
     by_blocks = a.kind in FP8_BLOCKS and capability() < (10, 0)
     shape = _result_shape(a.shape, transA, b.shape, transB)
-    dtype = _result_dtype(A, a, D, output_dtype)
+    dtype = _result_dtype(A, D, output_dtype)
     if D is not None and logical_shape(D) != shape:
         raise ReferenceBackendError(f"GEMM output has shape {logical_shape(D)}; {shape} is needed.")
     if bias is not None and not grad and bias.numel() not in (0, shape[-1]):
@@ -394,7 +394,7 @@ def _check_fp8_blocks(
         )
 
 
-def _result_dtype(A: Any, a: Operand, out: Any, output_dtype: SupportsInt | None) -> torch.dtype:
+def _result_dtype(A: Any, out: Any, output_dtype: SupportsInt | None) -> torch.dtype:
     plain_out = isinstance(out, torch.Tensor) and not is_quantized(out)
     if output_dtype is None:
         if plain_out:

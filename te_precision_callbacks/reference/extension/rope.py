@@ -43,7 +43,10 @@ def _rope(
     Returns:
         contiguous, the shape and type of ``tensor``.
     """
-    angles = _angles(tensor, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
+    if cp_size > 1:
+        refuse(f"Rotary embedding with cp_size={cp_size}", "context parallelism")
+    positions = _positions(tensor, start_positions, qkv_format, cu_seqlens)
+    angles = freqs.flatten(1)[positions].unsqueeze(-2)
     rotated = angles.shape[-1]
     source = tensor.float()
     turned = source[..., :rotated]
@@ -57,35 +60,25 @@ export(partial(_rope, backward=False), "fused_rope_forward")
 export(partial(_rope, backward=True), "fused_rope_backward")
 
 
-def _angles(
-    tensor: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    qkv_format: int,
-    cu_seqlens: torch.Tensor | None,
-    cp_size: int,
+def _positions(
+    tensor: torch.Tensor, start_positions: torch.Tensor | None, qkv_format: int, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
-    """The angles for each token, [..., 1, rotated dimensions], to be multiplied with [..., heads, head size]."""
-    if cp_size > 1:
-        refuse(f"Rotary embedding with cp_size={cp_size}", "context parallelism")
-    rotated = freqs.shape[-1]
-    table = freqs.reshape(freqs.shape[0], rotated)
+    """The position of each token: int64, the dimensions of ``tensor`` before the heads, or 1 for equal ones."""
     if qkv_format == NVTE_QKV_Format.NVTE_THD and cu_seqlens is not None:
         positions = torch.zeros(tensor.shape[0], dtype=torch.int64, device=tensor.device)
         for index, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
             positions[start:end] = torch.arange(end - start, device=tensor.device)
             if start_positions is not None:
                 positions[start:end] += start_positions[index].long()
-        return table[positions].unsqueeze(1)
+        return positions
     sequence_first = qkv_format == NVTE_QKV_Format.NVTE_SBHD
     length = tensor.shape[0 if sequence_first else 1]
     positions = torch.arange(length, device=tensor.device).unsqueeze(1)
     if start_positions is not None:
         positions = positions + start_positions.long()
-    angles = table[positions].unsqueeze(2)
     if sequence_first:
-        return angles
-    return angles.transpose(0, 1)
+        return positions
+    return positions.t()
 
 
 def _swap(x: torch.Tensor, interleaved: bool, sign: float) -> torch.Tensor:
