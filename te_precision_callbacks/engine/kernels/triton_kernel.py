@@ -435,14 +435,16 @@ def _measure(
     overflow_count = zero
     error_square_sum = zero_sum
     underflow_square_sum = zero_sum
-    histogram = tl.full([256], 0, tl.int64)
+    no_exponents = tl.full([256], 0, tl.int64)
+    histogram = no_exponents
     compares = select(which, compared0, compared1, compared2, compared3) >= 0
     if CODES != "":
         scale = tl.load(scale_inv)
         largest = scale * LARGEST
 
     # Whole tiles, as if all their elements were finite, and their squares in float32's range.
-    whole = tl.full([], 0, tl.int32)
+    no_tile = tl.full([], 0, tl.int32)
+    whole = no_tile
     element = (tl.arange(0, ROWS) * run)[:, None, None] + lane[None, :, :]
     # A scalar would do, but for the interpreter of Triton 3.9.
     has_codes = tl.where(compares, tl.full(element.shape, 1, tl.int1), tl.full(element.shape, 0, tl.int1))
@@ -475,21 +477,22 @@ def _measure(
         has_errors = compares & (tl.max(tl.maximum(maximum, negated_min), 0) != 0.0)
         holds &= is_exact(error_square_sum, has_errors)
         holds &= is_exact(underflow_square_sum, tl.max(underflow_count, 0) > 0)
-    with_care = ~holds  # all tiles are read again
-    whole = tl.where(holds, whole, 0)
+    with_care = ~holds
+    if with_care:  # all tiles are read again
+        whole = no_tile
+        nonzero_count = zero
+        total = zero_sum
+        square_sum = zero_sum
+        abs_sum = zero_sum
+        maximum = no_maximum
+        negated_min = no_maximum
+        above_zero = zero.to(tl.uint32)
+        underflow_count = zero
+        overflow_count = zero
+        error_square_sum = zero_sum
+        underflow_square_sum = zero_sum
+        histogram = no_exponents
     finite_count += whole * PER_THREAD
-    nonzero_count = tl.where(holds, nonzero_count, 0)
-    total = tl.where(holds, total, 0.0)
-    square_sum = tl.where(holds, square_sum, 0.0)
-    abs_sum = tl.where(holds, abs_sum, 0.0)
-    maximum = tl.where(holds, maximum, float("-inf"))
-    negated_min = tl.where(holds, negated_min, float("-inf"))
-    above_zero = tl.where(holds, above_zero, 0)
-    underflow_count = tl.where(holds, underflow_count, 0)
-    overflow_count = tl.where(holds, overflow_count, 0)
-    error_square_sum = tl.where(holds, error_square_sum, 0.0)
-    underflow_square_sum = tl.where(holds, underflow_square_sum, 0.0)
-    histogram = tl.where(holds, histogram, 0)
     seen = whole.to(tl.int64) * tile
 
     # One row at a time needs few registers, which decide how many programs a processor runs at once.
