@@ -60,6 +60,7 @@ from te_precision_callbacks.engine.kernels.triton_parts import (
     jit,
     launcher_of,
     loadable,
+    magnitude_of,
     merge_at,
     merge_rows,
     nowhere,
@@ -368,8 +369,8 @@ def _measure(
             else:
                 scale_at = _swizzled(scale_row, scale_column, tile_stride)
         else:
-            scale_at = scale_row.to(tl.int64) * scale_row_stride + scale_column.to(tl.int64) * scale_column_stride
-        stored = _decode_scale(tl.load(scales + scale_at, mask=has_scale, other=0), SCALES)
+            scale_at = _offset(scale_row, scale_column, scale_row_stride, scale_column_stride)
+        stored = decode(tl.load(scales + scale_at, mask=has_scale, other=0), SCALES)
         factor = stored
         if AMAX_FACTOR > 0:
             amax_row = scale_column if TURNED else scale_row
@@ -391,7 +392,7 @@ def _measure(
             )
             row = first_row + row_in_tile
             mask = (row < row_count) & (column < column_count)
-            offset = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+            offset = _offset(row, column, row_stride, column_stride)
             # Elements beyond the end load as non-finite, so that they are excluded like inf and NaN.
             x = decode(tl.load(values + offset, mask=mask, other=NOT_FINITE), FORMAT)
             count, nonzero, sum_, squares, magnitudes, above, high, low = tile_moments(x, ROWS * VECTOR)
@@ -407,19 +408,18 @@ def _measure(
                 exponents += exponent_counts(x, elements)
 
             if CODES != "":
-                if CODES == "e2m1":
-                    if TURNED:
-                        code_at = (row // 2).to(tl.int64) * code_row_stride + column.to(tl.int64) * code_column_stride
-                        code = tl.load(codes + code_at, mask=mask, other=0).to(tl.int32) >> (row % 2 * 4)
-                    else:
-                        byte = (first_tile_column + first_column) // 2 + tl.arange(0, VECTOR // 2)[None, None, :]
-                        code_at = row.to(tl.int64) * code_row_stride + byte.to(tl.int64) * code_column_stride
-                        pair = tl.load(codes + code_at, mask=(row < row_count) & (byte * 2 < column_count), other=0)
-                        code = tl.reshape(tl.join(pair & 0xF, pair >> 4), [ROWS, THREADS, VECTOR])
-                    y = _decode_e2m1(code) * factor
+                if CODES == "e2m1" and TURNED:
+                    code_at = _offset(row // 2, column, code_row_stride, code_column_stride)
+                    code = tl.load(codes + code_at, mask=mask, other=0).to(tl.int32) >> (row % 2 * 4)
+                elif CODES == "e2m1":
+                    byte = (first_tile_column + first_column) // 2 + tl.arange(0, VECTOR // 2)[None, None, :]
+                    code_at = _offset(row, byte, code_row_stride, code_column_stride)
+                    pair = tl.load(codes + code_at, mask=(row < row_count) & (byte * 2 < column_count), other=0)
+                    code = tl.reshape(tl.join(pair & 0xF, pair >> 4), [ROWS, THREADS, VECTOR])
                 else:
-                    code_at = row.to(tl.int64) * code_row_stride + column.to(tl.int64) * code_column_stride
-                    y = decode(tl.load(codes + code_at, mask=mask, other=0), CODES) * factor
+                    code_at = _offset(row, column, code_row_stride, code_column_stride)
+                    code = tl.load(codes + code_at, mask=mask, other=0)
+                y = decode(code, CODES) * factor
                 underflows, overflows, squared_error, squared_loss = comparison(x, y, largest)
                 underflow_count += thread_sum(underflows)
                 overflow_count += thread_sum(overflows)
@@ -433,7 +433,7 @@ def _measure(
             if LOSSES or LIMITS:
                 inside = tl.maximum(inside, _in_thread(mask.to(tl.int32), True, HEIGHT, WIDTH))
             if SCALE_SOURCES or LIMITS or RANGES:
-                magnitude = tl.where(is_finite(x), x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+                magnitude = tl.where(is_finite(x), magnitude_of(x), 0)
                 largest_here = tl.maximum(largest_here, _in_thread(magnitude, True, HEIGHT, WIDTH))
                 if RANGES:
                     above_here = tl.maximum(above_here, _in_thread(from_above(magnitude), True, HEIGHT, WIDTH))
@@ -468,15 +468,15 @@ def _measure(
             scale_count += counted.to(tl.int32)
             scale_sum += wide
             scale_square_sum += wide * wide
-            scale_max = tl.maximum(scale_max, tl.where(counted, scale, float("-inf")))
-            negated_scale_min = tl.maximum(negated_scale_min, tl.where(counted, -scale, float("-inf")))
+            scale_max = _raised(scale_max, scale, counted)
+            negated_scale_min = _raised(negated_scale_min, -scale, counted)
         if RANGES:
             above = _in_block(above_here, True, HEIGHT, WIDTH, LANE_ROWS, GROUP)
             span = _log2_of_ratio(upper, -above.to(tl.int32))
             range_count += occupied.to(tl.int32)
             range_sum += tl.where(occupied, span, 0.0)
-            range_max = tl.maximum(range_max, tl.where(occupied, span, float("-inf")))
-            negated_range_min = tl.maximum(negated_range_min, tl.where(occupied, -span, float("-inf")))
+            range_max = _raised(range_max, span, occupied)
+            negated_range_min = _raised(negated_range_min, -span, occupied)
 
     # In the order of _COLUMNS and _EXTREMES. Unwanted columns are undefined and never read.
     sums = partials + program.to(tl.int64) * (COLUMNS + EXTREMES)
@@ -497,24 +497,24 @@ def _measure(
             underflow_square_sum,
         )
     if SCALE_SOURCES:
-        store_sum(sums + 12, tl.where(leads, scale_count, 0))
-        store_sum(sums + 13, tl.where(leads, scale_sum, 0))
-        store_sum(sums + 14, tl.where(leads, scale_square_sum, 0))
+        _store_block_sum(sums + 12, scale_count, leads)
+        _store_block_sum(sums + 13, scale_sum, leads)
+        _store_block_sum(sums + 14, scale_square_sum, leads)
         store_maximum(maxima + 3, scale_max)
         store_maximum(maxima + 4, negated_scale_min)
     if LIMITS:
-        store_sum(sums + 15, tl.where(leads, block_count, 0))
-        store_sum(sums + 16, tl.where(leads, saturated_count, 0))
-        store_sum(sums + 17, tl.where(leads, flushed_count, 0))
-        store_sum(sums + 18, tl.where(leads, zero_count, 0))
+        _store_block_sum(sums + 15, block_count, leads)
+        _store_block_sum(sums + 16, saturated_count, leads)
+        _store_block_sum(sums + 17, flushed_count, leads)
+        _store_block_sum(sums + 18, zero_count, leads)
     if LOSSES:
-        store_sum(sums + 19, tl.where(leads, block_count, 0))
-        store_sum(sums + 20, tl.where(leads, underflow_blocks, 0))
-        store_sum(sums + 21, tl.where(leads, overflow_blocks, 0))
+        _store_block_sum(sums + 19, block_count, leads)
+        _store_block_sum(sums + 20, underflow_blocks, leads)
+        _store_block_sum(sums + 21, overflow_blocks, leads)
         store_maximum(maxima + 5, worst.to(tl.float64) / worst_of.to(tl.float64))
     if RANGES:
-        store_sum(sums + 22, tl.where(leads, range_count, 0))
-        store_sum(sums + 23, tl.where(leads, range_sum, 0))
+        _store_block_sum(sums + 22, range_count, leads)
+        _store_block_sum(sums + 23, range_sum, leads)
         store_maximum(maxima + 6, range_max)
         store_maximum(maxima + 7, negated_range_min)
     if EXPONENTS:
@@ -536,30 +536,25 @@ def _measure(
 
 
 @jit
+def _store_block_sum(pointer, column, leads):
+    store_sum(pointer, tl.where(leads, column, 0))
+
+
+@jit
+def _raised(maximum, column, counted):
+    return tl.maximum(maximum, tl.where(counted, column, float("-inf")))
+
+
+@jit
+def _offset(row, column, row_stride, column_stride):
+    return row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+
+
+@jit
 def _swizzled(row, column, tile_stride):
     """Return a scale's index in swizzled memory (:mod:`te_precision_callbacks.base.numerics.layouts`)."""
     tile_begin = (row // 128).to(tl.int64) * tile_stride + (column // 4) * 512
     return tile_begin + ((row % 32) * 16 + row % 128 // 32 * 4 + column % 4)
-
-
-@jit
-def _decode_scale(loaded, FORMAT: constexpr):
-    """Decode a stored scale to float32, exactly."""
-    if FORMAT == "e8m0":
-        code = loaded.to(tl.int32)
-        bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
-        scale = bits.to(tl.float32, bitcast=True)
-    else:
-        scale = decode(loaded, FORMAT)
-    return scale
-
-
-@jit
-def _decode_e2m1(code):
-    """Decode an FP4 code exactly: its bits form a float32 that is 2^-126 of the value."""
-    bits = code.to(tl.int32)
-    small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
-    return small * 8.507059173023462e37
 
 
 @jit

@@ -447,7 +447,7 @@ def _measure(
     whole = no_tile
     element = (tl.arange(0, ROWS) * run)[:, None, None] + lane[None, :, :]
     # A scalar would do, but for the interpreter of Triton 3.9.
-    has_codes = tl.where(compares, tl.full(element.shape, 1, tl.int1), tl.full(element.shape, 0, tl.int1))
+    has_codes = tl.full(element.shape, 1, tl.int1) & compares
     for first in range(first_tile, numel.to(tl.int64) - (tile - 1), stride):
         loaded = tl.load(values + first + element)
         if CODES != "":
@@ -545,11 +545,11 @@ def _measure(
             underflow_square_sum,
         )
         # All programs of a tensor have the same scale; only the first counts it.
-        wide = scale.to(tl.float64)
         counted = (program == 0) & (scale >= 0.0) & (scale < float("inf"))
-        tl.store(sums + 12, tl.where(counted, 1.0, 0.0).to(tl.float64))
-        tl.store(sums + 13, tl.where(counted, wide, 0.0))
-        tl.store(sums + 14, tl.where(counted, wide * wide, 0.0))
+        wide = tl.where(counted, scale, 0.0).to(tl.float64)
+        tl.store(sums + 12, counted.to(tl.float64))
+        tl.store(sums + 13, wide)
+        tl.store(sums + 14, wide * wide)
         tl.store(maxima + 3, tl.where(counted, wide, float("-inf")))
         tl.store(maxima + 4, tl.where(counted, -wide, float("-inf")))
     if HISTOGRAM:

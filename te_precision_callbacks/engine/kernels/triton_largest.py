@@ -220,8 +220,7 @@ def _larger(largest, word, number):
 def _decode(word, number):
     """The magnitude with the bits ``word`` in a format, as a float32."""
     half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    e8m0 = tl.where(word == 0, 0x00400000, word << 23).to(tl.float32, bitcast=True)
-    e8m0 = tl.where(word == 255, float("nan"), tl.where(word == 254, float("inf"), e8m0))
+    e8m0 = tl.where(word == 254, float("inf"), decode(word, "e8m0"))
     bfloat16 = decode(word, "bfloat16")
     float32_or_bfloat16 = tl.where(number == _FLOAT32, word.to(tl.float32, bitcast=True), bfloat16)
     half_or_float = tl.where(number == _FLOAT16, half, float32_or_bfloat16)

@@ -198,8 +198,7 @@ def tile_moments(x, PER_THREAD: constexpr):
     float_sum = thread_sum(x)
     here = tl.where(is_finite(float_sum), tl.maximum(thread_max(x), thread_max(-x)), float("inf"))
     top = tl.max(here, 0)
-    is_plain = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
-    if is_plain:
+    if _is_in_range(top):
         count = tl.full([x.shape[1]], PER_THREAD, tl.int32)
         nonzero, sum_, squares, magnitudes, above, high, low = plain_moments(x, PER_THREAD)
     else:
@@ -235,7 +234,7 @@ def _squares(x):
 def exponent_counts(x, ELEMENTS: constexpr):
     """Count elements of a tile per exponent, [256]; the last bin has zeros and non-finite elements."""
     # tl.histogram has a mask only since Triton 3.2; no finite number has the exponent 255.
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = magnitude_of(x)
     exponent = tl.where(magnitude == 0, 255, magnitude >> 23)
     return tl.histogram(tl.reshape(exponent, [ELEMENTS]), 256)
 
@@ -386,6 +385,15 @@ def decode(loaded, FORMAT: constexpr):
         bits = ((loaded.to(tl.int32) << 24) >> 4) & -0x78100000
         small = bits.to(tl.float32, bitcast=True)
         x = tl.where((bits & 0x07F00000) == 0x07F00000, float("nan"), small * 1.329227995784916e36)
+    elif FORMAT == "e8m0":
+        code = loaded.to(tl.int32)
+        bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        x = bits.to(tl.float32, bitcast=True)
+    elif FORMAT == "e2m1":
+        # The bits form a float32 that is 2^-126 of the value.
+        bits = loaded.to(tl.int32)
+        small = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
+        x = small * 8.507059173023462e37
     else:
         x = loaded.to(tl.float32)
     return x
@@ -408,7 +416,7 @@ def plain_moments(x, PER_THREAD: constexpr):
     """Moments of a tile without inf and NaN, if the squares fit float32, in the order of :func:`careful_moments`,
     without the count.
     """
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = magnitude_of(x)
     mean = thread_sum(x) / PER_THREAD
     deviation = x - mean[None, :, None]
     deviation_sum = thread_sum(deviation).to(tl.float64)
@@ -426,6 +434,11 @@ def plain_moments(x, PER_THREAD: constexpr):
 
 
 @jit
+def _is_in_range(top):
+    return (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
+
+
+@jit
 def are_plain(
     maximum,
     negated_min,
@@ -433,8 +446,7 @@ def are_plain(
 ):
     """Return whether :func:`plain_moments` is right for all tiles of a program, from the results of its threads."""
     top = tl.max(tl.maximum(maximum, negated_min), 0)
-    in_range = (top == 0.0) | ((top >= SMALLEST_PLAIN) & (top <= LARGEST_PLAIN))
-    return in_range & (total_of(abs_sum) < float("inf"))
+    return _is_in_range(top) & (total_of(abs_sum) < float("inf"))
 
 
 @jit
@@ -467,7 +479,7 @@ def careful_moments(x):
     magnitudes; the smallest magnitude (:func:`from_above`), the maximum and the negated minimum.
     """
     finite = is_finite(x)
-    magnitude = tl.where(finite, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    magnitude = tl.where(finite, magnitude_of(x), 0)
     count = thread_sum(finite.to(tl.int32))
     maximum = thread_max(tl.where(finite, x, float("-inf")))
     negated_min = thread_max(tl.where(finite, -x, float("-inf")))
@@ -497,8 +509,14 @@ def from_above(magnitude):
 
 
 @jit
+def magnitude_of(x):
+    """The magnitude's bits, which are in the order of the magnitudes."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
 def is_finite(x):
-    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+    return magnitude_of(x) < 0x7F800000
 
 
 @jit
