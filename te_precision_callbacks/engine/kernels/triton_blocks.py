@@ -118,7 +118,7 @@ def add(pending: Pending, sums: torch.Tensor, maxima: torch.Tensor) -> None:
     # Follow the memory order of the tensor, which is larger than its codes. A transposed tensor has them in columns.
     turned = matrix.stride(0) == 1 != matrix.stride(1)
     matrix = matrix.t() if turned else matrix
-    height, width = quantized.block[::-1] if turned else quantized.block
+    height, width = _turned(quantized.block, turned)
     tile_rows = max(_TILE_ROWS, height)
     rows, columns = matrix.shape
     across = -(-columns // _TILE_COLUMNS)

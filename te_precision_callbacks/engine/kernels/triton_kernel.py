@@ -19,7 +19,6 @@ See :mod:`~te_precision_callbacks.engine.kernels.triton_parts` for error bounds.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -179,39 +178,26 @@ def _shared_launch(tensor: Pending) -> _Key | None:
     return values.device, values.dtype, tensor.places.exponents >= 0
 
 
-class _Form(NamedTuple):
-    """Launches of tensors that are alike.
-
-    Attributes:
-        tile: elements.
-        row: length of a program's row of results.
-        constants: the constants of the kernel, for several tensors.
-    """
-
-    tile: int
-    row: int
-    constants: dict[str, Any]
-
-
-@functools.cache
-def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, converts: bool) -> _Form:
-    name, _, not_finite = FORMATS[dtype]
-    code_name, largest = CODE_FORMATS[e5m2]
-    vector = BYTES_PER_LOAD // dtype.itemsize
+def _constants(example: Pending, is_aligned: bool) -> dict[str, Any]:
+    """Return the constants of the kernel for a group: for a tensor with codes, if there is one."""
+    has_codes = example.codes is not None
+    name, _, not_finite = FORMATS[example.values.dtype]
+    code_name, largest = CODE_FORMATS[example.e5m2]
+    vector = BYTES_PER_LOAD // example.values.element_size()
     rows = min(_MOST_LOADS, _MOST_ELEMENTS // vector)
     columns = len(MOMENT_SUMS)
     extremes = len(MAXIMA)
-    if with_codes:
+    if has_codes:
         columns += len((*COMPARISON_SUMS, *SCALE_SUMS))
         extremes += len(SCALE_MAXIMA)
-    constants = {
+    return {
         "FORMAT": name,
         "NOT_FINITE": not_finite,
-        "CODES": code_name if with_codes else "",
+        "CODES": code_name if has_codes else "",
         "LARGEST": largest * ROUNDING,
-        "HISTOGRAM": histogram,
-        "CONVERTS": converts,
-        "ALIGNED": True,
+        "HISTOGRAM": example.places.exponents >= 0,
+        "CONVERTS": has_codes and converts_fp8(example.values.device),
+        "ALIGNED": is_aligned,
         "ROWS": rows,
         "PER_THREAD": rows * vector,
         "VECTOR": vector,
@@ -223,7 +209,6 @@ def _form(dtype: torch.dtype, with_codes: bool, e5m2: bool, histogram: bool, con
         # a launch with codes and without.
         "enable_fp_fusion": False,
     }
-    return _Form(rows * vector * PROGRAM_THREADS, columns + extremes, constants)
 
 
 def add_group(pending: Sequence[Pending], group: list[int], sums: torch.Tensor, maxima: torch.Tensor) -> Launch | None:
@@ -248,16 +233,14 @@ def add_group(pending: Sequence[Pending], group: list[int], sums: torch.Tensor, 
     example_index = next((index for index in group if pending[index].codes is not None), group[0])
     # The kernel does not read these codes for a tensor without codes.
     quantized = [example_index if pending[index].codes is None else index for index in padded]
-    example = pending[example_index]
-    has_codes = example.codes is not None
-    converts = has_codes and converts_fp8(device)
-    form = _form(first.values.dtype, has_codes, example.e5m2, first.places.exponents >= 0, converts)
-    constants = form.constants | {"ALIGNED": is_aligned}
+    constants = _constants(pending[example_index], is_aligned)
+    tile = constants["PER_THREAD"] * PROGRAM_THREADS
+    row = constants["COLUMNS"] + constants["EXTREMES"]
     sizes = tuple(pending[index].values.numel() for index in padded)
-    programs, begins = grid_of(sizes[: len(group)], form.tile, most, MOST_TOGETHER)
+    programs, begins = grid_of(sizes[: len(group)], tile, most, MOST_TOGETHER)
     places = [place for index in padded for place in pending[index].places[:UNBLOCKED]]
     with torch.cuda.device(first.values.get_device()):
-        memory = *scratch(device, programs * form.row), sums, maxima
+        memory = *scratch(device, programs * row), sums, maxima
         elements = [loadable(_flat(pending[index])[0])[0] for index in padded]
         codes = [_flat(pending[index])[1] for index in quantized]
         scales = [pending[index].scale_inv for index in quantized]
@@ -268,8 +251,8 @@ def add_group(pending: Sequence[Pending], group: list[int], sums: torch.Tensor, 
     arguments = [*places, *[constants[name] for name in _measure.arg_names if name in constants]]
     select_tensors = operator.itemgetter(*padded)
     select_quantized = operator.itemgetter(*quantized)
-    size = most * MOST_TOGETHER * form.row
-    return Launch(launcher, select_tensors, select_quantized, len(group), form.tile, most, size, arguments)
+    size = most * MOST_TOGETHER * row
+    return Launch(launcher, select_tensors, select_quantized, len(group), tile, most, size, arguments)
 
 
 def repeat(
