@@ -130,10 +130,7 @@ def _multiplier(scale_codes: torch.Tensor, encode_scale: torch.Tensor, rules: Nv
 
 def _block_amax(rows: torch.Tensor, rules: Nvfp4Rules) -> torch.Tensor:
     side = BLOCK if rules.square else 1
-    amaxes = block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads)
-    if rules.square:
-        return amaxes.repeat_interleave(side, 0)
-    return amaxes
+    return block_amaxes(rows, (side, BLOCK), nan_spreads=rules.nan_spreads).repeat_interleave(side, 0)
 
 
 SIZE = 16

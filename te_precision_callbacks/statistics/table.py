@@ -186,8 +186,8 @@ def _statistics() -> Iterable[Statistic]:
     upstream = functools.partial(Statistic, source=StatisticSource.TENSOR, upstream=True)
     magnitude = functools.partial(upstream, worse=Worse.NEITHER)
     new = functools.partial(Statistic, source=StatisticSource.TENSOR)
-    yield magnitude("min", "min(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, -c["negated_min"]))
-    yield magnitude("max", "max(x)", _ELEMENT, lambda c: _or_zero(c["finite"] > 0, c["max"]))
+    yield magnitude("min", "min(x)", _ELEMENT, _if_any("max", "negated_min"))
+    yield magnitude("max", "max(x)", _ELEMENT, _if_any("max"))
     yield magnitude("mean", "sum(x) / n", _ELEMENT, lambda c: _ratio(c["sum"], c["finite"]), signed=True)
     std = "sqrt((sum(x^2) - sum(x)^2 / n) / (n - 1)); 0 where max(x) = min(x), and for one element"
     yield magnitude(

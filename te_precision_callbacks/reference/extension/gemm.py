@@ -118,7 +118,7 @@ def generic_gemm(
         raise MissingFunctionError(
             "generic_gemm(comm_overlap=...): the reference backend does not support userbuffers."
         )
-    beta = (1.0 if accumulate else 0.0) if beta is None else beta
+    beta = float(accumulate) if beta is None else beta
     if beta != 0.0 and not accumulate:
         raise ReferenceBackendError(f"beta={beta} without accumulate=True: beta needs accumulate=True.")
 
