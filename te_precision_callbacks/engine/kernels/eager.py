@@ -217,15 +217,12 @@ def _columns(pending: Pending) -> dict[str, torch.Tensor]:
     step = piece_size(flat)
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
-        quantized = None
-        limit = None
-        if flat_codes is not None and scale is not None:
-            quantized = number_format.decode(flat_codes[start : start + step]) * scale
-            limit = number_format.max * ROUNDING * scale
         row = piece.unsqueeze(0)
         piece_sums, piece_maxima = moments(row)
         piece_columns = {"moments": piece_sums[:, 0], "maxima": piece_maxima[:, 0]}
-        if quantized is not None and limit is not None:
+        if flat_codes is not None and scale is not None:
+            quantized = number_format.decode(flat_codes[start : start + step]) * scale
+            limit = number_format.max * ROUNDING * scale
             piece_columns["compared"] = comparison(row, quantized, limit)[:, 0]
         if pending.places.exponents >= 0:
             piece_columns["exponents"] = exponents(piece)
