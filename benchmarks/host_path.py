@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import os
 import re
@@ -182,7 +183,8 @@ def _is_of_reference(frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_name == "decorate_context":  # torch.no_grad() around a function
         function = frame.f_locals.get("func")
-        code = getattr(getattr(function, "func", function), "__code__", code)  # also of a functools.partial
+        function = inspect.unwrap(getattr(function, "func", function))  # also of a functools.partial
+        code = getattr(function, "__code__", code)
     return code.co_filename.startswith(_REFERENCE)
 
 

@@ -117,10 +117,9 @@ def _drawing(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def drawing(*arguments: Any, **options: Any) -> Any:
-        device = options.get("device")
-        if device is not None:
-            options["device"] = cpu_for_cuda(device)
-        on_host = is_on_host(arguments[0]) if device is None and arguments else creates_on_host((), {"device": device})
+        on_host = creates_on_host(arguments, options)
+        if "device" in options:
+            options["device"] = cpu_for_cuda(options["device"])
         if on_host:
             options |= generator_for(arguments, options)
         return function(*arguments, **options)

@@ -10,7 +10,7 @@ Each rule is a row of the table in ``tests/reference/seams.py``, which has the r
 from __future__ import annotations
 
 import ast
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 ON_CPU = "te_precision_callbacks.reference.cuda_on_cpu"
 ON_CUDA = "te_precision_callbacks.reference.cuda_on_cuda"
@@ -22,8 +22,6 @@ ALIAS = "_te_reference_cuda"
 _NO_ATTENTION = "No dot product attention backend is available"
 _BUILDING = "NVTE_PROJECT_BUILDING"
 _EMULATE = "NVTE_UnfusedDPA_Emulate_FP8"
-
-_Node = TypeVar("_Node", bound=ast.AST)
 
 
 def rewrite(tree: ast.Module, *, cuda_on_cpu: bool) -> ast.Module:
@@ -44,9 +42,9 @@ class _OnCuda(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         dotted = _dotted(node)
         if dotted == "torch.cuda":
-            return _like(node, ast.Name(ALIAS, ast.Load()))
+            return ast.copy_location(ast.Name(ALIAS, ast.Load()), node)
         if dotted in self.answers:
-            return _like(node, _backend(self.answers[dotted]))
+            return ast.copy_location(_backend(self.answers[dotted]), node)
         return self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
@@ -63,7 +61,7 @@ class _OnCuda(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST:
         match node.test:
             case ast.BoolOp(values=[ast.Compare(left=ast.Constant(value=name)), *_]) if name == _BUILDING:
-                return _like(node, ast.Pass())
+                return ast.copy_location(ast.Pass(), node)
         return self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
@@ -87,7 +85,7 @@ class _OnCpu(_OnCuda):
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if node.value == "cuda":
-            return _like(node, ast.Constant("cpu"))
+            return ast.copy_location(ast.Constant("cpu"), node)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -95,7 +93,7 @@ class _OnCpu(_OnCuda):
             return super().visit_Attribute(node)
         self.generic_visit(node)
         on_device = ast.Call(_backend("is_on_device"), [node.value], [])
-        return _like(node, on_device if node.attr == "is_cuda" else ast.UnaryOp(ast.Not(), on_device))
+        return ast.copy_location(on_device if node.attr == "is_cuda" else ast.UnaryOp(ast.Not(), on_device), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = node.func
@@ -114,7 +112,7 @@ class _OnCpu(_OnCuda):
             node.names = [ast.alias(NO_TRITON, "triton")]
         elif node.names[0].name.startswith("triton."):
             _, submodule = node.names[0].name.split(".")
-            return _like(node, ast.ImportFrom(NO_TRITON, [ast.alias(submodule, node.names[0].asname)], 0))
+            return ast.copy_location(ast.ImportFrom(NO_TRITON, [ast.alias(submodule, node.names[0].asname)], 0), node)
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
@@ -140,7 +138,3 @@ def _dotted(node: ast.expr) -> str:
 
 def _backend(name: str) -> ast.Attribute:
     return ast.Attribute(ast.Name(ALIAS, ast.Load()), name, ast.Load())
-
-
-def _like(old: ast.AST, new: _Node) -> _Node:
-    return ast.fix_missing_locations(ast.copy_location(new, old))

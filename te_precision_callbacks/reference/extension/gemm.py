@@ -15,9 +15,8 @@ alone show it.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, SupportsInt, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, SupportsInt
 
 import torch
 
@@ -39,30 +38,22 @@ from te_precision_callbacks.te.tensors import is_quantized
 NOT_SUPPORTED = "cuBLAS has no such GEMM (CUBLAS_STATUS_NOT_SUPPORTED)"
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def outside_of_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that autocast does not change the dtype of products.
+@contextlib.contextmanager
+def outside_of_autocast() -> Iterator[None]:
+    """Prevent autocast from changing the dtype of products.
 
     In autocast torch multiplies float32 tensors as float16 or bfloat16. Decoded FP8 codes are float32 here: sums of
     their products overflow float16, and bfloat16 would round twice.
     """
-
-    @functools.wraps(function)
-    def call(*arguments: P.args, **options: P.kwargs) -> R:
-        with contextlib.ExitStack() as stack:
-            for name in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(name):
-                    stack.enter_context(torch.autocast(name, enabled=False))
-            return function(*arguments, **options)
-
-    return call
+    with contextlib.ExitStack() as stack:
+        for name in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(name):
+                stack.enter_context(torch.autocast(name, enabled=False))
+        yield
 
 
 @export
-@outside_of_autocast
+@outside_of_autocast()
 def generic_gemm(
     A: Any,
     transA: bool,
@@ -155,7 +146,8 @@ def generic_gemm(
         and multiplies_bfloat16()
     ):
         # Rounded once, with the bias, since oneDNN accumulates in float32.
-        left_matrix, right = b.matrix(in_bfloat16=True), a.matrix(in_bfloat16=True).t()
+        left_matrix = b.matrix(in_bfloat16=True)
+        right = a.matrix(in_bfloat16=True).t()
         value = torch.mm(left_matrix, right) if added_bias is None else torch.addmm(added_bias, left_matrix, right)
         value = value.view(shape)
     else:
@@ -246,7 +238,8 @@ def te_general_grouped_gemm(
 def _product(a: Operand, b: Operand, alpha: float) -> torch.Tensor:
     (rows, depth), columns = b.sides, a.sides[0]
     in_bfloat16 = a.is_exact_in_bfloat16 and b.is_exact_in_bfloat16 and takes(rows, columns, depth, a.source.device)
-    left_matrix, right = (side.matrix(in_bfloat16=in_bfloat16) for side in (b, a))
+    left_matrix = b.matrix(in_bfloat16=in_bfloat16)
+    right = a.matrix(in_bfloat16=in_bfloat16)
     value = product(left_matrix, right) if in_bfloat16 else None
     if value is None:
         value = torch.matmul(left_matrix.float(), right.float().t())
