@@ -23,6 +23,9 @@ from te_precision_callbacks.statistics.names import CLIPPED_NORM, CLIPPING_LIMIT
 class ClippingWatch:
     """Keeps the gradient norm and the limit of a step's largest clipping, until :meth:`take`.
 
+    Attributes:
+        norm: the norm that was taken last; None if that step had no clipping.
+
     Args:
         before_clipping: called with the parameters before their gradients are scaled.
     """
@@ -30,6 +33,7 @@ class ClippingWatch:
     def __init__(self, before_clipping: Callable[[list[torch.Tensor]], None], failures: ObservationFailures) -> None:
         self._before = before_clipping
         self._failures = failures
+        self.norm: torch.Tensor | None = None
         self._scalars: dict[str, Any] = {}
         self._clipped = 0
         self._replaced = Replacements(keeps_later=True)
@@ -47,6 +51,7 @@ class ClippingWatch:
 
     def take(self) -> Mapping[str, Any]:
         scalars = self._scalars
+        self.norm = scalars.get(CLIPPED_NORM)
         self._scalars = {}
         self._clipped = 0
         return scalars

@@ -24,6 +24,8 @@ FEW_CHANGED = 0.05
 SAMPLED_CLEARINGS = 3
 """The last sampled steps of which it is known whether the gradient was cleared."""
 
+NORMS_DIFFER = 1e-3
+"""Share by which gradient norms of ranks differ that are not of the same gradients."""
 
 ParameterProblem = Literal[
     # of its gradient
@@ -55,6 +57,7 @@ ParameterProblem = Literal[
     "rises_again",
     "decays",
     # of ranks
+    "norms_differ",
     "differs",
     "differs_from_start",
     "no_reduction",

@@ -7,6 +7,7 @@ the first optimizer step.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from te_precision_callbacks.base.ranks.together import Ranks
 from te_precision_callbacks.parameters.optimizers import TrainedModel
-from te_precision_callbacks.parameters.parameter import ParameterProblem, Problem
+from te_precision_callbacks.parameters.parameter import NORMS_DIFFER, ParameterProblem, Problem
 from te_precision_callbacks.parameters.weight_samples import local_part, raw_codes, sampled_view, stack_equal
 
 TOLERANCE = 1e-6
@@ -31,9 +32,9 @@ _COLUMNS = 6
 with its negative; the sum of its absolute values.
 """
 
-_HEADER = 4
-"""Values before them: whether there is news, the iteration and its negative, and whether a rank lacks a parameter or
-has a shard.
+_HEADER = 6
+"""Values before them: whether there is news, the iteration and its negative, whether a rank lacks a parameter or has a
+shard, and the norm by which it has clipped its gradients, with its negative.
 """
 
 Sums = dict[str, list[float]]
@@ -65,11 +66,14 @@ class Replicas:
     def begin(self) -> None:
         self._start = self._sums()
 
-    def exchange(self, news: list[Problem], iteration: int, *, is_due: bool) -> list[Problem]:
+    def exchange(
+        self, news: list[Problem], iteration: int, norm: torch.Tensor | None, *, is_due: bool
+    ) -> list[Problem]:
         """Return the problems of all ranks, equal on each; or of this rank, if the ranks are not connected.
 
         Args:
             news: this rank's new problems.
+            norm: by which this rank has clipped its gradients; None if it has not.
             is_due: whether ranks exchange checksums; equal on all ranks.
         """
         if not self._ranks.several or not self._ranks.are_connected:
@@ -83,7 +87,9 @@ class Replicas:
         message = np.full(_HEADER + _COLUMNS * len(self._agreed), -np.inf)
         has_news = bool(self._news) or not names <= set(self._agreed)
         in_parts = self._has_shards or not sums.keys() >= set(self._agreed)
-        message[:_HEADER] = has_news, iteration, -iteration, in_parts
+        message[:4] = has_news, iteration, -iteration, in_parts
+        if norm is not None:
+            message[4:_HEADER] = float(norm), -float(norm)
         for row, name in zip(message[_HEADER:].reshape(-1, _COLUMNS), self._agreed, strict=True):
             row[:3] = start.get(name, row)[:3]
             row[3:] = sums.get(name, row)[-3:]
@@ -95,9 +101,12 @@ class Replicas:
             self._agreed = sorted({*self._agreed, *(entry for entry in entries if isinstance(entry, str))})
             self._news = []
             pooled = [entry for entry in entries if isinstance(entry, Problem)]
-            return pooled + self.exchange([], iteration, is_due=True)
+            return pooled + self.exchange([], iteration, norm, is_due=True)
         columns = merged[_HEADER:].reshape(-1, _COLUMNS)
-        return list(self._compare(columns, iteration, in_parts=bool(merged[_HEADER - 1] > 0)))
+        most, least = merged[4], -merged[5]
+        differs = 0 < least < math.inf and most > (1 + NORMS_DIFFER) * least
+        norms = [Problem("norms_differ", "", iteration, most / least)] if differs else []
+        return [*norms, *self._compare(columns, iteration, in_parts=bool(merged[3] > 0))]
 
     def take_news(self) -> list[Problem]:
         news = self._news

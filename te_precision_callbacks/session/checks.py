@@ -318,11 +318,12 @@ class ParameterChecks:
             text = f"The learning rate rose from {rise.before:.3g} to {rise.now:.3g}."
             self._events.append(Event("learning_rate_rose", text, iteration))
 
-    def end_step(self, iteration: int, stepped: Sequence[Parameter]) -> None:
+    def end_step(self, iteration: int, stepped: Sequence[Parameter], norm: torch.Tensor | None) -> None:
         """Check an iteration, and exchange the problems, so that all ranks report the same.
 
         Args:
             stepped: as :meth:`stepped` returned them.
+            norm: by which gradients were clipped.
         """
         broken, is_new = self.watch.end_step(iteration, stepped)
         problems: list[Problem] = []
@@ -331,7 +332,7 @@ class ParameterChecks:
             if is_new:
                 problems = self._problems.find() + problems
         try:
-            problems = self._replicas.exchange(problems, iteration, is_due=self.watch.is_due)
+            problems = self._replicas.exchange(problems, iteration, norm, is_due=self.watch.is_due)
         except Exception as error:
             self._ranks.leave(error)
             self._failures.report("comparing", "the parameters of the ranks", error)

@@ -318,7 +318,7 @@ class Run:
             self.observation.recorder.end_step()
         # Record the dumps and the results of checks over all ranks.
         self.context.events.extend(dump_events(self.observation.recorder.take_written()))
-        self._parameters.end_step(iteration, stepped)
+        self._parameters.end_step(iteration, stepped, self._clipping.norm)
         self._every_step.add_held(iteration, self._parameters.watch.sizes.broken)
         try:
             self._contract.end_step(iteration)

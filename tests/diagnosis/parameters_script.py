@@ -5,7 +5,7 @@ Prints for each case the findings about ranks, and the rules about ranks that we
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,6 +56,7 @@ def train(
     reduce: Callable[[], object] = lambda: None,
     after: Callable[[int], object] = lambda step: None,
     reduces_statistics: bool = True,
+    rules: Sequence[str] = (),
 ) -> None:
     rank = dist.get_rank()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -71,9 +72,9 @@ def train(
             after(step)
             session.step()
     dist.barrier()
-    results = said(folder, session.findings)
+    results = said(folder, session.findings, *rules)
     if rank == 0 and reduces_statistics:
-        assert said(folder, diagnose(folder)) == results
+        assert said(folder, diagnose(folder), *rules) == results
     print(results, flush=True)
 
 
@@ -116,6 +117,48 @@ class Experts(torch.nn.Module):
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = self.router(tensor)
         return self.experts[0](tensor) + self.experts[1](tensor)
+
+
+def total_norm(weights: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """The norm of gradients of which each rank has a part."""
+    total = torch.stack([weight.grad.square().sum() for weight in weights]).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def clips(folder: Path, rank: int) -> None:
+    """Trainings in which gradients are clipped, by the norm of all of them or not."""
+    clip = torch.nn.utils.clip_grad_norm_
+    plain = model()
+    before = model()
+    experts = Experts(rank)
+    together = Experts(rank)
+    by_torch, by_itself = (FullyShardedDataParallel(model(), device_id=torch.device("cpu")) for _ in range(2))
+    sharded = model()
+    for layer in sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    ddp = DistributedDataParallel(model())
+
+    def clip_together() -> None:
+        averaged(together.router.parameters())
+        norm = total_norm(together.experts.parameters())
+        torch.nn.utils.clip_grads_with_norm_(together.parameters(), 0.1, norm)
+
+    ways = {
+        "clipped, averaged": (plain, lambda: (averaged(plain.parameters()), clip(plain.parameters(), 0.1))),
+        "clipped, ddp": (ddp, lambda: clip(ddp.parameters(), 0.1)),
+        "clipped, fsdp": (by_itself, lambda: by_itself.clip_grad_norm_(0.1)),
+        "clipped, fsdp 2": (sharded, lambda: clip(sharded.parameters(), 0.1)),
+        "clipped, experts": (together, clip_together),
+        "clipped, before the mean": (before, lambda: (clip(before.parameters(), 0.1), averaged(before.parameters()))),
+        "clipped, shards by torch": (by_torch, lambda: clip(by_torch.parameters(), 0.1)),
+        "clipped, experts alone": (
+            experts,
+            lambda: (averaged(experts.router.parameters()), clip(experts.parameters(), 0.1)),
+        ),
+    }
+    for name, (net, act) in ways.items():
+        train(folder / name, net, reduce=act, rules=["gradient-norm"])
 
 
 def main(rank: int, folder: Path) -> None:
@@ -166,6 +209,7 @@ def main(rank: int, folder: Path) -> None:
         reduce = (lambda: None) if forgets else (lambda experts=experts: averaged(experts.router.parameters()))
         train(folder / f"experts{', router forgotten' * forgets}", experts, reduce=reduce)
 
+    clips(folder, rank)
     stand_for((10, 0))
     for recipe in (Float8CurrentScaling(), MXFP8BlockScaling()):
         for restores in (False, True):

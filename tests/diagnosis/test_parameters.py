@@ -1097,6 +1097,21 @@ def test_ranks_that_should_differ_or_do_not(two_ranks: list[dict[str, Any]], cas
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "finds"),
+    [
+        *((case, False) for case in ("averaged", "ddp", "fsdp", "fsdp 2", "experts")),
+        *((case, True) for case in ("before the mean", "shards by torch", "experts alone")),
+    ],
+)
+def test_norms_by_which_ranks_clip(two_ranks: list[dict[str, Any]], case: str, finds: bool) -> None:
+    for of_rank in two_ranks:
+        result, _ = of_rank[f"clipped, {case}"]
+        assert [item[:3] for item in result] == [["gradient-norm", "warning", []]] * finds
+        assert all("each by that of its own gradients" in item[3] for item in result)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("case", ["fp8 shards", "fp8 shards, restored", "mxfp8 shards", "mxfp8 shards, restored"])
 def test_quantized_shards_and_their_masters(two_ranks: list[dict[str, Any]], case: str) -> None:
     for of_rank in two_ranks:

@@ -470,6 +470,15 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
             "{all_names}: not among the parameters that were clipped in {number:.0f} optimizer steps, so the norm is"
             " that of the others"
         ),
+        "norms_differ": _Kind(
+            "ranks have clipped by gradient norms that are {number:.3g} times apart, each by that of its own gradients",
+            """
+                Clip by one norm on all ranks, after gradients are averaged: of shards, experts and stages, add up the
+                squares over the ranks. FullyShardedDataParallel has clip_grad_norm_() for it, and
+                torch.nn.utils.clip_grads_with_norm_() takes a norm
+            """,
+            "warning",
+        ),
     },
     "weight-jump": {
         "emptied": _Kind(f"{_WRITTEN} set them to 0 before step {{since}}"),

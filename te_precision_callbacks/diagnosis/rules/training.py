@@ -32,6 +32,7 @@ from te_precision_callbacks.diagnosis.rule import (
 from te_precision_callbacks.diagnosis.rules.parameters import UNCLIPPED, ParameterRule
 from te_precision_callbacks.flight import changes
 from te_precision_callbacks.flight.rows import FINITE_AGAIN
+from te_precision_callbacks.parameters.parameter import NORMS_DIFFER
 from te_precision_callbacks.runs.summary import is_loss, is_training_loss, loss_first, words_of
 from te_precision_callbacks.sinks.step_records import Event
 from te_precision_callbacks.statistics.arrays import Floats, holds_any, total
@@ -770,15 +771,19 @@ RULES = (
     ),
     Rule(
         id="gradient-norm",
-        title="clipping leaves out parameters",
+        title="clipping by the norm of a part of the gradients",
         subject="layer",
         needs="steps of a torch.optim optimizer",
         collect="at least 6 steps of the optimizer",
         condition=f"""
             in {UNCLIPPED} steps of an optimizer, torch's clip_grad_norm_ got some of its parameters with gradients, and
-            not these
+            not these. Or, in a sampled step, the norms by which ranks have clipped differ by {NORMS_DIFFER:.1%} or
+            more: a warning
         """,
-        silent="an optimizer that steps none of the clipped parameters; clipping of master weights or without torch",
+        silent="""
+            an optimizer that steps none of the clipped parameters; clipping of master weights or without torch; norms
+            of DTensors, which torch adds up
+        """,
         severity="note",
         source="arithmetic; the number of steps is this project's",
         why="the logged norm lacks their part, and their gradients are not limited",
