@@ -2,7 +2,6 @@
 the verdict that a replay of the records gives too.
 """
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.session import InspectSession
+from tests.training import observed
 
 ODD, FACTOR = 4, 2.0**-18
 
@@ -38,21 +38,12 @@ def blocks(*, defect: bool = True, width: int = 32) -> torch.nn.Sequential:
 
 def train(folder: Path, steps: int = 12, *, config: Any = None, defect: bool = True, **keywords: Any) -> InspectSession:
     net = blocks(defect=defect)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    with InspectSession(config, model=net, log_dir=folder, **keywords) as session:
-        for _ in range(steps):
-            with te.autocast(recipe=Float8CurrentScaling()):
-                loss = (net(torch.randn(16, 32)) - 1).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.log({"loss": loss})
-            session.step()
-    return session
 
+    def loss(step: int) -> torch.Tensor:
+        return (net(torch.randn(16, 32)) - 1).pow(2).mean()
 
-Loss = Callable[[int], torch.Tensor]
-Around = Callable[[int], AbstractContextManager[Any]]
+    options: dict[str, Any] = {"loss": loss, "around": in_fp8, "logs": True, **keywords}
+    return observed(folder, config, net=net, steps=steps, optimizers=sgd(net), **options)
 
 
 def in_fp8(step: int) -> AbstractContextManager[Any]:
@@ -63,41 +54,16 @@ def outside(step: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def trained(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
-    *,
-    steps: int = 12,
-    loss: Loss | None = None,
-    around: Around = in_fp8,
-    micro_batches: int = 1,
-    after: Callable[[], object] = lambda: None,
-    logs: bool = True,
-    config: Any = None,
-) -> Verdict:
-    """The verdict on a training.
-
-    Args:
-        loss: the loss of a micro-batch, which is numbered; None: the mean square of what 16 rows of 32 numbers give.
-        around: what surrounds the forward of a micro-batch.
-        after: called behind the optimizers, before ``session.step()``.
-        logs: whether the loop logs its loss.
+def trained(folder: Path, model: Any, optimizers: Any = (), *, config: Any = None, **keywords: Any) -> Verdict:
+    """The verdict on a training with a loss that is logged; by default in FP8, of 12 steps and with the mean square of
+    what 16 rows of 32 numbers give.
     """
-    loss = loss or (lambda step: model(torch.randn(16, 32)).square().mean())
-    stepped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    with InspectSession(config, model=model, log_dir=folder) as session:
-        for step in range(steps):
-            for micro_batch in range(step * micro_batches, (step + 1) * micro_batches):
-                with around(micro_batch):
-                    value = loss(micro_batch)
-                value.backward()
-            for optimizer in stepped:
-                optimizer.step()
-                optimizer.zero_grad()
-            after()
-            session.log({"loss": value.detach()} if logs else {})
-            session.step()
+
+    def loss(step: int) -> torch.Tensor:
+        return model(torch.randn(16, 32)).square().mean()
+
+    options: dict[str, Any] = {"steps": 12, "around": in_fp8, "logs": True, **keywords}
+    session = observed(folder, config, net=model, optimizers=optimizers, **{"loss": loss, **options})
     assert diagnose(folder) == session.findings
     return session.findings
 

@@ -29,10 +29,12 @@ from te_precision_callbacks.instrumentation.every_step import EveryStep
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession, running_session
 from te_precision_callbacks.sinks.step_records import Event
+from tests import training
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import feature
 from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
+from tests.training import observed
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -189,12 +191,12 @@ def test_a_micro_batch_is_a_call_of_the_model(
     """Not a call of the layer; it is not named where the script does not call the model."""
     model = Chosen()
     call = model if by_model else model.forward
-    with InspectSession(log_dir=tmp_path, model=model) as session:
-        for step in range(7):
-            for number, names in enumerate(calls):
-                spoils = step == 5 and number == (batch or 0)
-                call(torch.randn(32, 64), names, broken if spoils else "").square().mean().backward()
-            session.step()
+
+    def loss(number: int) -> torch.Tensor:
+        spoils = number == 5 * len(calls) + (batch or 0)
+        return call(torch.randn(32, 64), calls[number % len(calls)], broken if spoils else "").square().mean()
+
+    session = observed(tmp_path, net=model, steps=7, micro_batches=len(calls), loss=loss)
     where = f"in micro-batch {batch} of step 5" if by_model and batch is not None else "in step 5"
     assert f"inf or nan appear {where}," in only(session, "nonfinite").seen
 
@@ -337,14 +339,14 @@ def test_the_first_step_is_one_that_a_scaler_skips(recipe: str, tmp_path: Path) 
     model = Blocks(recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    with InspectSession(log_dir=tmp_path, model=model, on_finding={"nonfinite": "stop"}) as session:
-        for _ in range(4):
-            with torch.autocast("cpu", torch.float16):
-                loss = model(torch.randn(32, 64)).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            session.step()
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    options: dict[str, Any] = {"steps": 4, "around": lambda _: torch.autocast("cpu", torch.float16), "after": step}
+    options["loss"] = lambda _: scaler.scale(model(torch.randn(32, 64)).float().square().mean())
+    session = observed(tmp_path, net=model, on_finding={"nonfinite": "stop"}, **options)
     assert scaler.get_scale() < 2.0**30
     severities = [finding.severity for finding in session.findings if finding.rule == "nonfinite"]
     assert set(severities) == {"note"}
@@ -797,13 +799,12 @@ def test_the_first_tokens_of_an_expert_are_no_jump(tmp_path: Path) -> None:
     for weight in model.experts.parameters():
         weight.data *= 0.1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with InspectSession(log_dir=tmp_path, model=model) as session:
-        for step in range(40):
-            model.rows = [16, 16, 16] if step > 30 else [32, 0, 16]
-            model(torch.randn(48, 64), lambda place, x: x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
+
+    def loss(step: int) -> torch.Tensor:
+        model.rows = [16, 16, 16] if step > 30 else [32, 0, 16]
+        return model(torch.randn(48, 64), lambda place, x: x).square().mean()
+
+    session = observed(tmp_path, net=model, steps=40, optimizers=optimizer, loss=loss)
     assert not [finding for finding in session.findings if finding.rule == "weight-jump"]
 
 
@@ -891,12 +892,11 @@ def test_layers_that_run_in_phases(steps: int, severity: str, tmp_path: Path) ->
     """Two layers in turn, 18 steps each; from step 72 on, only one."""
     model = Chosen()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with InspectSession(log_dir=tmp_path, model=model) as session:
-        for step in range(steps):
-            model(torch.randn(32, 64), "ab"[step // 18 % 2 if step < 72 else 1], "").square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
+
+    def loss(step: int) -> torch.Tensor:
+        return model(torch.randn(32, 64), "ab"[step // 18 % 2 if step < 72 else 1], "").square().mean()
+
+    session = observed(tmp_path, net=model, steps=steps, optimizers=optimizer, loss=loss)
     finding = only(session, "uncalled-layer")
     layers, seen = {
         36: (("a",), "1 layer had a GEMM in each step, and none since step 18"),
@@ -970,9 +970,7 @@ def test_the_last_steps_before_an_error(tmp_path: Path) -> None:
 def test_the_last_steps_before_an_exception(tmp_path: Path, error: BaseException, name: str) -> None:
     model = Blocks("none")
     with pytest.raises(type(error)), InspectSession(log_dir=tmp_path, model=model) as session:
-        for _ in range(5):
-            model(torch.randn(16, 64)).sum().backward()
-            session.step()
+        training.train(session, model, 5, x=torch.randn(16, 64))
         raise error
     assert f"the run was ended by {name}." in show(tmp_path, "--last-steps")
 
@@ -984,10 +982,7 @@ def test_blocks_of_zeros_do_not_count(tmp_path: Path) -> None:
         run: Any = session._run
         x = torch.randn(256, 64)
         x[:128] = 0
-        for _ in range(2):
-            with te.autocast(enabled=True, recipe=model.recipe):
-                model.linear(x).square().mean().backward()
-            session.step()
+        training.train(session, model.linear, 2, x=x, recipe=model.recipe)
         ring = run.hooks.every_step.ring
         row = run._every_step.steps.rows[-1]
         magnitudes = dict(zip(ring.slots, row.magnitudes.tolist(), strict=True))
@@ -998,9 +993,7 @@ def test_blocks_of_zeros_do_not_count(tmp_path: Path) -> None:
 def test_every_tensor_is_watched_in_every_step(tmp_path: Path) -> None:
     with InspectSession(log_dir=tmp_path, model=(model := Blocks("delayed"))) as session:
         run: Any = session._run
-        for _ in range(4):
-            model(torch.randn(32, 64)).sum().backward()
-            session.step()
+        training.train(session, model, 4, x=torch.randn(32, 64))
         layers = ("mlp.fc1", "mlp.fc2", "linear", "head")
         tensors = ("weight", "activation", "gradient", "wgrad")
         of_gemms = {TensorSlot(layer, tensor) for layer in layers for tensor in tensors}
@@ -1181,10 +1174,8 @@ def test_a_recomputed_forward_is_not_read_again(tmp_path: Path) -> None:
     model = te.LayerNormLinear(64, 64)
     with InspectSession(log_dir=tmp_path, model=model) as session:
         run: Any = session._run
-        for _ in range(7):
-            with te.autocast(enabled=True):
-                te.checkpoint(model, torch.randn(32, 64, requires_grad=True)).sum().backward()
-            session.step()
+        x = torch.randn(32, 64, requires_grad=True)
+        training.train(session, model, 7, around=lambda _: te.autocast(), loss=lambda _: te.checkpoint(model, x).sum())
         place = run.hooks.every_step.ring.places[session.layers[0].name, "activation"]
         counts = [list(row.order).count(place) for row in run._every_step.steps.rows]
     assert counts == [1] * 7
@@ -1194,10 +1185,7 @@ def test_a_layer_that_a_config_runs_in_high_precision_for_some_steps(tmp_path: P
     """It has no gap, and is as before when the steps are over."""
     model = Blocks("current")
     config = {"high": feature("DisableFP8Layer", ["linear"], start_step=7, end_step=9)}
-    with InspectSession(config, log_dir=tmp_path, model=model) as session:
-        for _ in range(30):
-            model(torch.randn(32, 64)).square().mean().backward()
-            session.step()
+    session = observed(tmp_path, config, net=model, steps=30, loss=lambda _: model(torch.randn(32, 64)).square().mean())
     assert not [finding for finding in session.findings if finding.rule in ("hole", "uncalled-layer")]
     rows = [row for row in open_run(tmp_path).gemms.to_pylist() if row["layer"] == "linear"]
     assert {row["precision"] for row in rows} == {"fp8", "fp32"}
