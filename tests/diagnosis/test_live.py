@@ -33,6 +33,7 @@ from tests.capability import stand_for
 from tests.conftest import statistics
 from tests.diagnosis.conftest import Planted
 from tests.diagnosis.planted import in_fp8, outside, sgd, train, trained
+from tests.training import Loss, observed
 
 LAYER = "4.fc"
 
@@ -42,7 +43,7 @@ def loud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TE_PRECISION_QUIET")
 
 
-def test_the_block_is_found_live_and_in_the_records(planted: Planted) -> None:
+def test_the_block_is_found_live_and_in_the_records(planted: Planted, tmp_path: Path) -> None:
     findings = planted.session.findings
     first = findings[0]
     assert (first.rule, first.layers, first.tensor, first.since) == ("sibling", (LAYER,), "gradient", 0)
@@ -50,10 +51,13 @@ def test_the_block_is_found_live_and_in_the_records(planted: Planted) -> None:
     assert repr(findings) == f"<Verdict: {findings}>"
     assert diagnose(planted.folder) == findings
     assert open_run(planted.folder).events["kind"].to_pylist().count("finding") == len(findings)
-
-
-def test_the_verdict_needs_no_records(tmp_path: Path, planted: Planted) -> None:
-    assert train(tmp_path, records="off", statistics_log="off").findings == planted.session.findings
+    assert train(tmp_path, records="off", statistics_log="off").findings == findings, "it needs no records"
+    (said,) = [record for record in planted.log if "(sibling" in record.getMessage()]
+    assert said.levelno == logging.WARNING
+    assert said.getMessage().startswith(f"Warning: gradient of {LAYER}: ")
+    assert "te-precision rules sibling" in said.getMessage()
+    counts = [{key: value for key, value in planted.metrics[step].items() if "findings" in key} for step in (0, 1, 2)]
+    assert counts == [{"te/findings": 0.0}] * 2 + [{"te/findings": 1.0, "te/findings/sibling": 1.0}]
 
 
 def test_a_healthy_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,18 +82,6 @@ def test_a_run_that_fails_in_its_first_step_counts_the_same_rules(tmp_path: Path
         raise ZeroDivisionError
     assert diagnose(tmp_path) == running.findings
     assert not [item for item in running.findings.not_checked if item.rule == "stale-scale" and item.essential]
-
-
-def test_each_finding_is_said_once(planted: Planted) -> None:
-    (said,) = [record for record in planted.log if "(sibling" in record.getMessage()]
-    assert said.levelno == logging.WARNING
-    assert said.getMessage().startswith(f"Warning: gradient of {LAYER}: ")
-    assert "te-precision rules sibling" in said.getMessage()
-
-
-def test_metrics_count_findings(planted: Planted) -> None:
-    counts = [{key: value for key, value in planted.metrics[step].items() if "findings" in key} for step in (0, 1, 2)]
-    assert counts == [{"te/findings": 0.0}] * 2 + [{"te/findings": 1.0, "te/findings/sibling": 1.0}]
 
 
 @pytest.mark.parametrize("raised", [None, ValueError("the script's own")])
@@ -162,25 +154,28 @@ def test_a_model_outside_of_autocast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("until", "explicit", "expected"),
+    ("steps", "explicit", "expected"),
     [
-        (12, False, ("hole", "warning", 12)),
-        (12, True, ("no-low-precision", "note", 12)),
-        (8, True, ("no-low-precision", "warning", 8)),
+        (range(12), False, [("hole", "warning", 12)]),
+        (range(12), True, [("no-low-precision", "note", 12)]),
+        (range(8), True, [("no-low-precision", "warning", 8)]),
+        (range(1, 20), True, []),  # after a warm-up
+        (range(12, 20), True, []),
     ],
 )
-def test_low_precision_that_ends_in_the_middle(
-    tmp_path: Path, until: int, explicit: bool, expected: tuple[str, str, int]
+def test_low_precision_in_a_part_of_the_steps(
+    tmp_path: Path, steps: range, explicit: bool, expected: list[tuple[str, str, int]]
 ) -> None:
     """A region that turns it off may be meant, as for the last steps of a training in NVFP4, but not for most of it."""
     net = te.Linear(32, 32)
 
     def around(step: int) -> AbstractContextManager[Any]:
-        return te.autocast(enabled=step < until) if explicit or step < until else nullcontext()
+        return te.autocast(enabled=step in steps) if explicit or step in steps else nullcontext()
 
     verdict = trained(tmp_path, net, sgd(net), steps=20, around=around, logs=False)
     ends = [(item.rule, item.severity, item.since) for item in verdict if item.rule in ("hole", "no-low-precision")]
-    assert ends == [expected]
+    assert ends == expected
+    assert "no-low-precision" in [*verdict.checked, *(item.rule for item in verdict)]
 
 
 @pytest.mark.parametrize(
@@ -210,17 +205,6 @@ def test_the_second_half_outside_of_autocast(
     (finding,) = (item for item in verdict if item.rule == "hole")
     assert (finding.severity, finding.layers, finding.since) == (severity, ("2", "3"), until or None)
     assert finding.seen == seen
-
-
-@pytest.mark.parametrize("begin", [1, 12])
-def test_low_precision_that_begins_after_a_warm_up(tmp_path: Path, begin: int) -> None:
-    net = te.Linear(32, 32)
-    verdict = trained(
-        tmp_path, net, sgd(net), steps=20, around=lambda step: te.autocast(enabled=step >= begin), logs=False
-    )
-    for checked in (verdict, diagnose(tmp_path)):
-        assert not [item for item in checked if item.rule in ("hole", "no-low-precision")]
-        assert "no-low-precision" in checked.checked
 
 
 def test_a_parameter_without_requires_grad_in_the_optimizer(tmp_path: Path) -> None:
@@ -262,16 +246,18 @@ def test_a_function_of_the_finding(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
     assert list(train(tmp_path, 3, on_finding=note).findings) == results
     assert "on_finding=" in caplog.text, "the failure is reported"
-
-
-def test_a_function_that_returns_something_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 3, on_finding=lambda finding: "dump")  # type: ignore[arg-type,return-value]
+    train(tmp_path, 3, on_finding=lambda finding: "dump")
     assert "the function may return 'stop' or None, not 'dump'" in caplog.text
 
 
-def test_a_function_stops_the_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "on_finding",
+    [lambda finding: "stop" if finding.rule == "sibling" else None, {"nonfinite": "warn", "sibling": "stop"}],
+    ids=["a function", "a mapping"],
+)
+def test_what_stops_the_training(tmp_path: Path, on_finding: Any) -> None:
     with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}"):
-        train(tmp_path, steps=31, on_finding=lambda finding: "stop" if finding.rule == "sibling" else None)
+        train(tmp_path, steps=31, on_finding=on_finding)
     assert open_run(tmp_path).steps["iteration"].to_pylist() == [0, 1, 2]
 
 
@@ -322,24 +308,16 @@ def test_several_findings_that_stop_have_their_remedies_in_order(tmp_path: Path)
         ({"nonfinite": "halt"}, "the reaction to 'nonfinite' must be 'warn', 'stop' or a function.*, not 'halt'.$"),
         ({"nonfinite": None}, "not None"),
         ({"nonfinite": "dump, stop"}, "not 'dump, stop'"),
+        ({"stop": "errors"}, "there is no rule 'errors'"),
     ],
 )
 def test_what_on_finding_does_not_take(value: Any, told: str) -> None:
-    with pytest.raises(OptionError, match=told):
-        read_on_finding(value)
     with pytest.raises(OptionError, match=told):
         InspectSession(on_finding=value)
 
 
 def test_yaml_reads_stop_as_a_mapping() -> None:
     assert InspectSession(on_finding={"stop": "error"})._options.on_finding == "stop: error"
-    with pytest.raises(OptionError, match="there is no rule 'errors'"):
-        InspectSession(on_finding={"stop": "errors"})
-
-
-def test_a_mapping_stops_the_training(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionFindingError, match=f"gradient of {LAYER}"):
-        train(tmp_path, steps=31, on_finding={"nonfinite": "warn", "sibling": "stop"})
 
 
 @pytest.mark.usefixtures("loud")
@@ -527,14 +505,16 @@ def test_a_scaler_of_gradients(tmp_path: Path, dtype: torch.dtype, enabled: bool
 @pytest.mark.parametrize(("is_region", "severity"), [(True, "note"), (False, "warning")], ids=["region", "outside"])
 def test_a_layer_that_the_script_keeps_in_high_precision(tmp_path: Path, is_region: bool, severity: str) -> None:
     net = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(6))
-    with InspectSession(None, model=net, log_dir=tmp_path, records="off") as session:
+
+    def loss(step: int) -> torch.Tensor:
         out = torch.ones(16, 32)
         for place, layer in enumerate(net):
             low = place != 3
             with te.autocast(enabled=low, recipe=Float8CurrentScaling()) if low or is_region else nullcontext():
                 out = layer(out)
-        out.sum().backward()
-        session.step()
+        return out.sum()
+
+    session = observed(tmp_path, net=net, steps=1, loss=loss, records="off")
     assert [(finding.rule, finding.severity) for finding in session.findings] == [("hole", severity)]
     region = "runs inside te.autocast(enabled=False)" if is_region else "runs outside of te.autocast"
     assert f"'3' ({region})" in str(session.coverage())
@@ -604,52 +584,44 @@ def nonfinite_counts(folder: Path) -> list[tuple[int, float]]:
     return [(row["iteration"], row["value"]) for row in counts]
 
 
+def spoiled(net: torch.nn.Module, at: int, number: float) -> Loss:
+    """A loss with this number in the batch of a step."""
+
+    def loss(step: int) -> torch.Tensor:
+        batch = torch.ones(16, 32)
+        batch[3, 3] = number if step == at else 1.0
+        return net(batch).sum()
+
+    return loss
+
+
 @pytest.mark.parametrize("asked", ["cur_amax", "std"])
 def test_inf_and_nan_are_seen_without_being_asked_for(tmp_path: Path, asked: str) -> None:
     """Statistics leave them out, and the pass that measures these counts them anyway."""
     net = torch.nn.Sequential(te.Linear(32, 32))
     config = statistics(tensors=["activation", "gradient"], stats=[asked])
-    session = InspectSession(config, model=net, log_dir=tmp_path, on_finding="stop: nonfinite")
-    with pytest.raises(PrecisionFindingError, match="1 element is inf or nan"), session:
-        for step in range(4):
-            batch = torch.randn(16, 32)
-            batch[3, 3] = math.inf if step == 2 else 0.0
-            with in_fp8(step):
-                out = net(batch)
-            out.sum().backward()
-            session.step()
-    (finding,) = session.findings
+    with pytest.raises(PrecisionFindingError, match="1 element is inf or nan") as caught:
+        observed(tmp_path, config, net=net, loss=spoiled(net, 2, math.inf), around=in_fp8, on_finding="stop: nonfinite")
+    (finding,) = caught.value.findings
     assert (finding.rule, finding.since, finding.tensor) == ("nonfinite", 2, "activation")
-    assert diagnose(tmp_path) == session.findings
+    assert list(diagnose(tmp_path)) == [finding]
     assert nonfinite_counts(tmp_path) == [(2, 1.0)]
 
 
 def test_inf_in_an_activation_stays_the_finding_where_the_weights_follow_in_the_same_step(tmp_path: Path) -> None:
     net = torch.nn.Sequential(te.Linear(32, 32), te.Linear(32, 32))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
-        for step in range(3):
-            batch = torch.ones(16, 32)
-            batch[3, 3] = math.inf if step == 2 else 1.0
-            net(batch).sum().backward()
-            optimizer.step()
-            session.step()
-    finding = next(finding for finding in session.findings if finding.rule == "nonfinite")
+    loss = spoiled(net, 2, math.inf)
+    verdict = trained(tmp_path, net, optimizer, steps=3, loss=loss, around=outside, logs=False, config=statistics())
+    finding = next(finding for finding in verdict if finding.rule == "nonfinite")
     assert (finding.since, finding.tensor) == (2, "activation")
-    assert diagnose(tmp_path) == session.findings
 
 
 def test_inf_and_nan_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
     """So that the series ends with the last step, and two runs have steps in common."""
     net = torch.nn.Sequential(te.Linear(32, 32))
-
-    def loss(step: int) -> torch.Tensor:
-        batch = torch.ones(16, 32)
-        batch[3, 3] = math.nan if step == 1 else 1.0
-        return net(batch).sum()
-
     config = statistics(tensors=["activation"], stats=["cur_amax"])
-    trained(tmp_path, net, steps=4, loss=loss, around=outside, logs=False, config=config)
+    trained(tmp_path, net, steps=4, loss=spoiled(net, 1, math.nan), around=outside, logs=False, config=config)
     assert nonfinite_counts(tmp_path) == [(1, 1.0), (2, 0.0), (3, 0.0)]
 
 
