@@ -141,7 +141,7 @@ def mxfp8(values: Array, block: tuple[int, int], fmt: Format) -> tuple[Array, Ar
 
 
 def fp8_block(
-    values: Array, block: tuple[int, int], fmt: Format, *, power_of_2: bool, epsilon: float, largest: float
+    values: Array, block: tuple[int, int], fmt: Format, *, power_of_2: bool, largest: float, epsilon: float = 0.0
 ) -> tuple[Array, Array]:
     """Codes, and the inverse scale of each block: float32."""
     amax = np.maximum(amaxes(values, block), np.float32(epsilon))
@@ -153,6 +153,42 @@ def fp8_block(
         scale = np.where((amax == 0) | np.isinf(amax), np.float32(1), scale)
         scaled = values * spread(scale, block, values.shape)
     return fmt.encode(scaled), np.float32(1) / scale
+
+
+def quantized(
+    x: torch.Tensor,
+    columnwise: bool,
+    recipe: str,
+    fmt: Format,
+    *,
+    weight: bool = False,
+    force_pow_2_scales: bool = True,
+    with_2d_quantization: bool = False,
+) -> tuple[Array, Array, tuple[int, int]]:
+    """Codes and scales, of the matrix or, for other recipes than MXFP8 columnwise, of its transpose, and the block."""
+    values = matrix(x)
+    if recipe == "mxfp8":
+        block = (32, 32) if with_2d_quantization else (32, 1) if columnwise else (1, 32)
+        return (*mxfp8(values, block, fmt), block)
+    values = values.T if columnwise else values
+    is_per_tensor = recipe == "fp8_current_scaling"
+    block = values.shape if is_per_tensor else (128 if weight else 1, 128)
+    power_of_2 = force_pow_2_scales and not is_per_tensor
+    return (*fp8_block(values, block, fmt, power_of_2=power_of_2, largest=LARGEST[x.dtype]), block)
+
+
+def decoded(codes: Array, scales: Array, block: tuple[int, int], fmt: Format) -> Array:
+    """Values of :func:`quantized`: float64."""
+    factors = power_of_two(scales) if scales.dtype == np.uint8 else scales.astype(np.float64)
+    return fmt.decode(codes).astype(np.float64) * spread(factors, block, codes.shape)
+
+
+def stored(scales: Array, block: tuple[int, int], columnwise: bool) -> Array:
+    """Scales of :func:`quantized` as they lie in memory, not swizzled."""
+    if scales.dtype == np.uint8:
+        scales = scales.repeat(32, axis=1 if columnwise else 0) if block == (32, 32) else scales
+        return pad(scales, 4, 128) if columnwise else pad(scales, 128, 4)
+    return pad(scales if block[0] == 128 else scales.T, 1, 4)
 
 
 def swizzled(scales: Array) -> Array:

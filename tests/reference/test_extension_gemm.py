@@ -175,18 +175,10 @@ def _quantized(x: torch.Tensor, made: Made) -> Any:
 
 def _numbers(x: torch.Tensor, made: Made, rowwise: bool) -> torch.Tensor:
     """Values of a quantized tensor in one direction: float64, with numpy."""
-    (recipe, options), values = made, spec.matrix(x)
+    recipe, options = made
     fmt = spec.E5M2 if options.get("e5m2") else spec.E4M3
-    if recipe == "mxfp8":
-        block = (1, 32) if rowwise else (32, 1)
-        codes, exponents = spec.mxfp8(values, block, fmt)
-        scales = spec.power_of_two(exponents)
-    else:
-        values, per_tensor = values if rowwise else values.T, recipe == "fp8_current_scaling"
-        block = values.shape if per_tensor else (128 if options.get("weight") else 1, 128)
-        largest = spec.LARGEST[x.dtype]
-        codes, scales = spec.fp8_block(values, block, fmt, power_of_2=not per_tensor, epsilon=0.0, largest=largest)
-    numbers = torch.from_numpy(fmt.decode(codes).astype("float64") * spec.spread(scales, block, codes.shape))
+    quantized = spec.quantized(x, not rowwise, recipe, fmt, weight=options.get("weight", False))
+    numbers = torch.from_numpy(spec.decoded(*quantized, fmt))
     return numbers if rowwise or recipe == "mxfp8" else numbers.t()
 
 

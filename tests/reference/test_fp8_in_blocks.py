@@ -40,38 +40,15 @@ def hopper() -> Iterator[None]:
         yield
 
 
-def _by_numpy(
-    x: torch.Tensor, columnwise: bool, recipe: str, *, e5m2: bool = False, **options: bool
-) -> tuple[spec.Array, spec.Array, tuple[int, int]]:
-    """Codes and scales, of the matrix or, for FP8 blocks columnwise, of its transpose, and the block."""
-    values, fmt = spec.matrix(x), FORMATS[e5m2]
-    if recipe == "mxfp8":
-        block = (32, 32) if options.get("with_2d_quantization") else (32, 1) if columnwise else (1, 32)
-        return (*spec.mxfp8(values, block, fmt), block)
-    block = (128 if options.get("weight") else 1, 128)
-    codes, scales = spec.fp8_block(
-        values.T if columnwise else values,
-        block,
-        fmt,
-        power_of_2=options.get("force_pow_2_scales", True),
-        epsilon=0.0,
-        largest=spec.LARGEST[x.dtype],
-    )
-    return codes, scales, block
-
-
-def _assert_is(out: Any, x: torch.Tensor, recipe: str, **options: bool) -> None:
+def _assert_is(out: Any, x: torch.Tensor, recipe: str, *, e5m2: bool = False, **options: bool) -> None:
     """Codes and scales of both directions as they lie in memory, not swizzled."""
     for columnwise, direction in ((False, "rowwise"), (True, "columnwise")):
-        codes, scales, block = _by_numpy(x, columnwise, recipe, **options)
-        if recipe == "mxfp8":
-            scales = scales.repeat(32, axis=1 if columnwise else 0) if block == (32, 32) else scales
-            shape, padded = x.shape, spec.pad(scales, 4, 128) if columnwise else spec.pad(scales, 128, 4)
-        else:
-            shape = (*x.shape[-1:], *x.shape[:-1]) if columnwise else x.shape
-            padded = spec.pad(scales if options.get("weight") else scales.T, 1, 4)
+        codes, scales, block = spec.quantized(x, columnwise, recipe, FORMATS[e5m2], **options)
+        is_transposed = columnwise and recipe != "mxfp8"
+        shape = (*x.shape[-1:], *x.shape[:-1]) if is_transposed else x.shape
+        stored = spec.stored(scales, block, columnwise)
         assert torch.equal(getattr(out, f"_{direction}_data"), torch.from_numpy(codes).reshape(shape))
-        assert torch.equal(getattr(out, f"_{direction}_scale_inv"), torch.from_numpy(padded))
+        assert torch.equal(getattr(out, f"_{direction}_scale_inv"), torch.from_numpy(stored))
 
 
 @pytest.mark.few
@@ -92,7 +69,7 @@ def test_bytes_and_scales(kind: str, others: list[tuple[torch.dtype, bool, tuple
         ("fp8_block_scaling", {"weight": False, "force_pow_2_scales": False}, False),
         ("fp8_block_scaling", {"weight": True, "force_pow_2_scales": False}, False),
         *(
-            ("mxfp8", {"e5m2": e5m2, "optimize_for_gemm": swizzled}, columnwise)
+            ("mxfp8", {"e5m2": e5m2, "swizzled": swizzled}, columnwise)
             for e5m2 in (False, True)
             for swizzled in (False, True)
             for columnwise in (False, True)
@@ -101,14 +78,14 @@ def test_bytes_and_scales(kind: str, others: list[tuple[torch.dtype, bool, tuple
     ids=str,
 )
 def test_dequantizing_gives_the_numbers_of_codes_and_scales(recipe: str, options: Options, columnwise: bool) -> None:
+    options = dict(options)
+    swizzled, e5m2 = options.pop("swizzled", False), options.pop("e5m2", False)
     for shape in [(32, 32), (2, 80, 96), (128, 256), *([(130, 257)] if recipe == "fp8_block_scaling" else [])]:
         x = spec.example("spread", shape, torch.float32 if recipe == "fp8_block_scaling" else torch.bfloat16)
         usages = {"rowwise": not columnwise, "columnwise": columnwise}
-        out = tex.quantize(x, quantizer(recipe, **options, **usages))
-        codes, scales, block = _by_numpy(x, columnwise, recipe, **options)
-        factors = spec.spread(spec.power_of_two(scales) if recipe == "mxfp8" else scales, block, codes.shape)
-        decoded = FORMATS[options.get("e5m2", False)].decode(codes)
-        expected = torch.from_numpy(decoded * factors.astype(np.float32)).view(shape)
+        out = tex.quantize(x, quantizer(recipe, e5m2=e5m2, optimize_for_gemm=swizzled, **options, **usages))
+        numbers = spec.decoded(*spec.quantized(x, columnwise, recipe, FORMATS[e5m2], **options), FORMATS[e5m2])
+        expected = torch.from_numpy(numbers.astype(np.float32)).view(shape)
         for dtype, kind in KIND.items():
             assert torch.equal(tex.dequantize(out, kind), expected.to(dtype))
         # Transformer Engine's own way to it, which moves data that are not on "cuda" there.

@@ -282,41 +282,28 @@ BLOCK_MODULES = MODULES | {
 class BlockWrite(Write):
     def expected(self, columnwise: bool) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
         """Codes and scales, of the matrix or, for FP8 blocks columnwise, of its transpose, and the block."""
-        values, fmt = spec.matrix(self.source), FORMATS[self.quantizer.dtype.name]
+        fmt = FORMATS[self.quantizer.dtype.name]
         if hasattr(self.quantizer, "with_2d_quantization"):
-            block = (32, 1) if columnwise else (1, 32)
-            return (*spec.mxfp8(values, block, fmt), block)
-        block = (128 if self.quantizer.block_scaling_dim == 2 else 1, 128)
-        codes, scales = spec.fp8_block(
-            values.T if columnwise else values,
-            block,
-            fmt,
-            power_of_2=self.quantizer.force_pow_2_scales,
-            epsilon=0.0,
-            largest=spec.LARGEST[self.source.dtype],
+            return spec.quantized(self.source, columnwise, "mxfp8", fmt)
+        powers, weight = self.quantizer.force_pow_2_scales, self.quantizer.block_scaling_dim == 2
+        return spec.quantized(
+            self.source, columnwise, "fp8_block_scaling", fmt, weight=weight, force_pow_2_scales=powers
         )
-        return codes, scales, block
 
     def numbers(self, columnwise: bool) -> torch.Tensor:
         """Values of the data: float64, the matrix or its transpose."""
         codes, scales, block = self.expected(columnwise)
-        decoded = FORMATS[self.quantizer.dtype.name].decode(codes).astype(np.float64)
-        is_mxfp8 = scales.dtype == np.uint8
-        factors = spec.power_of_two(scales) if is_mxfp8 else scales.astype(np.float64)
-        numbers = torch.from_numpy(decoded * spec.spread(factors, block, codes.shape))
-        return numbers.t() if is_mxfp8 and columnwise else numbers
+        numbers = torch.from_numpy(spec.decoded(codes, scales, block, FORMATS[self.quantizer.dtype.name]))
+        return numbers.t() if scales.dtype == np.uint8 and columnwise else numbers
 
     def check(self) -> None:
         assert self.directions
         for columnwise in self.directions:
             codes, scales, block = self.expected(columnwise)
             assert np.array_equal(self.buffer("{}_data", columnwise).reshape(codes.shape).numpy(), codes)
-            if scales.dtype == np.uint8:
-                wanted = spec.pad(scales, 4, 128) if columnwise else spec.pad(scales, 128, 4)
-                if self.swizzled:
-                    wanted = spec.swizzled(wanted.T if columnwise else wanted).reshape(wanted.shape)
-            else:
-                wanted = spec.pad(scales if block[0] == 128 else scales.T, 1, 4)
+            wanted = spec.stored(scales, block, columnwise)
+            if self.swizzled:
+                wanted = spec.swizzled(wanted.T if columnwise else wanted).reshape(wanted.shape)
             assert np.array_equal(self.buffer("{}_scale_inv", columnwise).numpy(), wanted)
 
 
@@ -438,9 +425,8 @@ class Nvfp4Write(Write):
             tolerance = 2**-8 if self.measured_before else 0.0
             np.testing.assert_allclose(self.buffer("amax_{}", columnwise).numpy(), amax, rtol=tolerance)
             codes, scales, multiplier = self.codes(columnwise)
+            padded = spec.pad(scales, 128, 4)
             stored = self.buffer("{}_scale_inv", columnwise).numpy()
-            padded = np.zeros(stored.shape, dtype=np.uint8)
-            padded[: scales.shape[0], : scales.shape[1]] = scales
             np.testing.assert_array_equal(stored, spec.swizzled(padded) if self.swizzled else padded)
             data = self.data(columnwise)
             if self.quantizer.stochastic_rounding:
