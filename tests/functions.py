@@ -1,4 +1,4 @@
-"""A function as a module."""
+"""Functions as modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class Function(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any], **parts: torch.nn.Module | torch.nn.Parameter) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         self.function = function
         for name, part in parts.items():
@@ -15,3 +15,10 @@ class Function(torch.nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self.function(*inputs, **keywords)
+
+
+class Net(Function):
+    """Its function gets the module too."""
+
+    def forward(self, *given: Any, **keywords: Any) -> Any:
+        return self.function(self, *given, **keywords)

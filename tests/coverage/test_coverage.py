@@ -29,7 +29,7 @@ from te_precision_callbacks.coverage.operator_products import OperatorProducts
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature
-from tests.functions import Function
+from tests.functions import Net
 from tests.fused_attention import emulate_kernel
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 16, 16, 64, 128, 4, 96
@@ -77,13 +77,6 @@ class Case(NamedTuple):
     def loss(self, model: torch.nn.Module) -> torch.Tensor:
         batch = self.batch()
         return model(**batch).loss if isinstance(batch, Mapping) else model(batch).square().mean()
-
-
-class Net(Function):
-    """Its function gets the module too."""
-
-    def forward(self, *given: Any, **keywords: Any) -> Any:
-        return self.function(self, *given, **keywords)
 
 
 def ones() -> torch.Tensor:

@@ -20,7 +20,7 @@ from te_precision_callbacks.session import GemmPrecision, InspectSession, runnin
 from tests.capability import stand_for
 from tests.combinations import half, pairs
 from tests.conftest import feature, statistics
-from tests.coverage.test_coverage import Net
+from tests.functions import Net
 from tests.instrumentation.gemm_spy import (
     ALWAYS,
     AUTOCAST,

@@ -22,7 +22,8 @@ from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, context, running_session
 from te_precision_callbacks.speed import device_named, estimate_step
 from tests.conftest import feature
-from tests.coverage.test_coverage import Net, counted, found
+from tests.coverage.test_coverage import counted, found
+from tests.functions import Net
 from tests.instrumentation.steps import stepped
 
 CONFIG = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}

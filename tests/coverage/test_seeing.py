@@ -37,7 +37,8 @@ from te_precision_callbacks.layers.forwards import ForwardClassifier
 from te_precision_callbacks.session import InspectSession, ObservationError
 from te_precision_callbacks.te import modules as te_modules
 from tests.capability import any_capability, stand_for
-from tests.coverage.test_coverage import BLOCKS, Macs, Net, counted, found, linear, once
+from tests.coverage.test_coverage import BLOCKS, Macs, counted, found, linear, once
+from tests.functions import Net
 from tests.fused_attention import emulate_kernel
 
 BATCH, HEADS, LENGTH, SIZE = 2, 3, 16, 8

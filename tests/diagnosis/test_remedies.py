@@ -3,6 +3,7 @@
 benchmarks/proof/remedies.py has every remedy in every family.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 import transformer_engine.pytorch as te
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
-from transformer_engine.common.recipe import Float8CurrentScaling
 
-from te_precision_callbacks.diagnosis import Finding, Verdict, diagnose
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.diagnosis import Finding, Verdict
+from te_precision_callbacks.session import running_session
 from tests.combinations import diagonal
+from tests.diagnosis.planted import outside, trained
+from tests.functions import Net
+from tests.training import observed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "proof"))
 
@@ -26,45 +29,31 @@ from running import with_statistics_every  # type: ignore[import-not-found]
 CLASSES, STEPS = 16, 24
 
 
-class Gpt(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(CLASSES, 32)
-        self.layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0)
-        self.head = torch.nn.Linear(32, CLASSES)
-
-    def forward(self, labels: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layer(self.embedding(labels).view(8, -1, 32))).flatten(0, 1)
-
-
-class Mlp(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("patterns", torch.randn(CLASSES, 32))
-        self.stem = te.Linear(32, 32)
-        self.mlp = te.LayerNormMLP(32, 64)
-        self.head = te.Linear(32, CLASSES)
-
-    def forward(self, labels: torch.Tensor) -> torch.Tensor:
-        x = self.stem(self.patterns[labels])
-        return self.head(x + self.mlp(x))
-
-
-class Conv(torch.nn.Module):
-    """Convolutions of torch, and layers of Transformer Engine behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("patterns", torch.randn(CLASSES, 1, 8, 8))
-        self.conv = torch.nn.Conv2d(1, 4, 3, padding=1, stride=2)
-        self.fc1 = te.LayerNormLinear(64, 32)
-        self.fc2 = te.Linear(32, CLASSES)
-
-    def forward(self, labels: torch.Tensor) -> torch.Tensor:
-        return self.fc2(torch.relu(self.fc1(self.conv(self.patterns[labels]).flatten(1))))
+FAMILIES: Mapping[str, Callable[[], torch.nn.Module]] = {
+    "gpt": lambda: Net(
+        lambda net, labels: net.head(net.layer(net.embedding(labels).view(8, -1, 32))).flatten(0, 1),
+        embedding=torch.nn.Embedding(CLASSES, 32),
+        layer=te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0),
+        head=torch.nn.Linear(32, CLASSES),
+    ),
+    "mlp": lambda: Net(
+        lambda net, labels: net.layers(net.patterns[labels]),
+        patterns=torch.randn(CLASSES, 32),
+        layers=torch.nn.Sequential(te.Linear(32, 32), residual(te.LayerNormMLP(32, 64)), te.Linear(32, CLASSES)),
+    ),
+    # Convolutions of torch, and layers of Transformer Engine behind them.
+    "conv": lambda: Net(
+        lambda net, labels: net.fc2(torch.relu(net.fc1(net.conv(net.patterns[labels]).flatten(1)))),
+        patterns=torch.randn(CLASSES, 1, 8, 8),
+        conv=torch.nn.Conv2d(1, 4, 3, padding=1, stride=2),
+        fc1=te.LayerNormLinear(64, 32),
+        fc2=te.Linear(32, CLASSES),
+    ),
+}
 
 
-FAMILIES: Mapping[str, Callable[[], torch.nn.Module]] = {"gpt": Gpt, "mlp": Mlp, "conv": Conv}
+def residual(part: torch.nn.Module) -> Net:
+    return Net(lambda net, x: x + net.part(x), part=part)
 
 
 class Training(NamedTuple):
@@ -84,35 +73,35 @@ class Training(NamedTuple):
         model = FAMILIES[family]()
         optimizer = self.optimizer(model.parameters(), lr=self.rate)
         rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.schedule or STEPS)
-        losses = []
-        with InspectSession(with_statistics_every(4), model=model, log_dir=folder) as session:
-            for step in range(STEPS):
-                labels = torch.randint(CLASSES, (32,), generator=torch.Generator().manual_seed(step))
-                with te.autocast(recipe=Float8CurrentScaling()):
-                    logits = model(labels)
-                loss = cross_entropy(logits, (3 * labels + 1) % CLASSES)
-                total = loss * self.factor
-                if self.auxiliary:
-                    others = cross_entropy(logits, (5 * labels + 2) % CLASSES, reduction=self.auxiliary)
-                    total = total + (20 if self.auxiliary == "sum" else 0.1) * others
-                total.backward()
-                if step == self.poisoned:
-                    weight = next(parameter for name, parameter in model.named_parameters() if name == POISONED[family])
-                    weight.grad.view(-1)[3] = torch.nan
-                if self.clips:
-                    clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                if self.schedule:
-                    rates.step()
-                losses.append(loss.item())
-                session.log({"loss": losses[-1]})
-                session.step()
-        assert list(diagnose(folder)) == list(session.findings), "live and replayed"
-        return session.findings, sorted(losses[-5:])[2]
+        losses: list[float] = []
+
+        def loss(step: int) -> torch.Tensor:
+            labels = torch.randint(CLASSES, (32,), generator=torch.Generator().manual_seed(step))
+            logits = model(labels)
+            own = cross_entropy(logits, (3 * labels + 1) % CLASSES)
+            losses.append(own.item())
+            if not self.auxiliary:
+                return own * self.factor
+            others = cross_entropy(logits, (5 * labels + 2) % CLASSES, reduction=self.auxiliary)
+            return own * self.factor + (20 if self.auxiliary == "sum" else 0.1) * others
+
+        def before() -> None:
+            if len(losses) == self.poisoned + 1:
+                model.get_parameter(POISONED[family]).grad.view(-1)[3] = torch.nan  # type: ignore[union-attr]
+            if self.clips:
+                clip_grad_norm_(model.parameters(), 1.0)
+
+        def after() -> None:
+            if self.schedule:
+                rates.step()
+            running_session().log({"loss": losses[-1]})
+
+        options = {"steps": STEPS, "loss": loss, "before": before, "after": after, "logs": False}
+        verdict = trained(folder, model, optimizer, config=with_statistics_every(4), **options)
+        return verdict, sorted(losses[-5:])[2]
 
 
-POISONED = {"gpt": "layer.layernorm_mlp.fc1_weight", "mlp": "mlp.fc2_weight", "conv": "conv.weight"}
+POISONED = {"gpt": "layer.layernorm_mlp.fc1_weight", "mlp": "layers.1.part.fc2_weight", "conv": "conv.weight"}
 
 
 class Case(NamedTuple):
@@ -188,16 +177,12 @@ def test_only_wrong_learning_rate_schedules_are_found(name: str, tmp_path: Path)
     make, is_wrong = SCHEDULES[name]
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    schedule = make(optimizer)
-    with InspectSession(model=model, log_dir=tmp_path) as session:
-        for _ in range(48):
-            model(torch.ones(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            session.step()
-    assert bool(of_rule(session.findings, "learning-rate")) == is_wrong, str(session.findings)
-    assert "learning-rate" in session.findings.checked
+    session = observed(
+        tmp_path, net=model, steps=48, optimizers=optimizer, x=torch.ones(4, 8), after=make(optimizer).step
+    )
+    verdict = session.findings
+    assert bool(of_rule(verdict, "learning-rate")) == is_wrong, str(verdict)
+    assert "learning-rate" in verdict.checked
 
 
 CLIPPING: Mapping[str, tuple[Callable[[list[torch.Tensor]], object], bool]] = {
@@ -221,13 +206,9 @@ def test_gradients_that_are_clipped_far(name: str, tmp_path: Path) -> None:
     own = torch.nn.utils.clip_grad._clip_grads_with_norm_
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    with InspectSession(model=model, log_dir=tmp_path) as session:
-        for _ in range(21):
-            model(torch.ones(4, 8)).mean().backward()
-            clip(list(model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
+    clipping = functools.partial(clip, list(model.parameters()))
+    options: dict[str, Any] = {"loss": lambda _: model(torch.ones(4, 8)).mean(), "before": clipping}
+    session = observed(tmp_path, net=model, steps=21, optimizers=optimizer, **options)
     assert [finding.severity for finding in of_rule(session.findings, "gradient-norm")] == ["note"] * is_found
     assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is torch.nn.utils.clip_grads_with_norm_ is own
 
@@ -237,17 +218,16 @@ def test_a_first_loss_of_all_micro_batches(reduction: str, is_found: bool, tmp_p
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.Linear(16, 16), te.Linear(16, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with InspectSession(model=model, log_dir=tmp_path) as session:
-        for _ in range(2):
-            total = torch.zeros(())
-            for _ in range(4):
-                loss = cross_entropy(model(torch.randn(16, 16)), torch.randint(32, (16,)))
-                loss = loss if reduction == "sum" else loss / 4
-                loss.backward()
-                total += loss.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.log({"loss": total})
-            session.step()
-    assert bool(of_rule(session.findings, "gradient-norm")) == is_found
-    assert list(diagnose(tmp_path)) == list(session.findings)
+    losses: list[torch.Tensor] = []
+
+    def loss(step: int) -> torch.Tensor:
+        of_batch = cross_entropy(model(torch.randn(16, 16)), torch.randint(32, (16,)))
+        losses.append(of_batch if reduction == "sum" else of_batch / 4)
+        return losses[-1]
+
+    def log() -> None:
+        running_session().log({"loss": sum(losses[-4:])})
+
+    options: dict[str, Any] = {"steps": 2, "micro_batches": 4, "around": outside, "after": log, "logs": False}
+    verdict = trained(tmp_path, model, optimizer, loss=loss, **options)
+    assert bool(of_rule(verdict, "gradient-norm")) == is_found

@@ -14,21 +14,15 @@ from te_precision_callbacks.base.terminal import shell_command
 from te_precision_callbacks.runs import list_runs
 from te_precision_callbacks.runs.run_files import RUN_FILE
 from te_precision_callbacks.session import InspectSession
+from tests import training
 
 
 def train(folder: Path, *, fails: bool = False, quiet: bool = True) -> None:
     torch.manual_seed(0)
     net = te.Linear(32, 32)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     session = InspectSession(model=net, log_dir=folder, quiet=quiet).start()
-    for _ in range(11):
-        with te.autocast():
-            loss = net(torch.randn(32, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.log({"loss": loss.detach()})
-        session.step()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    training.train(session, net, 11, optimizer, around=lambda _: te.autocast(), logs=True)
     session.stop(ValueError("bad batch") if fails else None)
 
 

@@ -18,8 +18,8 @@ from te_precision_callbacks.diagnosis import Verdict, diagnose
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
-from tests.coverage.test_coverage import Net
 from tests.diagnosis.planted import outside, sgd, trained
+from tests.functions import Net
 from tests.training import observed
 
 STEPS = 9

@@ -12,11 +12,11 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
-from te_precision_callbacks.diagnosis import Verdict, diagnose
-from te_precision_callbacks.session import InspectSession
+from te_precision_callbacks.diagnosis import Verdict
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import feature
+from tests.diagnosis.planted import sgd, trained
 
 pytestmark = pytest.mark.usefixtures("any_gpu")
 
@@ -96,21 +96,16 @@ def train(
 ) -> Verdict:
     make, capability = RECIPES[recipe]
     stand_for(capability)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    with InspectSession(CONFIG, model=net, log_dir=folder, strict=True) as session:
-        for step in range(steps):
-            before(step)
-            if "is_first_microbatch" in keywords:
-                keywords["is_first_microbatch"] = step == 0
-            x = inputs(step).to(next(net.parameters()).dtype).requires_grad_()
-            with te.autocast(enabled=True, recipe=make()):
-                out = net(x, **keywords)
-            out.float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-    assert list(diagnose(folder)) == list(session.findings)
-    return session.findings
+
+    def loss(step: int) -> torch.Tensor:
+        before(step)
+        if "is_first_microbatch" in keywords:
+            keywords["is_first_microbatch"] = step == 0
+        x = inputs(step).to(next(net.parameters()).dtype).requires_grad_()
+        return net(x, **keywords).float().square().mean()
+
+    options: dict[str, Any] = {"around": lambda _: te.autocast(recipe=make()), "logs": False, "strict": True}
+    return trained(folder, net, sgd(net, 1e-2), steps=steps, loss=loss, config=CONFIG, **options)
 
 
 def layers(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
@@ -216,12 +211,6 @@ def test_inf_and_nan_are_no_evidence(tmp_path: Path) -> None:
 
 
 def test_what_is_not_collected_is_not_checked(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = te.Linear(64, 64)
-    with InspectSession(None, model=net, log_dir=tmp_path) as session:
-        for _ in range(4):
-            with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
-                net(torch.randn(64, 64)).sum().backward()
-            session.step()
-    (unchecked,) = (rule for rule in session.findings.not_checked if rule.rule == "wrong-codes")
+    verdict = trained(tmp_path, te.Linear(32, 32), steps=4)
+    (unchecked,) = (rule for rule in verdict.not_checked if rule.rule == "wrong-codes")
     assert "[mse, sqnr_db," in unchecked.collect

@@ -17,7 +17,7 @@ from te_precision_callbacks.instrumentation.debug_path import stale_shares
 from te_precision_callbacks.session import InspectSession
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics
-from tests.coverage.test_coverage import Net
+from tests.functions import Net
 from tests.grouped_gemms import provide_grouped_tensors
 from tests.instrumentation.gemm_spy import GEMM_OF, installed, layers_of, products_of, tapped
 from tests.instrumentation.steps import stepped

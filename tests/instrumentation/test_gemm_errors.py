@@ -21,7 +21,7 @@ from te_precision_callbacks.statistics.table import GEMM_STATISTICS
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import Keeper, feature
-from tests.coverage.test_coverage import Net
+from tests.functions import Net
 from tests.instrumentation.gemm_spy import GEMM_OF, at_the_entries
 from tests.instrumentation.steps import stepped
 

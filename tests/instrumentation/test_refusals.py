@@ -40,7 +40,7 @@ from te_precision_callbacks.layers.naming import named_operations, named_te_modu
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.capability import stand_for
 from tests.conftest import Keeper, statistics
-from tests.coverage.test_coverage import Net
+from tests.functions import Net
 
 PAGE = Path(__file__).parents[2] / "docs" / "observing.md"
 STATISTICS = {"LogTensorStats": {"enabled": True, "tensors": ["activation", "gradient"], "stats": ["max"], "freq": 1}}

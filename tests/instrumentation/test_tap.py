@@ -22,7 +22,7 @@ from te_precision_callbacks.instrumentation import tap as tap_module
 from te_precision_callbacks.layers.gemm_events import GemmEvent
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.conftest import Keeper, feature, statistics
-from tests.coverage.test_coverage import Net
+from tests.functions import Net
 from tests.instrumentation.gemm_spy import (
     CHECKPOINTS,
     HOPPER,
