@@ -234,6 +234,10 @@ def _target(descriptor: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
+    """Each test begins with the same random numbers, and leaves the process as it was."""
+    import torch
+
+    torch.manual_seed(0)
     # The first import of these is not a change that a session makes.
     import transformer_engine.debug.features.api  # noqa: F401
     from transformer_engine.pytorch import distributed

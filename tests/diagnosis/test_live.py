@@ -393,7 +393,6 @@ def test_a_checkpoint_after_the_last_due_step_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first_micro_batch", [None, True, False])
 def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
     """With ``is_first_microbatch=False`` for ever, the first step's weights stay in use."""
-    torch.manual_seed(0)
     net = te.Linear(32, 32)
 
     def loss(step: int) -> torch.Tensor:
@@ -417,7 +416,6 @@ def test_stale_weights(tmp_path: Path, first_micro_batch: bool | None) -> None:
 def test_updates_that_are_lost_and_gradients_below_eps(
     tmp_path: Path, dtype: torch.dtype, lr: float, scale: float, rules: list[str]
 ) -> None:
-    torch.manual_seed(0)
     net = te.Linear(32, 32, params_dtype=dtype)
 
     def loss(step: int) -> torch.Tensor:
@@ -443,7 +441,6 @@ QUANTIZED = [
 def test_updates_of_weights_that_exist_only_quantized(tmp_path: Path, lr: float, quantized: tuple[Any, Any]) -> None:
     recipe, dtype = quantized
     stand_for((10, 0))
-    torch.manual_seed(0)
     with te.quantized_model_init(recipe=recipe):
         net = te.Linear(128, 128, params_dtype=dtype)
     verdict = trained(
@@ -478,7 +475,6 @@ def test_eps_is_a_rule_of_optimizers_that_have_one(tmp_path: Path, kind: type[to
 )
 def test_a_scaler_of_gradients(tmp_path: Path, dtype: torch.dtype, enabled: bool, rules: list[str]) -> None:
     """A scaler for a model that is not observed does not count."""
-    torch.manual_seed(0)
     own = vars(GradScaler)["step"]
     net, other = te.Linear(32, 32), torch.nn.Linear(4, 4)
     optimizers = sgd(net), sgd(other)

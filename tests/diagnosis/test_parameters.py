@@ -856,7 +856,6 @@ class Masters:
     ],
 )
 def test_masters_that_do_not_reach_the_weights_are_found(tmp_path: Path, kind: str, copies: str, lr: float) -> None:
-    torch.manual_seed(0)
     recipe = Float8BlockScaling() if kind == "block" else Float8CurrentScaling()
     with te.quantized_model_init(enabled=kind != "bfloat16", recipe=recipe):
         model = torch.nn.Sequential(*(te.Linear(128, 128, params_dtype=torch.bfloat16) for _ in range(2)))
@@ -1084,7 +1083,6 @@ def test_norms_by_which_ranks_clip(two_ranks: list[dict[str, Any]], case: str, f
 @pytest.mark.parametrize("optimizer_of", [torch.optim.AdamW, FusedAdam])
 def test_a_session_after_gradients_have_become_small(tmp_path: Path, optimizer_of: Callable[..., Any]) -> None:
     """Adam divides by the gradients of up to a thousand steps, so weights in bfloat16 may stand still for a while."""
-    torch.manual_seed(0)
     model = torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2)))
     optimizer = optimizer_of(model.parameters(), lr=1e-3)
     inputs = torch.randn(32, 32, dtype=torch.bfloat16)

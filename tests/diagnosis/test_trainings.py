@@ -67,7 +67,6 @@ def test_a_gradient_that_rounds_to_0_under_a_stale_scale(tmp_path: Path) -> None
 
 def test_the_gradient_of_a_tied_head_loses_elements_but_nothing_of_its_norm(tmp_path: Path) -> None:
     """A head with the weight of the embedding: most of the probabilities are tiny."""
-    torch.manual_seed(0)
     vocabulary, width = 1024, 32
     embedding = torch.nn.Embedding(vocabulary, width)
     head = te.Linear(width, vocabulary, bias=False)
@@ -385,7 +384,6 @@ def test_the_norm_of_clipping_counts_unless_most_steps_log_one(every: int, is_fo
 @pytest.mark.parametrize("logs", [True, False])
 def test_the_norm_of_a_batch_that_is_dropped(logs: bool, tmp_path: Path) -> None:
     """The script clips it, and neither steps with it nor logs its norm."""
-    torch.manual_seed(0)
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with InspectSession(model=model, log_dir=tmp_path) as session:

@@ -128,7 +128,6 @@ def test_scales_that_are_rounded_after_quantizing(recipe: str, how: Callable[[An
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 def test_a_cached_weight_with_a_newer_scale(recipe: str, tmp_path: Path) -> None:
     """An element grows to eight times the amax, and the codes of its block or tensor get its scale."""
-    torch.manual_seed(0)
     net: Any = te.Linear(64, 64, params_dtype=torch.bfloat16)
 
     def renew(step: int) -> None:

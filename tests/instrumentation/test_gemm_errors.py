@@ -112,7 +112,6 @@ HEALTHY: dict[str, Any] = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_both_errors_against_whole_products(recipe: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
     stand_for((9, 0) if recipe in ("delayed", "current", "block") else (10, 0))
-    torch.manual_seed(0)
     net = te.Linear(INPUTS, OUTPUTS, params_dtype=BF16, bias=False)
     grad = torch.randn(ROWS, OUTPUTS, generator=torch.Generator().manual_seed(1)).to(BF16)
     with gemms() as seen:
@@ -168,7 +167,6 @@ NETS: Mapping[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
 def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) -> None:
     """Of two pending micro-batches."""
     build, layers = NETS[module]
-    torch.manual_seed(0)
     net = build()
     for parameter in net.parameters():
         if parameter.ndim == 1:  # biases are 0 at first
@@ -188,7 +186,6 @@ def test_each_module(module: str, observe: str, tmp_path: Path, keeper: Keeper) 
 )
 def test_a_wgrad_that_is_added_to_main_grad(make: Any, layer: str, tmp_path: Path, keeper: Keeper) -> None:
     """The second micro-batch adds to the sum of the first one, which is not its error."""
-    torch.manual_seed(0)
     net = make(fuse_wgrad_accumulation=True, bias=False)
     for parameter in net.parameters():
         parameter.main_grad = torch.randn(parameter.shape)
@@ -213,7 +210,6 @@ def test_the_finding_names_the_kind_of_error(
         if GEMM_OF[transa, transb] == "fprop":
             fault(out)
 
-    torch.manual_seed(0)
     with at_the_entries(spoil):
         running = measured(te.Linear(INPUTS, OUTPUTS, params_dtype=BF16), tmp_path, keeper)
     (finding,) = (finding for finding in running.findings if finding.rule == "wrong-gemm")
@@ -266,7 +262,6 @@ NEVER = {"tensors": ["activation"], "stats": ["max"], "start_step": 1000}
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 def test_under_torchs_autocast(observe: str, tmp_path: Path, keeper: Keeper) -> None:
     """Operands in float32 are quantized as they are, and thin products are not rounded to bfloat16."""
-    torch.manual_seed(0)
     net, x = te.Linear(INPUTS, OUTPUTS), inputs().detach().float() * 1.001
     with torch.autocast("cpu", BF16):
         measured(net, tmp_path, keeper, observe=observe, x=x.requires_grad_())

@@ -205,7 +205,6 @@ class Shard(torch.nn.Parameter):
 
 @pytest.mark.parametrize("observe", ["fused", "debug"])
 def test_statistics_are_of_the_gathered_weight(tmp_path: Path, keeper: Keeper, observe: Any) -> None:
-    torch.manual_seed(0)
     net: Any = te.Linear(WIDTH, WIDTH, bias=False)
     whole = net.weight.detach().clone()
     net.weight = Shard(whole[: WIDTH // 2].clone())

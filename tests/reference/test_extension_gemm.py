@@ -133,7 +133,6 @@ def test_accumulation_into_float32() -> None:
 @pytest.mark.usefixtures("either_gpu")
 def test_fp8_sums_are_exact_where_float32_is() -> None:
     # Small integers: every product and every sum has a place in float32, so no order of summation matters.
-    torch.manual_seed(0)
     a, b = torch.randint(-8, 9, (N, K)).float(), torch.randint(-8, 9, (M, K)).float()
     out = _gemm(*(quantizer("fp8_delayed_scaling")(x) for x in (a, b)), "TN", out_dtype=torch.float32)[0]
     assert torch.equal(out, b @ a.t())
@@ -221,7 +220,6 @@ def test_a_product_does_not_see_autocast(made: Any, autocast: torch.dtype) -> No
 
 
 def test_nvfp4_blocks_and_amaxes() -> None:
-    torch.manual_seed(0)
     a, b = torch.randn(32, 64).bfloat16() * 3, torch.randn(48, 64).bfloat16() * 1e-3
     operands = [quantizer("nvfp4", columnwise=False)(x) for x in (a, b)]
     plain_a, plain_b = (operand.dequantize(dtype=torch.float32).double() for operand in operands)
@@ -350,7 +348,6 @@ def test_grouped_backward_of_quantized_tensors(recipe: str) -> None:
 
 
 def test_grouped_backward() -> None:
-    torch.manual_seed(0)
     rows = [16, 0, 32]
     x, grads = ([torch.randn(count, columns) for count in rows] for columns in (K, N))
     out = [torch.full((N, K), 2.0) for _ in rows]
@@ -362,7 +359,6 @@ def test_grouped_backward() -> None:
 
 
 def test_grouped_forward_into_one_output() -> None:
-    torch.manual_seed(0)
     rows = [5, 0, 11]
     weights, biases = [torch.randn(N, K) for _ in rows], [torch.randn(N) for _ in rows]
     x = torch.randn(sum(rows), K)

@@ -193,7 +193,6 @@ def test_delayed_scaling(
 ) -> None:
     algorithm, margin, fp8_format = options
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm, margin=margin, fp8_format=fp8_format)
-    torch.manual_seed(0)
     module = MODULES[name]().to(dtype)
     histories: dict[tuple[int, int], History] = {}
     for x in fp8_inputs(6, dtype):
@@ -222,7 +221,6 @@ def test_delayed_scaling(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODULES)
 def test_current_scaling(name: str, dtype: torch.dtype, writes: list[Fp8Write]) -> None:
-    torch.manual_seed(0)
     module = MODULES[name]().to(dtype)
     for x in fp8_inputs(3, dtype):
         writes.clear()
@@ -240,7 +238,6 @@ def test_current_scaling(name: str, dtype: torch.dtype, writes: list[Fp8Write]) 
 @pytest.mark.extended
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()])
 def test_the_tensors_of_a_linear_are_its_input_weight_and_output_gradient(recipe: Any, writes: list[Fp8Write]) -> None:
-    torch.manual_seed(0)
     module = te.Linear(64, 96)
     for x, first in zip(fp8_inputs(4, torch.float32), (True, False, True, False), strict=True):
         writes.clear()
@@ -318,7 +315,6 @@ class BlockWrite(Write):
 def test_bytes_of_blocks(name: str, recipe: str, dtype: torch.dtype, writes: list[BlockWrite], stand_for: Any) -> None:
     capability, make = BLOCK_RECIPES[recipe]
     stand_for(capability)
-    torch.manual_seed(0)
     module = BLOCK_MODULES[name]().to(dtype)
     for x in inputs(2, dtype):
         writes.clear()
@@ -337,7 +333,6 @@ def test_bytes_of_blocks(name: str, recipe: str, dtype: torch.dtype, writes: lis
 def test_quantized_model_parameters(name: str, recipe: str, writes: list[BlockWrite], stand_for: Any) -> None:
     capability, make = BLOCK_RECIPES[recipe]
     stand_for(capability)
-    torch.manual_seed(0)
     with te.quantized_model_init(enabled=True, recipe=make()):
         module = BLOCK_MODULES[name](params_dtype=torch.bfloat16)
     quantized = [p for p in module.parameters() if hasattr(p, "_rowwise_data")]
@@ -447,7 +442,6 @@ class Nvfp4Write(Write):
 )
 def test_bytes_of_nvfp4(name: str, recipe: str, writes: list[Nvfp4Write], stand_for: Any) -> None:
     stand_for((10, 0))
-    torch.manual_seed(0)
     options = NVFP4_RECIPES[recipe]
     module = MODULES[name](params_dtype=torch.bfloat16)
     for x in inputs(2, torch.bfloat16):
@@ -469,7 +463,6 @@ def test_bytes_of_nvfp4(name: str, recipe: str, writes: list[Nvfp4Write], stand_
 
 def test_scales_are_in_the_order_of_gemms_in_an_ordinary_step(writes: list[Nvfp4Write], stand_for: Any) -> None:
     stand_for((10, 0))
-    torch.manual_seed(0)
     x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
     step(te.Linear(128, 128, params_dtype=torch.bfloat16), NVFP4BlockScaling(), x)
     assert [write.swizzled for write in writes if write.quantizer.with_rht] == [True, True]
@@ -503,7 +496,6 @@ def test_a_linear_multiplies_what_was_quantized(
     """Up to the order of float32 sums and the rounding of the result; the tolerance is relative to the magnitudes."""
     capability, make, tolerance = LINEARS[recipe]
     stand_for(capability)
-    torch.manual_seed(0)
     module = te.Linear(64, 96, params_dtype=dtype)
     (x,) = inputs(1, dtype)
     with te.autocast(enabled=True, recipe=make()):

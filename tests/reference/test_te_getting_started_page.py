@@ -140,7 +140,6 @@ def test_the_pages_script_gives_the_pages_logs(tmp_path: Path) -> None:
 
 def test_the_pages_config_does_the_same_under_a_session(tmp_path: Path) -> None:
     """There the layer is called by its path, ``layernorm_qkv``, and ``layernorm_linear`` selects it by its class."""
-    torch.manual_seed(0)
     layer = te.TransformerLayer(64, 64, 4)
     keeper = Keeper()
     with InspectSession(CONFIG, model=layer, log_dir=tmp_path, sinks=[keeper]) as session:

@@ -266,7 +266,6 @@ def test_a_batch_with_nan_that_the_script_skips(
 @pytest.mark.parametrize(("steps_with_it", "severity"), [(True, "warning"), (False, "note")])
 def test_an_inf_that_a_cast_makes_finite(steps_with_it: bool, severity: str, tmp_path: Path) -> None:
     """Delayed scaling clips it, so the gradients are finite, and only the optimizer shows that the step was skipped."""
-    torch.manual_seed(0)
     model = torch.nn.Sequential(te.Linear(32, 64), torch.nn.GELU(), te.Linear(64, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with InspectSession(model=model, log_dir=tmp_path) as session:

@@ -210,7 +210,6 @@ def test_micro_batches_of_a_step_are_one_row(tmp_path: Path, keeper: Keeper) -> 
 
 def test_the_dgrads_of_an_mlp_are_told_apart(tmp_path: Path, keeper: Keeper) -> None:
     """Transformer Engine 2.20.2 shows both as fc1's."""
-    torch.manual_seed(0)
     net, x = te.LayerNormMLP(32, 128), torch.randn(16, 32, requires_grad=True)
     config = statistics(tensors=["dgrad"], stats=["numel", "l1_norm"])
     with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper]) as session:
