@@ -117,16 +117,65 @@ def both(module: str, config: Any, steps: int, step: Step) -> tuple[int, int]:
 
 NETS = ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"]
 SHOWN = ["none", "delayed", "current", "block", "mxfp8", "nvfp4"]
+SELECTED = {
+    "errors": {
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": ".*"},
+        "transformer_engine": {"LogGemmError": {"enabled": True, "gemms": ["wgrad"], "freq": 2}},
+    }
+}
+IN_TURN = ["delayed", "delayed", "current", "delayed", "current", "none", "delayed"]
+LAUNCHES: dict[str, tuple[str, dict[str, Any], list[tuple[str, int]], tuple[int, int]]] = {
+    # module, config, recipe and rows of each step, GEMMs by prepared launches and these launches
+    "any number of rows": (
+        "LayerNormMLP",
+        statistics_of("LayerNormMLP", "delayed"),
+        [("delayed", rows) for rows in (ROWS, ROWS, 2 * ROWS, 2 * ROWS, 3 * ROWS, 3 * ROWS)],
+        (5 * 6, 6),
+    ),
+    # The wgrad is not empty.
+    "an empty tensor goes by events": (
+        "Linear",
+        statistics_of("Linear", "none"),
+        [("none", rows) for rows in (ROWS, ROWS, 0, 0, ROWS)],
+        (3 + 1 + 1 + 3, 3),
+    ),
+    # Without a recipe, its quantization is simulated.
+    "another recipe": ("Linear", statistics_of("Linear", "delayed"), [(name, ROWS) for name in IN_TURN], (4 * 3, 7)),
+    "other features": ("Linear", statistics_of("Linear", "current", freq=2), [("current", ROWS)] * 6, (4 * 3, 6)),
+    "a GEMM that a feature selects has events in its steps only": (
+        "Linear",
+        statistics_of("Linear", "current") | SELECTED,
+        [("current", ROWS)] * 6,
+        (2 * 3, 3),
+    ),
+    # Of the layer that has all other modules of ``NETS`` in it.
+    **{
+        recipe: (
+            "TransformerLayer",
+            statistics_of("TransformerLayer", recipe),
+            [(recipe, ROWS)] * 3,
+            (2 * 12, 12),
+        )
+        for recipe in SHOWN
+    },
+}
+FURTHER = {"delayed", "current", "mxfp8"}
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("recipe", SHOWN)
-def test_results_are_those_of_events(recipe: str) -> None:
-    """Of the layer that has all other modules of ``NETS`` in it."""
-    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
-    made = RECIPES[recipe]()
-    config = statistics_of("TransformerLayer", recipe)
-    assert both("TransformerLayer", config, 3, lambda number, net: train(net, made)) == (2 * 12, 12)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended if name in FURTHER else ()) for name in LAUNCHES]
+)
+def test_results_are_those_of_events(name: str) -> None:
+    module, config, steps, expected = LAUNCHES[name]
+    stand_for((10, 0) if name in BLACKWELL else (9, 0))
+    made = {recipe: RECIPES[recipe]() for recipe, _ in steps}
+
+    def step(number: int, net: Net) -> None:
+        recipe, rows = steps[number]
+        train(net, made[recipe], rows)
+
+    assert both(module, config, len(steps), step) == expected
 
 
 @pytest.mark.extended
@@ -161,21 +210,6 @@ def test_results_are_those_of_events_in_any_training(draw: random.Random) -> Non
         both(module, config, steps, step)
 
 
-def test_launches_fit_any_number_of_rows() -> None:
-    made, rows = RECIPES["delayed"](), (ROWS, ROWS, 2 * ROWS, 2 * ROWS, 3 * ROWS, 3 * ROWS)
-    config = statistics_of("LayerNormMLP", "delayed")
-    assert both("LayerNormMLP", config, 6, lambda number, net: train(net, made, rows[number])) == (5 * 6, 6)
-
-
-def test_an_empty_tensor_goes_by_events() -> None:
-    rows = (ROWS, ROWS, 0, 0, ROWS)
-    repeated, prepared = both(
-        "Linear", statistics_of("Linear", "none"), 5, lambda number, net: train(net, None, rows[number])
-    )
-    assert repeated >= 3
-    assert prepared == 3
-
-
 def test_another_dtype_has_another_launch() -> None:
     def step(number: int, net: Net) -> None:
         if number in (2, 4):
@@ -184,32 +218,6 @@ def test_another_dtype_has_another_launch() -> None:
         net(x).float().pow(2).mean().backward()
 
     assert both("Linear", statistics_of("Linear", "none"), 6, step) == (4 * 2, 4)
-
-
-def test_another_recipe_has_another_launch() -> None:
-    made = [RECIPES[name]() for name in ("delayed", "delayed", "current", "delayed", "current", "none", "delayed")]
-    config = statistics_of("Linear", "delayed")
-    assert both("Linear", config, 7, lambda number, net: train(net, made[number])) == (4 * 3, 7), (
-        "without a recipe, its quantization is simulated"
-    )
-
-
-def test_other_features_have_another_launch() -> None:
-    made = RECIPES["current"]()
-    config = statistics_of("Linear", "current", freq=2)
-    assert both("Linear", config, 6, lambda number, net: train(net, made)) == (4 * 3, 6)
-
-
-def test_a_gemm_that_a_feature_selects_has_events_in_its_steps_only() -> None:
-    made = RECIPES["current"]()
-    config = statistics_of("Linear", "current") | {
-        "errors": {
-            "enabled": True,
-            "layers": {"layer_name_regex_pattern": ".*"},
-            "transformer_engine": {"LogGemmError": {"enabled": True, "gemms": ["wgrad"], "freq": 2}},
-        }
-    }
-    assert both("Linear", config, 6, lambda number, net: train(net, made)) == (2 * 3, 3)
 
 
 def test_another_dtype_of_the_result_has_another_launch() -> None:

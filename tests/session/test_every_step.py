@@ -33,6 +33,7 @@ from tests import training
 from tests.capability import stand_for
 from tests.combinations import half
 from tests.conftest import feature
+from tests.functions import Net
 from tests.instrumentation.gemm_spy import BLACKWELL, RECIPES
 from tests.training import observed
 
@@ -47,6 +48,8 @@ class Blocks(torch.nn.Module):
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
+        if recipe in BLACKWELL:
+            stand_for((10, 0))
         torch.manual_seed(1)
         self.mlp = te.LayerNormMLP(64, 128)
         self.linear = te.Linear(64, 64)
@@ -144,7 +147,6 @@ BEFORE = {"input": "the batch", "between": "the GEMM of mlp.fc2", "output": "the
 )
 def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: int, tmp_path: Path) -> None:
     """In steps without collection."""
-    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     session = train(Blocks(recipe), step + 2, tmp_path, nan_at(place, step, batch), batches=2)
     finding = only(session, "nonfinite")
     layer, tensor = FIRST_OF[place]
@@ -157,21 +159,15 @@ def test_the_first_tensor_with_nan(recipe: str, place: str, step: int, batch: in
     assert recorded == [(finding.seen, finding.until)]
 
 
-class Chosen(torch.nn.Module):
+def chosen(net: Net, x: torch.Tensor, names: str, broken: str) -> torch.Tensor:
     """Each call runs the layers that it names, in this order."""
+    for name in names:
+        x = getattr(net, name)(x * torch.nan if name == broken else x)
+    return x
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.a = te.Linear(64, 64)
-        self.b = te.Linear(64, 64)
 
-    def forward(self, x: torch.Tensor, names: str, broken: str) -> torch.Tensor:
-        for name in names:
-            if name == broken:
-                x = x * torch.nan
-            x = getattr(self, name)(x)
-        return x
+def two_layers() -> Net:
+    return Net(chosen, a=te.Linear(64, 64), b=te.Linear(64, 64))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +185,7 @@ def test_a_micro_batch_is_a_call_of_the_model(
     tmp_path: Path, calls: list[str], broken: str, batch: int | None, by_model: bool
 ) -> None:
     """Not a call of the layer; it is not named where the script does not call the model."""
-    model = Chosen()
+    model = two_layers()
     call = model if by_model else model.forward
 
     def loss(number: int) -> torch.Tensor:
@@ -204,7 +200,7 @@ def test_a_micro_batch_is_a_call_of_the_model(
 @pytest.mark.parametrize("checkpoint", [None, False, True])
 def test_a_gradient_has_the_micro_batch_of_its_forward(tmp_path: Path, checkpoint: bool | None) -> None:
     """As in a pipeline, where backwards are late. A reentrant checkpoint observes the forwards that run in them."""
-    model = Chosen()
+    model = two_layers()
     if checkpoint is not None:
         b = model.b.forward
         model.b.forward = lambda x: torch.utils.checkpoint.checkpoint(b, x, use_reentrant=checkpoint)  # type: ignore[method-assign]
@@ -398,7 +394,6 @@ def test_a_script_that_drops_bad_batches_goes_on_unless_it_drops_all(last_bad: i
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
 def test_training_has_the_same_bits(recipe: str, tmp_path: Path) -> None:
-    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     watched, without = Blocks(recipe), Blocks(recipe)
     torch.manual_seed(3)
     train(watched, 6, tmp_path, batches=2)
@@ -794,7 +789,7 @@ def test_a_weight_whose_sign_is_flipped(how: str, flipped: int, tmp_path: Path) 
 
 
 def test_the_first_tokens_of_an_expert_are_no_jump(tmp_path: Path) -> None:
-    model = Experts()
+    model = experts()
     for weight in model.experts.parameters():
         weight.data *= 0.1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -803,7 +798,8 @@ def test_the_first_tokens_of_an_expert_are_no_jump(tmp_path: Path) -> None:
         model.rows = [16, 16, 16] if step > 30 else [32, 0, 16]
         return model(torch.randn(48, 64), lambda place, x: x).square().mean()
 
-    session = observed(tmp_path, net=model, steps=40, optimizers=optimizer, loss=loss)
+    options: dict[str, Any] = {"loss": loss, "recipe": RECIPES["current"]()}
+    session = observed(tmp_path, net=model, steps=40, optimizers=optimizer, **options)
     assert not [finding for finding in session.findings if finding.rule == "weight-jump"]
 
 
@@ -842,7 +838,6 @@ def test_the_gradient_of_an_expert_without_tokens_is_zero(
 def test_a_wrong_element_of_a_result_that_a_norm_hides(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_for((10, 0) if recipe in BLACKWELL else (9, 0))
     gemms = importlib.import_module("transformer_engine.pytorch.module.linear")
     general_gemm = gemms.general_gemm
     model = Blocks(recipe)
@@ -889,7 +884,7 @@ def test_an_inf_that_fp8_in_blocks_hides(tmp_path: Path) -> None:
 )
 def test_layers_that_run_in_phases(steps: int, severity: str, tmp_path: Path) -> None:
     """Two layers in turn, 18 steps each; from step 72 on, only one."""
-    model = Chosen()
+    model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def loss(step: int) -> torch.Tensor:
@@ -1077,73 +1072,54 @@ def test_gradients_are_read_once_whichever_gemm_reads_them(recipe: str, way: str
         )
 
 
-class Experts(torch.nn.Module):
+def experts() -> Net:
     """Experts; the middle one gets tokens in the first steps only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = te.Linear(64, 64)
-        self.experts = te.GroupedLinear(3, 64, 64)
-        self.rows = [16, 16, 16]
-
-    def forward(self, x: torch.Tensor, put: Hook) -> torch.Tensor:
-        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
-            return self.experts(put("between", self.first(x)), self.rows)
+    parts = {"first": te.Linear(64, 64), "experts": te.GroupedLinear(3, 64, 64), "rows": [16, 16, 16]}
+    return Net(lambda net, x, put: net.experts(put("between", net.first(x)), net.rows), **parts)
 
 
-class Operations(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = te.ops.Sequential(te.ops.Linear(64, 64), te.ops.GELU())
-        self.second = te.ops.Sequential(te.ops.Linear(64, 64))
-
-    def forward(self, x: torch.Tensor, put: Hook) -> torch.Tensor:
-        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
-            return self.second(put("between", self.first(x)))
+def operations() -> Net:
+    first = te.ops.Sequential(te.ops.Linear(64, 64), te.ops.GELU())
+    second = te.ops.Sequential(te.ops.Linear(64, 64))
+    return Net(lambda net, x, put: net.second(put("between", net.first(x))), first=first, second=second)
 
 
-class Compiled(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = te.Linear(64, 64)
-        self.second = te.Linear(64, 64)
-        self.compiled = torch.compile(self._forward, backend="eager", dynamic=False)
-
-    def _forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x) * factor)
-
-    def forward(self, x: torch.Tensor, put: Hook) -> torch.Tensor:
-        with te.autocast(enabled=True, recipe=RECIPES["current"]()):
-            return self.compiled(x, put("between", torch.ones(x.shape)))
+def compiled() -> Net:
+    """Its hook changes a factor, outside of the graph."""
+    first, second = te.Linear(64, 64), te.Linear(64, 64)
+    layers = torch.compile(lambda x, factor: second(first(x) * factor), backend="eager", dynamic=False)
+    return Net(lambda _, x, put: layers(x, put("between", torch.ones(x.shape))), first=first, second=second)
 
 
 OTHER_MODELS = {
-    Experts: "experts.gemm_0",
-    Operations: "second.0",
-    Compiled: "second",
+    experts: "experts.gemm_0",
+    operations: "second.0",
+    compiled: "second",
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", OTHER_MODELS)
-def test_experts_operations_and_compiled_layers(kind: type[Any], tmp_path: Path) -> None:
+def test_experts_operations_and_compiled_layers(kind: Callable[[], Any], tmp_path: Path) -> None:
     model = kind()
-    steps = 30 if kind is Experts else 10
+    steps = 30 if kind is experts else 10
     put = nan_at("between", steps - 2, 0)
+
+    def loss(step: int) -> torch.Tensor:
+        if kind is experts and step > 16:
+            model.rows = [16, 0, 32]
+        return model(torch.randn(48, 64), put(step, 0, model) or (lambda place, x: x)).sum()
+
     with InspectSession(log_dir=tmp_path, model=model) as session:
         run: Any = session._run
-        for step in range(steps):
-            if isinstance(model, Experts) and step > 16:
-                model.rows = [16, 0, 32]
-            model(torch.randn(48, 64), put(step, 0, model) or (lambda place, x: x)).sum().backward()
-            session.step()
+        training.train(session, model, steps, recipe=RECIPES["current"](), loss=loss)
         watched = run.hooks.every_step
     layers = {slot.layer for slot in watched.ring.slots}
     assert watched.ring.slots == list(dict.fromkeys(watched.ring.slots))
     expected = {
         TensorSlot(layer, tensor) for layer in layers for tensor in ("weight", "activation", "gradient", "wgrad")
     }
-    if isinstance(model, Experts):
+    if kind is experts:
         numbers = last_magnitudes(json.loads(show(tmp_path, "--last-steps", "--json")))
         for expert, (before, after) in enumerate([(16, 16), (16, 0), (16, 32)]):
             expected.add(TensorSlot(f"experts.gemm_{expert}", "tokens"))
