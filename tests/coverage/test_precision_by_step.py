@@ -21,27 +21,25 @@ from te_precision_callbacks.coverage.other_steps import other_steps_of_run
 from te_precision_callbacks.runs import open_run
 from te_precision_callbacks.session import InspectSession, PrecisionContractError, context, running_session
 from te_precision_callbacks.speed import device_named, estimate_step
+from tests import training
 from tests.conftest import feature
 from tests.coverage.test_coverage import counted, found
 from tests.functions import Net
 from tests.instrumentation.steps import stepped
+from tests.training import observed
 
 CONFIG = {"watched": feature("LogTensorStats", ["fc"], tensors=["activation"], stats=["max"])}
 
 
-class TwoLayers(torch.nn.Module):
+def two_layers() -> Net:
     """A layer of Transformer Engine's and one of torch's, with as many multiply-adds."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = te.Linear(32, 96)
-        self.head = torch.nn.Linear(96, 32)
-        self.fp8 = True
+    def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=net.fp8, recipe=Float8CurrentScaling()):
+            x = net.fc(x)
+        return net.head(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with te.autocast(enabled=self.fp8, recipe=Float8CurrentScaling()):
-            x = self.fc(x)
-        return self.head(x)
+    return Net(forward, fc=te.Linear(32, 96), head=torch.nn.Linear(96, 32), fp8=True)
 
 
 def run(
@@ -55,7 +53,7 @@ def run(
     calls_step: bool = True,
     **keywords: Any,
 ) -> int:
-    net = TwoLayers()
+    net = two_layers()
     optimizer = torch.optim.AdamW(net.parameters())
     ended = 0
     with InspectSession(config, model=net, log_dir=tmp_path, require=require, **keywords) as session:
@@ -126,11 +124,10 @@ def test_what_is_broken(require: Any, told: str, tmp_path: Path) -> None:
     assert f"- {told}" in str(caught.value).splitlines()
 
 
-def test_the_step_at_which_it_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionContractError, match=r"^0: .* at step 0"):
-        run(tmp_path, {"share": "fp8 >= 95%", "by_step": 1})
-    with pytest.raises(PrecisionContractError, match=r"at step 4"):
-        run(tmp_path, {"share": "fp8 >= 95%", "by_step": 5})
+@pytest.mark.parametrize("step", [0, 4])
+def test_the_step_at_which_it_is_checked(step: int, tmp_path: Path) -> None:
+    with pytest.raises(PrecisionContractError, match=rf"^{step}: .* at step {step}"):
+        run(tmp_path, {"share": "fp8 >= 95%", "by_step": step + 1})
 
 
 def events(folder: Path) -> list[tuple[str, str]]:
@@ -158,14 +155,12 @@ def test_a_run_whose_loop_calls_no_step_is_checked_at_its_end(tmp_path: Path) ->
 
 
 def test_a_check_at_the_end_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = TwoLayers()
+    net = two_layers()
     with (
         pytest.raises(KeyError, match="the loop's own"),
         InspectSession(CONFIG, model=net, log_dir=tmp_path, require="fp8 >= 95%") as session,
     ):
-        for _ in range(2):
-            net(torch.ones(16, 32, requires_grad=True)).sum().backward()
-            session.step()
+        training.train(session, net, 2, x=torch.ones(16, 32, requires_grad=True))
         raise KeyError("the loop's own")
     assert sum("checked at the end of the run, after step 1" in record.getMessage() for record in caplog.records) == 1
 
@@ -176,7 +171,7 @@ def test_one_that_is_never_checked_says_why(how: str, tmp_path: Path) -> None:
         "no model": "the session has no model. Call attach",
         "no training": "the model did not run a training forward and backward",
     }[how]
-    net = TwoLayers()
+    net = two_layers()
     session = InspectSession(CONFIG, log_dir=tmp_path, require="fp8 >= 95%")
     with pytest.raises(PrecisionContractError, match=rf"was never checked: {why}"), session:
         if how != "no model":
@@ -292,7 +287,7 @@ def of_steps(
 ) -> set[str]:
     """Train for some steps, a few without backward; with an error, that in another one after its forward. The
     optimizer steps in all of them, with gradients of 0 where there is no backward. Returns each step's coverage."""
-    net = TwoLayers()
+    net = two_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with session:
         session.attach(net)
@@ -334,7 +329,7 @@ def test_a_backward_that_comes_after_many_skipped_batches(tmp_path: Path) -> Non
 @pytest.mark.parametrize("skipped", [(0,), (0, 2)], ids=str)
 def test_micro_batches_that_are_skipped_in_the_first_step(skipped: Collection[int], tmp_path: Path) -> None:
     """If it is the step counted for the others, the next step is counted instead."""
-    net = TwoLayers()
+    net = two_layers()
     with InspectSession(None, model=net, log_dir=tmp_path) as session:
         for step in range(2):
             for micro_batch in range(3):
@@ -366,7 +361,7 @@ def test_a_step_that_an_error_ends_after_its_forward_changes_nothing(
 def test_a_layer_that_no_backward_reaches_any_more_is_told(tmp_path: Path, has_masters: bool) -> None:
     """Unlike in a step without a backward; the step of an optimizer shows that there was one, of torch's layer alone,
     also where it steps copies of the weights in float32."""
-    net = TwoLayers()
+    net = two_layers()
     net.head.register_forward_pre_hook(lambda _, given: (given[0].detach(),) if session.iteration > 0 else None)
     masters = [parameter.detach().clone() if has_masters else parameter for parameter in net.parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.1)
@@ -471,7 +466,6 @@ def train(
     batches: Callable[[Changing, int], list[dict[str, Any]]],
     **options: Any,
 ) -> InspectSession:
-    torch.manual_seed(0)
     model = Changing()
     with InspectSession(model=model, **{**WRITES_NOTHING, **options}) as session:
         for step in range(steps):
@@ -504,11 +498,9 @@ def test_a_path_that_begins_later_or_has_ended(
     assert session.coverage(with_head).share("fp8") == pytest.approx(WITH_HEAD)
     assert session.coverage(without).share("fp8") == 1
     assert ("steps 0 to 3" if without else "step 0") in "".join(other_steps(session))
-
-
-def test_a_contract_about_a_path_that_begins_later(tmp_path: Any) -> None:
-    with pytest.raises(PrecisionContractError, match=r"fp8 is 9\.4 %"):
-        train(16, from_step_4, log_dir=tmp_path, require="fp8 >= 95%")
+    if without:
+        with pytest.raises(PrecisionContractError, match=r"fp8 is 9\.4 %"):
+            train(16, batches, log_dir=tmp_path / "contract", require="fp8 >= 95%")
 
 
 def test_other_lengths(tmp_path: Any) -> None:
@@ -518,10 +510,8 @@ def test_other_lengths(tmp_path: Any) -> None:
         return torch.nn.functional.scaled_dot_product_attention(q, q, q).sum()
 
     model = Net(attend, qkv=te.Linear(WIDTH, WIDTH))
-    with InspectSession(model=model, log_dir=tmp_path, **WRITES_NOTHING) as session:
-        for step in range(8):
-            model(torch.randn(1, 16 if step < 4 else 256, WIDTH)).backward()
-            session.step()
+    options: dict[str, Any] = {"loss": lambda step: model(torch.randn(1, 16 if step < 4 else 256, WIDTH))}
+    session = observed(tmp_path, net=model, steps=8, **options, **WRITES_NOTHING)
     for at, length in ((None, 256), (2, 16)):
         low, high = 2 * length * WIDTH * WIDTH, 6 * length * length * WIDTH
         assert session.coverage(at).share("fp8") == pytest.approx(low / (low + high))
@@ -587,14 +577,14 @@ def test_one_step_in_high_precision(tmp_path: Any, odd: int) -> None:
 def test_micro_batches_of_different_precision(tmp_path: Path, second: Any, rows: int, fp8: float, since: int) -> None:
     """Each GEMM counts with its own size and formats. The share is counted by hand."""
     net = torch.nn.Sequential(te.Linear(64, 64), te.Linear(64, 64))
-    with InspectSession(log_dir=tmp_path, model=net) as session:
-        for step in range(6):
-            for size, recipe in ((64, Float8CurrentScaling()), (rows, second)):
-                with te.autocast(enabled=step < since or recipe is not None, recipe=recipe or Float8CurrentScaling()):
-                    net(torch.randn(size, 64)).sum().backward()
-            session.step()
-        coverage = session.coverage(at=5)
-        before = session.coverage(at=0)
+
+    def around(number: int) -> Any:
+        is_low = number < 2 * since or number % 2 == 0 or second is not None
+        return te.autocast(enabled=is_low, recipe=second if number % 2 and second else Float8CurrentScaling())
+
+    options = {"micro_batches": 2, "loss": lambda number: net(torch.randn((64, rows)[number % 2], 64)).sum()}
+    session = observed(tmp_path, net=net, steps=6, around=around, **options)
+    coverage, before = session.coverage(at=5), session.coverage(at=0)
     assert not coverage.is_estimate
     assert coverage.share("fp8") == fp8
     assert before.share("fp8") == (1 if since else fp8)
@@ -608,15 +598,13 @@ def test_micro_batches_of_different_precision(tmp_path: Path, second: Any, rows:
 def test_a_contract_about_micro_batches_of_different_precision(tmp_path: Path) -> None:
     """A fifth of the multiply-adds are in FP8, and half of the calls."""
     net = te.Linear(64, 64)
-    with (
-        pytest.raises(PrecisionContractError, match=r"quantized is 20\.0 %, required: >= 45 %"),
-        InspectSession(log_dir=tmp_path, model=net, require="quantized >= 45%") as session,
-    ):
-        for _ in range(3):
-            for rows, enabled in ((64, True), (256, False)):
-                with te.autocast(enabled=enabled):
-                    net(torch.randn(rows, 64)).sum().backward()
-            session.step()
+    options: dict[str, Any] = {
+        "micro_batches": 2,
+        "around": lambda number: te.autocast(enabled=number % 2 == 0),
+        "loss": lambda number: net(torch.randn((64, 256)[number % 2], 64)).sum(),
+    }
+    with pytest.raises(PrecisionContractError, match=r"quantized is 20\.0 %, required: >= 45 %"):
+        observed(tmp_path, net=net, require="quantized >= 45%", **options)
 
 
 @pytest.mark.few
@@ -695,12 +683,12 @@ def test_steps_in_turn_are_known_however_many(tmp_path: Any) -> None:
 
 def experts_time(rows: tuple[tuple[int, int], ...]) -> dict[str, float]:
     model = Net(lambda net, x, splits: net.experts(x, splits).sum(), experts=te.GroupedLinear(2, WIDTH, WIDTH))
-    with InspectSession(model=model, log_dir=tempfile.mkdtemp(), **WRITES_NOTHING) as session:
-        for splits in rows:
-            with te.autocast(enabled=True):
-                loss = model(torch.randn(sum(splits), WIDTH), list(splits))
-            loss.backward()
-        session.step()
+    options: dict[str, Any] = {
+        "micro_batches": len(rows),
+        "around": lambda _: te.autocast(),
+        "loss": lambda number: model(torch.randn(sum(rows[number]), WIDTH), list(rows[number])),
+    }
+    session = observed(Path(tempfile.mkdtemp()), net=model, steps=1, **options, **WRITES_NOTHING)
     times = estimate_step(session.coverage(), device_named("H100")).times
     return {f"{time.product.layer} {time.product.gemm}": time.high_ms for time in times}
 
