@@ -20,6 +20,7 @@ from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
 from tests.conftest import Keeper, statistics
+from tests.functions import Net
 from tests.instrumentation.test_refusals import warnings_of
 
 STEPS = 8
@@ -255,17 +256,8 @@ def test_a_capture_that_raises(tmp_path: Path, keeper: Keeper) -> None:
     assert keeper.iterations == [1, 2]
 
 
-class MegatronLayer(torch.nn.Module):
+class MegatronLayer(Net):
     """The calls of Megatron-LM's ``GraphableMegatronModule`` with graphs by Transformer Engine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = te.Linear(32, 32)
-        self.cuda_graphs: list[Any] = []
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return self.linear(inputs)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.training and self.cuda_graphs:
@@ -273,9 +265,16 @@ class MegatronLayer(torch.nn.Module):
         return super().__call__(*arguments, **keywords)
 
 
+def megatron_layer() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        MegatronLayer(lambda net, inputs: net.linear(inputs), linear=te.Linear(32, 32), cuda_graphs=[])
+    )
+
+
 def test_layers_of_megatron(tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
-    expected = train(torch.nn.Sequential(MegatronLayer()), None)
-    net, replays = torch.nn.Sequential(MegatronLayer()), list[int]()
+    expected = train(megatron_layer(), None)
+    net, replays = megatron_layer(), list[int]()
     layer: Any = net[0]
     with InspectSession(statistics(freq=FREQ), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         graphs = list[Any]()

@@ -22,6 +22,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.session import InspectSession
 from tests.conftest import statistics
+from tests.training import train
 
 DELAYED = recipes.DelayedScaling(amax_history_len=4)
 CURRENT = recipes.Float8CurrentScaling()
@@ -70,22 +71,15 @@ def net(recipe: recipes.Recipe, *, sharded: bool, quantized: bool) -> torch.nn.M
     return model
 
 
-def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recipe) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        with te.autocast(recipe=recipe):
-            out = model(torch.randn(32, 64))
-        out.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.step()
+def train_two_steps(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recipe) -> None:
+    train(session, model, 2, torch.optim.SGD(model.parameters(), lr=1e-3), x=torch.randn(32, 64), recipe=recipe)
 
 
 def saved(recipe: recipes.Recipe, checkpoint: Path, *, sharded: bool, quantized: bool = False) -> State:
     checkpoint.mkdir(exist_ok=True)
     model = net(recipe, sharded=sharded, quantized=quantized)
     with InspectSession(statistics(), model=model, log_dir=checkpoint / "log") as session:
-        train(model, session, recipe)
+        train_two_steps(model, session, recipe)
         session.save_fingerprint(checkpoint)
         state = {name: value.clone() for name, value in model.state_dict().items()}
     torch.distributed.barrier()
@@ -113,7 +107,7 @@ def resumed(
         model.load_state_dict(state, strict=False)
         if then is not None:
             then(model)
-        train(model, session, recipe)
+        train_two_steps(model, session, recipe)
     logging.getLogger("te_precision_callbacks.session.resume").removeHandler(handler)
     return "\n".join([*map(str, session.resume_report.findings), "logged:", log.getvalue()])
 

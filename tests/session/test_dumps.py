@@ -18,7 +18,7 @@ from te_precision_callbacks import dumps
 from te_precision_callbacks.config import ConfigError
 from te_precision_callbacks.dumps import Dump, Header, recording
 from te_precision_callbacks.session import InspectSession, ObservationError
-from tests import forked
+from tests import forked, training
 from tests.capability import stand_for
 from tests.conftest import feature
 from tests.full_disk import files_up_to
@@ -132,17 +132,15 @@ def test_micro_batches_evaluations_and_recomputations(tmp_path: Path) -> None:
 
 
 def train(net: torch.nn.Module, session: InspectSession, steps: int) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     losses = []
-    for number in range(steps):
-        with te.autocast(recipe=DelayedScaling()):
-            loss = net(random(number, 128, 256).requires_grad_()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        session.step()
-    return [*losses, *(parameter.detach().clone() for parameter in net.parameters())]
+
+    def loss(number: int) -> torch.Tensor:
+        losses.append(net(random(number, 128, 256).requires_grad_()).square().mean())
+        return losses[-1]
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    training.train(session, net, steps, optimizer, recipe=DelayedScaling(), loss=loss)
+    return [tensor.detach().clone() for tensor in (*losses, *net.parameters())]
 
 
 def model() -> torch.nn.Module:

@@ -18,24 +18,24 @@ from te_precision_callbacks.session import InspectSession
 from tests.accelerate import loops
 from tests.combinations import half
 from tests.conftest import Keeper, feature, statistics
+from tests.functions import Net
 from tests.lightning import models as lightning
-from tests.training import train
+from tests.training import observed, train
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = te.Linear(32, 32), te.Linear(32, 32)
-        self.extra: list[torch.nn.Module] = []
+def chain() -> Net:
+    """Layers one after another, the last ones in a list."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in (self.first, self.second, *self.extra):
+    def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
+        for part in (net.first, net.second, *net.extra):
             x = part(x)
         return x
+
+    return Net(forward, first=te.Linear(32, 32), second=te.Linear(32, 32), extra=[])
 
 
 # ------------------------------------------------------------------ calls of upstream that were left in
@@ -45,7 +45,7 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept_before = debug_api.step
-    net = Net()
+    net = chain()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         debug_api.initialize("upstream.yaml", log_dir=str(tmp_path / "theirs"))
         debug_api.infer_and_assign_layer_names(net)
@@ -75,13 +75,11 @@ def test_other_calls_lose_nothing(
     tmp_path: Path, keeper: Keeper, caplog: pytest.LogCaptureFixture, call: Callable[[Any, Net], None], is_said: bool
 ) -> None:
     """Also of a function that the script has kept from before the session."""
-    functions, net = SimpleNamespace(**vars(debug_api)), Net()
+    functions, net = SimpleNamespace(**vars(debug_api)), chain()
     with InspectSession(statistics(), model=net, log_dir=tmp_path, sinks=[keeper]) as session:
         for _ in range(2):
             call(functions, net)
-            net(torch.randn(16, 32)).sum().backward()
-            call(functions, net)
-            session.step()
+            train(session, net, 1, before=lambda: call(functions, net))
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 2
     words = "calls debug_api.end_debug() while the session is running. The call is ignored."
     assert [words in text for text in said(caplog)] == [True] * is_said
@@ -92,7 +90,7 @@ def test_other_calls_lose_nothing(
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_module_outside_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_held: bool) -> None:
-    net = Net()
+    net = chain()
     optimizer = None
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         net.extra = [te.Linear(32, 32, name="in_a_list")]
@@ -109,7 +107,7 @@ def test_a_module_outside_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_loop_without_any_step(tmp_path: Path, runs: bool) -> None:
-    net = Net()
+    net = chain()
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         for _ in range(3 * runs):
             net(torch.randn(16, 32)).sum().backward()
@@ -119,7 +117,7 @@ def test_a_loop_without_any_step(tmp_path: Path, runs: bool) -> None:
 
 def test_a_model_that_has_changed_is_attached_again(tmp_path: Path, keeper: Keeper) -> None:
     """A feature that changes precision acts on new modules, too."""
-    net = Net()
+    net = chain()
     config = {**statistics(), "high": feature("DisableFP8Layer", ["third"])}
     with InspectSession(config, model=net, log_dir=tmp_path, sinks=[keeper], allow_unmatched=True) as session:
         train(session, net, 1)
@@ -137,7 +135,7 @@ def test_a_model_that_has_changed_is_attached_again(tmp_path: Path, keeper: Keep
 
 
 def test_a_teacher_that_only_evaluates_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net, teacher = Net(), te.Linear(32, 32)
+    net, teacher = chain(), te.Linear(32, 32)
     with InspectSession(statistics(), model=net, log_dir=tmp_path) as session:
         for _ in range(2):
             with torch.no_grad():
@@ -264,11 +262,7 @@ def test_a_lightning_module_without_steps(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = te.Linear(32, 32).eval()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with InspectSession(CONFIG, model=net, log_dir=tmp_path) as session:
-        for _ in range(2):
-            net(torch.ones(16, 32)).sum().backward()
-            optimizer.step()
-            session.step()
+    session = observed(tmp_path, CONFIG, net=net, steps=2, optimizers=optimizer)
     assert not session.coverage().macs()
     (text,) = said(caplog)
     assert text.startswith("In step 0 the optimizer steps, but all Transformer Engine layers are in evaluation mode")

@@ -20,6 +20,7 @@ from transformer_engine.common import recipe as recipes
 
 from te_precision_callbacks.runs.fingerprints import FILE_NAME, Fingerprint, FingerprintError, ResumeReport, read
 from te_precision_callbacks.session import InspectSession, ObservationError, ResumeAuditError
+from tests import training
 from tests.capability import any_capability, stand_for
 from tests.conftest import feature, statistics
 from tests.docs.pages import blocks
@@ -47,14 +48,10 @@ def net(recipe: recipes.Recipe, *, quantized: bool, dtype: torch.dtype = torch.b
 
 
 def train(model: torch.nn.Module, session: InspectSession, recipe: recipes.Recipe | None, steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            out = model(torch.randn(32, 64, dtype=next(model.parameters()).dtype))
-        out.float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.step()
+    dtype = next(model.parameters()).dtype
+    options: dict[str, Any] = {"loss": lambda _: model(torch.randn(32, 64, dtype=dtype)).float().sum()}
+    options["around"] = lambda _: te.autocast(enabled=recipe is not None, recipe=recipe)
+    training.train(session, model, steps, torch.optim.SGD(model.parameters(), lr=0.01), **options)
 
 
 _SAVED: dict[str, bytes] = {}
