@@ -427,19 +427,6 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class Taught(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = (
-            torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)) for _ in range(2)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            wanted = self.teacher(x)
-        return self.student(x) - wanted
-
-
 def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
     model = torch.nn.Sequential(te.Linear(32, 32), torch.nn.Linear(32, 32))
     coverage = counted(model, lambda: model[1](model[0](torch.randn(32, 32))).sum().backward(), tmp_path)
@@ -448,7 +435,9 @@ def test_modules_of_a_model_that_is_not_called_itself(tmp_path: Path) -> None:
 
 
 def test_what_runs_without_gradients_in_a_step_is_not_counted(tmp_path: Path) -> None:
-    assert found(trained(Case(Taught, ones), tmp_path)) == {
+    student, teacher = (torch.nn.Sequential(te.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    model = Net(lambda net, x: net.student(x) - torch.no_grad()(net.teacher)(x), student=student, teacher=teacher)
+    assert found(trained(Case(lambda: model, ones), tmp_path)) == {
         **linear("student.0", WIDTH, WIDTH, dgrad=False),
         **linear("student.1", WIDTH, WIDTH),
     }

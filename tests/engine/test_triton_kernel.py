@@ -674,29 +674,27 @@ def in_order(kernel: ModuleType, pending: Sequence[Pending], order: Sequence[int
     return [sums, maxima]
 
 
-def test_any_program_may_be_the_last(kernel: ModuleType) -> None:
-    """Each program at each place. Their sums are rounded, so that another order of additions gives other bits."""
-    one = pending_of(normal(16, 1000), 0)
-    expected = in_order(kernel, [one], None)
-    for first in range(4):
-        order = [(first - place) % 4 for place in range(4)]
-        found = in_order(kernel, [one], order)
-        assert all(map(torch.equal, found, expected)), order
+ORDERS = {
+    # Each program at each place. Their sums are rounded, so that another order of additions gives other bits.
+    "of a tensor": ([(16, 1000)], {}, [[(first - place) % 4 for place in range(4)] for first in range(4)]),
+    "of any tensor": (
+        [(16, 350), (16, 300), (16, 250)],
+        {"codes": True, "histogram": True},
+        [[*(program for program in range(11, -1, -1) if program != last), last] for last in (1, 6, 11)],
+    ),
+}
 
 
-@pytest.mark.extended
-def test_any_program_of_any_tensor_may_be_the_last(kernel: ModuleType) -> None:
-    shapes = [(16, 350), (16, 300), (16, 250)]
-    pending = [
-        pending_of(normal(*shape, seed=at), 300 * at, codes=True, histogram=True) for at, shape in enumerate(shapes)
-    ]
-    assert list(map(len, kernel.group_by_launch(pending))) == [3]
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended if name == "of any tensor" else ()) for name in ORDERS]
+)
+def test_any_program_may_be_the_last(kernel: ModuleType, name: str) -> None:
+    shapes, options, orders = ORDERS[name]
+    pending = [pending_of(normal(*shape, seed=at), 300 * at, **options) for at, shape in enumerate(shapes)]
+    assert list(map(len, kernel.group_by_launch(pending))) == [len(shapes)]
     expected = in_order(kernel, pending, None)
-    programs = list(range(12))
-    for last in (1, 6, 11):
-        order = [program for program in reversed(programs) if program != last] + [last]
-        found = in_order(kernel, pending, order)
-        assert all(map(torch.equal, found, expected)), order
+    for order in orders:
+        assert all(map(torch.equal, in_order(kernel, pending, order), expected)), order
 
 
 def test_a_captured_launch_has_its_own_memory(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
