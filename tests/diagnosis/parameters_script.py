@@ -3,11 +3,13 @@
 Prints for each case the findings about ranks, and the rules about ranks that were checked.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from te_precision_callbacks import reference
 
@@ -23,8 +25,9 @@ from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockSca
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from te_precision_callbacks.diagnosis import Verdict, diagnose
-from te_precision_callbacks.session import InspectSession
 from tests.capability import stand_for
+from tests.functions import Net
+from tests.training import observed
 
 RULES = ("replicas-differ", "no-reduction")
 STEPS = 6
@@ -54,23 +57,19 @@ def train(
     net: torch.nn.Module,
     *,
     reduce: Callable[[], object] = lambda: None,
-    after: Callable[[int], object] = lambda step: None,
+    after: Callable[[], object] = lambda: None,
     reduces_statistics: bool = True,
     rules: Sequence[str] = (),
 ) -> None:
     rank = dist.get_rank()
+
+    def loss(step: int) -> torch.Tensor:
+        inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+        return net(inputs).pow(2).mean()
+
+    options: dict[str, Any] = {"loss": loss, "recipe": Float8CurrentScaling(), "before": reduce, "after": after}
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    with InspectSession(model=net, log_dir=folder, reduce=reduces_statistics) as session:
-        for step in range(STEPS):
-            inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + rank))
-            with te.autocast(recipe=Float8CurrentScaling()):
-                loss = net(inputs).pow(2).mean()
-            loss.backward()
-            reduce()
-            optimizer.step()
-            optimizer.zero_grad()
-            after(step)
-            session.step()
+    session = observed(folder, net=net, steps=STEPS, optimizers=optimizer, reduce=reduces_statistics, **options)
     dist.barrier()
     results = said(folder, session.findings, *rules)
     if rank == 0 and reduces_statistics:
@@ -89,34 +88,20 @@ def train_quantized_shards(folder: Path, recipe: Recipe, *, restores: bool) -> N
     optimizer = FusedAdam(net.parameters(), lr=1e-3, master_weights=True, master_weight_dtype=torch.float32)
     shard = net[1].weight.to_local()
     codes = shard._rowwise_data if isinstance(recipe, MXFP8BlockScaling) else shard._data
-    old = codes.clone()
-    with InspectSession(model=net, log_dir=folder) as session:
-        for _ in range(10):
-            with te.autocast(recipe=recipe):
-                loss = net(torch.randn(32, 256, dtype=torch.bfloat16)).float().pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if restores:
-                codes.copy_(old)
-            session.log({"loss": loss.detach()})
-            session.step()
+    options: dict[str, Any] = {"recipe": recipe, "logs": True}
+    options["loss"] = lambda _: net(torch.randn(32, 256, dtype=torch.bfloat16)).float().pow(2).mean()
+    options["after"] = functools.partial(codes.copy_, codes.clone()) if restores else lambda: None
+    session = observed(folder, net=net, steps=10, optimizers=optimizer, **options)
     print(said(folder, session.findings, "frozen-weight"), flush=True)
 
 
-class Experts(torch.nn.Module):
+def with_experts(rank: int) -> Net:
     """A router that all ranks have, and different experts on each rank."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.router = torch.nn.Linear(32, 32)
-        torch.manual_seed(1 + rank)
-        self.experts = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(2))
-
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = self.router(tensor)
-        return self.experts[0](tensor) + self.experts[1](tensor)
+    torch.manual_seed(0)
+    router = torch.nn.Linear(32, 32)
+    torch.manual_seed(1 + rank)
+    experts = torch.nn.ModuleList(te.Linear(32, 32) for _ in range(2))
+    return Net(lambda net, x: sum(expert(net.router(x)) for expert in net.experts), router=router, experts=experts)
 
 
 def total_norm(weights: Iterable[torch.nn.Parameter]) -> torch.Tensor:
@@ -168,7 +153,7 @@ def main(rank: int, folder: Path) -> None:
     )
 
     train(folder / "alone", model())
-    train(folder / "experts alone", Experts(rank))
+    train(folder / "experts alone", with_experts(rank))
     train(folder / "local numbers", model(), reduces_statistics=False)
     net = model()
     train(folder / "averaged", net, reduce=lambda: averaged(net.parameters()))
@@ -180,8 +165,10 @@ def main(rank: int, folder: Path) -> None:
     drifting = DistributedDataParallel(model())
     drifting.module.tp_size = None  # as in models of transformers
 
-    def drift(step: int) -> None:
-        if step == 2 and rank == 1:
+    steps = iter(range(STEPS))
+
+    def drift() -> None:
+        if next(steps) == 2 and rank == 1:
             with torch.no_grad():
                 drifting.module[0].layer_norm_weight += 0.01
 
@@ -205,7 +192,7 @@ def main(rank: int, folder: Path) -> None:
         train(folder / f"norms{' forgotten' * forgets}", parallel, reduce=reduce)
 
     for forgets in (False, True):
-        experts = Experts(rank)
+        experts = with_experts(rank)
         reduce = (lambda: None) if forgets else (lambda experts=experts: averaged(experts.router.parameters()))
         train(folder / f"experts{', router forgotten' * forgets}", experts, reduce=reduce)
 
