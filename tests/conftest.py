@@ -274,6 +274,12 @@ def second_thread() -> Iterator[None]:
         yield
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture, text: str = "") -> list[str]:
+    """The warnings and errors that have been logged, with this text."""
+    logged = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in logged if text in message]
+
+
 def statistics(*, tensors: list[str] | None = None, layers: list[str] | None = None, **options: Any) -> dict[str, Any]:
     return {
         "stats": {

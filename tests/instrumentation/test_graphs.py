@@ -19,9 +19,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from te_precision_callbacks.diagnosis.replay import diagnose
 from te_precision_callbacks.session import InspectSession
 from tests.combinations import half
-from tests.conftest import Keeper, statistics
+from tests.conftest import Keeper, statistics, warnings_of
 from tests.functions import Net
-from tests.instrumentation.test_refusals import warnings_of
 
 STEPS = 8
 FREQ = 3

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from te_precision_callbacks.instrumentation.upstream import isolate_upstream
 from te_precision_callbacks.layers.naming import named_operations, named_te_modules
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests.capability import stand_for
-from tests.conftest import Keeper, statistics
+from tests.conftest import Keeper, statistics, warnings_of
 from tests.functions import Net
 
 PAGE = Path(__file__).parents[2] / "docs" / "observing.md"
@@ -160,10 +159,6 @@ def plain_debugging(net: torch.nn.Module, features: dict[str, Any]) -> Iterator[
 
 def row_of(name: str) -> Any:
     return next(row for row in REFUSALS if row.what == name.partition(",")[0])
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 SOURCES = {

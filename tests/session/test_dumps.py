@@ -1,7 +1,6 @@
 """DumpTensors in a session: the files after a run, and that the run is none the worse for it."""
 
 import contextlib
-import logging
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from te_precision_callbacks.dumps import Dump, Header, recording
 from te_precision_callbacks.session import InspectSession, ObservationError
 from tests import forked, training
 from tests.capability import stand_for
-from tests.conftest import feature
+from tests.conftest import feature, warnings_of
 from tests.full_disk import files_up_to
 from tests.training import wait_until
 
@@ -55,14 +54,6 @@ def step(session: InspectSession, net: torch.nn.Module, *batches: torch.Tensor, 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (16, 32)), generator=torch.Generator().manual_seed(seed))
-
-
-def messages(caplog: pytest.LogCaptureFixture, *words: str, level: int = logging.WARNING) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno >= level and any(word in record.getMessage() for word in words)
-    ]
 
 
 def test_what_is_in_the_files(tmp_path: Path) -> None:
@@ -226,7 +217,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, strict: bool, caplog: pyt
         assert steps in (1, 2), "it is told at the end of the step, or of the next one"
     else:
         assert steps == 4
-        (message,) = messages(caplog, "cannot be written")
+        (message,) = warnings_of(caplog, "cannot be written")
         assert re.search(
             "Precision debugging failed on rank 0: dumping tensors to.*No more tensors are dumped", message
         )
@@ -245,7 +236,7 @@ def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture
         net = model()
         with InspectSession(config(tensors=TENSORS), model=net, log_dir=disk) as session:
             train(net, session, 4)
-        (message,) = messages(caplog, "DumpTensors")
+        (message,) = warnings_of(caplog, "DumpTensors")
         assert "little space is left on the disk" in message
         usage = os.statvfs(disk)
         assert usage.f_bavail * usage.f_frsize >= (4 << 20) // 20

@@ -37,13 +37,9 @@ from te_precision_callbacks.session.endings import ClosingReport
 from te_precision_callbacks.session.model import ObservedModel
 from te_precision_callbacks.session.run import Run
 from te_precision_callbacks.sinks import StepRecords, statistics_log, writer_thread
-from tests.conftest import Keeper, feature, statistics
+from tests.conftest import Keeper, feature, statistics, warnings_of
 from tests.reference.processes import python
 from tests.training import observed, train, wait_until
-
-
-def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if "Precision debugging failed on" in record.message]
 
 
 class BrokenSink(Keeper):
@@ -120,10 +116,10 @@ def test_a_log_folder_that_fails_later_is_reported_once(
         else:
             log.parent.mkdir(exist_ok=True)
             log.touch()
-        while session.iteration < 500 and not reports(caplog):
+        while session.iteration < 500 and not warnings_of(caplog, "Precision debugging failed on"):
             train(session, net, 1)
     assert keeper.iterations == list(range(session.iteration))
-    (said,) = reports(caplog)
+    (said,) = warnings_of(caplog, "Precision debugging failed on")
     assert re.search("writing records to StatisticsLog.*nvdlfw_inspect_statistics_logs", said)
 
 
@@ -199,7 +195,9 @@ def test_a_later_failure_of_another_kind_is_reported_too(tmp_path: Path, caplog:
     config = {"s": feature("Broken", ["linear"], tensors=["activation", "weight"]), **statistics()}
     options: dict[str, Any] = {"features": [Broken], "recipe": DelayedScaling()}
     observed(tmp_path / "a", config, **options, sinks=[BrokenSink()])
-    first, also = reports(caplog)  # the same failure on another tensor is not reported again
+    first, also = warnings_of(
+        caplog, "Precision debugging failed on"
+    )  # the same failure on another tensor is not reported again
     assert re.search(
         "linear activation: FeatureError: The feature Broken failed in inspect_tensor.*a slip in the feature", first
     )
@@ -248,7 +246,7 @@ def test_facts_that_could_not_be_gathered_once_are_gathered_again(
 
     monkeypatch.setattr(facts, "torch_facts", fails_once)
     session = observed(tmp_path, statistics())
-    (text,) = reports(caplog)
+    (text,) = warnings_of(caplog, "Precision debugging failed on")
     assert "gathering the facts of iteration 0: RuntimeError: no answer" in text
     assert [row["gemm"] for row in open_run(tmp_path).gemms.to_pylist()] == ["fprop", "wgrad", "dgrad"]
     assert session.findings.summary.startswith("Not enough checked: observation: in step 0, gathering the facts of")

@@ -1,6 +1,5 @@
 """Scripts that forget calls, keep calls of upstream, or change the model while a session runs."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +16,10 @@ from te_precision_callbacks import PrecisionDebugCallback, PrecisionDebugger
 from te_precision_callbacks.session import InspectSession
 from tests.accelerate import loops
 from tests.combinations import half
-from tests.conftest import Keeper, feature, statistics
+from tests.conftest import Keeper, feature, statistics, warnings_of
 from tests.functions import Net
 from tests.lightning import models as lightning
 from tests.training import observed, train
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def chain() -> Net:
@@ -59,7 +54,7 @@ def test_upstreams_calls_that_were_left_in_do_nothing_and_are_said(
     assert {row.layer for row in keeper.steps[2]} == {"first", "second"}
     assert not (tmp_path / "theirs").exists()
     calls = ("initialize", "infer_and_assign_layer_names", "set_tensor_reduction_group", "initialize_training_step")
-    for name, text in zip((*calls, "step"), said(caplog), strict=True):
+    for name, text in zip((*calls, "step"), warnings_of(caplog), strict=True):
         assert f"calls debug_api.{name}() while the session is running. The call is ignored." in text
 
 
@@ -82,7 +77,7 @@ def test_other_calls_lose_nothing(
             train(session, net, 1, before=lambda: call(functions, net))
     assert [{row.layer for row in records} for records in keeper.steps] == [{"first", "second"}] * 2
     words = "calls debug_api.end_debug() while the session is running. The call is ignored."
-    assert [words in text for text in said(caplog)] == [True] * is_said
+    assert [words in text for text in warnings_of(caplog)] == [True] * is_said
 
 
 # ------------------------------------------------------------------ a model that changes
@@ -97,7 +92,7 @@ def test_a_module_outside_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureF
         if is_held:
             optimizer = torch.optim.SGD(net.extra[0].parameters())
         train(session, net)
-    (text,) = said(caplog)
+    (text,) = warnings_of(caplog)
     reason = "trained, but not in the session's model" if is_held else "no optimizer has the parameters"
     assert text.startswith("in_a_list: ")
     assert reason in text
@@ -141,17 +136,13 @@ def test_a_teacher_that_only_evaluates_is_no_news(tmp_path: Path, caplog: pytest
             with torch.no_grad():
                 teacher(torch.randn(16, 32))
             train(session, net, 1)
-    assert said(caplog) == []
+    assert warnings_of(caplog) == []
 
 
 CONFIG = statistics(freq=100)
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate_state")
-
-
-def said_of_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in said(caplog) if "without a session step()" in text]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +163,13 @@ def test_a_loop_that_never_steps_is_warned_of_once(
                 optimizer.step()
             if batch < steps:
                 session.step()
-    assert [text.partition(" times")[0] for text in said_of_steps(caplog)] == [f"SGD stepped {at}" for at in warned_at]
-    assert all("Call session.step() after each optimizer step" in text for text in said_of_steps(caplog))
+    assert [text.partition(" times")[0] for text in warnings_of(caplog, "without a session step()")] == [
+        f"SGD stepped {at}" for at in warned_at
+    ]
+    assert all(
+        "Call session.step() after each optimizer step" in text
+        for text in warnings_of(caplog, "without a session step()")
+    )
 
 
 AGAIN, MICRO_BATCHES = (
@@ -229,7 +225,7 @@ def test_a_forgotten_step_in_accelerate(tmp_path: Path, caplog: pytest.LogCaptur
         for batch in loader:
             accelerator.backward(model(batch).pow(2).mean())
             optimizer.step()
-    (text,) = said_of_steps(caplog)
+    (text,) = warnings_of(caplog, "without a session step()")
     assert "SGD stepped 3 times" in text
     assert "Call debugger.step() after each batch" in text
 
@@ -254,7 +250,7 @@ class Manual(lightning.Plain):
 def test_a_lightning_module_without_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: bool) -> None:
     callback = PrecisionDebugCallback(CONFIG, log_dir=tmp_path)
     lightning.trainer(tmp_path, callbacks=[callback]).fit(Manual(steps=steps), lightning.loader(3))
-    text = "".join(said_of_steps(caplog)) if steps else callback.session.findings.summary
+    text = "".join(warnings_of(caplog, "without a session step()")) if steps else callback.session.findings.summary
     assert steps or "no step was counted" in text
     assert "step the optimizers from self.optimizers()" in text
 
@@ -264,6 +260,6 @@ def test_a_model_that_is_trained_in_evaluation_mode(tmp_path: Path, caplog: pyte
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     session = observed(tmp_path, CONFIG, net=net, steps=2, optimizers=optimizer)
     assert not session.coverage().macs()
-    (text,) = said(caplog)
+    (text,) = warnings_of(caplog)
     assert text.startswith("In step 0 the optimizer steps, but all Transformer Engine layers are in evaluation mode")
     assert "call model.train() before the training" in text
