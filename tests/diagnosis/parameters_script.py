@@ -116,8 +116,8 @@ def clips(folder: Path, rank: int) -> None:
     clip = torch.nn.utils.clip_grad_norm_
     plain = model()
     before = model()
-    experts = Experts(rank)
-    together = Experts(rank)
+    experts = with_experts(rank)
+    together = with_experts(rank)
     by_torch, by_itself = (FullyShardedDataParallel(model(), device_id=torch.device("cpu")) for _ in range(2))
     sharded = model()
     for layer in sharded:

@@ -808,7 +808,7 @@ def test_the_gradient_of_an_expert_without_tokens_is_zero(
     left: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kernel may have written its buffer."""
-    model = Experts()
+    model = experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gemm = grouped_linear.general_grouped_gemm
 
