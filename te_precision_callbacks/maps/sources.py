@@ -87,7 +87,7 @@ def _apply(path: Path, data: Mapping[str, Any], around: Surroundings, model: Any
         return result
     findings = tuple(_partly_quantized(path, result)) if around.engine == "vllm" else ()
     note = f"A model of {around.engine} may keep layers in high precision that the file does not name, such as routers."
-    return replace(result, notes=(note,), findings=(*result.findings, *findings))
+    return replace(result, notes=(*result.notes, note), findings=(*result.findings, *findings))
 
 
 def _partly_quantized(path: Path, result: PrecisionMap) -> Iterator[MapFinding]:

@@ -115,11 +115,13 @@ class RuleFile:
     Attributes:
         tool: the tool or engine with its version, for its matching.
         default: the formats of a module without a rule.
+        notes: facts that are in no map.
     """
 
     tool: str
     rules: Sequence[Rule]
     default: Callable[[Module], ModuleFormats]
+    notes: tuple[str, ...] = ()
 
 
 def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> PrecisionMap:
@@ -160,7 +162,7 @@ def apply_rules(path: str, file: RuleFile, modules: Sequence[Module]) -> Precisi
         if affected:
             text += f": {join_names(affected)}."
         findings.append(MapFinding(kind, text, tuple(affected)))
-    return PrecisionMap(path, formats, tuple(findings))
+    return PrecisionMap(path, formats, tuple(findings), file.notes)
 
 
 def _problem(
@@ -320,7 +322,9 @@ def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[
                 return KEPT._replace(said=f"{tool} keeps {modules_kept}")
         return default
 
-    return RuleFile(tool, rules, of_linear)
+    cache = config.get("kv_cache_scheme", config.get("kv_cache_quant_algo"))
+    notes = (f"The map has no KV cache, which is quantized too: {shown(cache)}.",) if cache else ()
+    return RuleFile(tool, rules, of_linear, notes)
 
 
 def _patterns(config: Mapping[str, Any], match: Match, *keys: str) -> list[Rule]:
@@ -532,6 +536,7 @@ _READERS: Mapping[str, tuple[_Reader, Mapping[str | None, tuple[str, Match]]]] =
     "fp8": (_fp8, _FP8_TOOLS),
     "mxfp8": (_fp8, _FP8_TOOLS),
     "mxfp4": (_fp8, _FP8_TOOLS),
+    "fbgemm_fp8": (_fp8, {engine: _FP8_TOOLS[engine] for engine in (None, "vllm")}),
     "compressed-tensors": (
         _compressed_tensors,
         {None: ("compressed-tensors", _class_or_name), "vllm": (_VLLM, _fused_or_equal)},

@@ -123,6 +123,37 @@ def test_a_head_that_is_the_embedding_may_be_listed(tmp_path: Path) -> None:
         assert [entry.kind for entry in findings] == kinds
 
 
+@pytest.mark.parametrize(
+    ("config", "shows"),
+    [
+        (fp8(), ""),
+        (modelopt() | {"kv_cache_quant_algo": "FP8"}, "'FP8'"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"0": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8}}},
+                "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+            },
+            "{'num_bits': 8, 'type': 'float'}",
+        ),
+    ],
+)
+def test_the_format_of_a_kv_cache_is_a_note(config: dict[str, Any], shows: str, tmp_path: Path) -> None:
+    notes = mapped(tmp_path, {"quantization_config": config}, [f"{LAYER}self_attn.o_proj"]).notes
+    assert [note for note in notes if "KV cache" in note] == [
+        f"The map has no KV cache, which is quantized too: {shows}."
+    ] * bool(shows)
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_fbgemm_keeps_the_listed_modules(engine: Engine | None, tmp_path: Path) -> None:
+    config = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": [f"{LAYER}mlp.down_proj"]}
+    names = [f"{LAYER}{part}" for part in ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj")]
+    source = mapped(tmp_path, {"quantization_config": config}, names, engine)
+    assert high(source) == {"mlp.down_proj"}
+    assert source.modules[names[1]].weight == "FP8 E4M3"
+
+
 NORM = f"{LAYER}input_layernorm"
 CORRECTION = f"{LAYER}mlp.gate.e_score_correction_bias"
 
