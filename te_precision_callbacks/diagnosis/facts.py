@@ -93,7 +93,7 @@ class Settings:
     Attributes:
         are_known: False for :data:`UNKNOWN`, the settings of a plain log.
         loss_is_scaled: whether a GradScaler has stepped an optimizer of the model.
-        takes_turns: whether optimizers step in turn, each after a backward of its own, as those of a GAN.
+        takes_turns: whether optimizers step in turn, each after its own backward, as in a GAN.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None if unknown.
         float16: whether a layer has products in float16.
         ranks: the number of ranks that reduce their statistics together.

@@ -224,7 +224,7 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 _EMBEDDING = re.compile(
     r"((?<!patch_)embed(?!_out|.*proj|.*mapping)[^.]*|_emb|\b(wte|wpe|shared|relative_attention_bias))$"
 )
-"""End of an embedding's name in transformers 5.23. Its number of rows can be that of a projection."""
+"""End of an embedding's name in transformers 5.23. A projection can have as many rows."""
 
 
 class _Tensor(NamedTuple):

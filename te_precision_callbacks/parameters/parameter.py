@@ -25,7 +25,7 @@ SAMPLED_CLEARINGS = 3
 """The last sampled steps of which it is known whether the gradient was cleared."""
 
 NORMS_DIFFER = 1e-3
-"""Share by which gradient norms of ranks differ that are not of the same gradients."""
+"""The least difference of two ranks' gradient norms, as a share, if they are not of the same gradients."""
 
 ParameterProblem = Literal[
     # of its gradient

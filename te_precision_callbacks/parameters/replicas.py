@@ -34,7 +34,7 @@ with its negative; the sum of its absolute values.
 
 _HEADER = 6
 """Values before them: whether there is news, the iteration and its negative, whether a rank lacks a parameter or has a
-shard, and the norm by which it has clipped its gradients, with its negative.
+shard, and the norm that has clipped its gradients, with its negative.
 """
 
 Sums = dict[str, list[float]]
@@ -73,7 +73,7 @@ class Replicas:
 
         Args:
             news: this rank's new problems.
-            norm: by which this rank has clipped its gradients; None if it has not.
+            norm: this rank's norm in clipping; None without clipping.
             is_due: whether ranks exchange checksums; equal on all ranks.
         """
         if not self._ranks.several or not self._ranks.are_connected:

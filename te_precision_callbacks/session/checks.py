@@ -323,7 +323,7 @@ class ParameterChecks:
 
         Args:
             stepped: as :meth:`stepped` returned them.
-            norm: by which gradients were clipped.
+            norm: the gradient norm in clipping; None without clipping.
         """
         broken, is_new = self.watch.end_step(iteration, stepped)
         problems: list[Problem] = []

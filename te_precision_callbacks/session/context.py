@@ -35,7 +35,7 @@ class RunResults:
         expects_low: the setting of the trainer that selects low precision.
         whole_run: the verdict on a resumed run including its earlier starts; None before the end, and for other runs.
         scales_loss: whether a GradScaler has stepped an optimizer of the model.
-        takes_turns: whether optimizers step in turn, each after a backward of its own.
+        takes_turns: whether optimizers step in turn, each after its own backward.
         adds_eps: whether an optimizer of the model adds ``eps`` as Adam does; None before the first step.
     """
 

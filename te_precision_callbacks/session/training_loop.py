@@ -33,7 +33,7 @@ _ALIKE = 3
 """Number of consecutive optimizer steps with equal extra iterations that cause a warning."""
 
 _TURNS = 4
-"""The changes from one optimizer to another, each after a backward of its own, above which they step in turn."""
+"""The changes from one optimizer to another, each after its own backward, above which they step in turn."""
 
 _AGAIN = "step() is called again after each step of the optimizer"
 _IN_MICRO_BATCHES = "step() is called after each micro-batch"

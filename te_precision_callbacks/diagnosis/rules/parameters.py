@@ -68,7 +68,7 @@ must find it.
 """
 
 LARGE = 32.0
-"""The root mean square of a sample of a weight, of which trained models have at most about 10, in T5's embeddings."""
+"""The root mean square of a sample of a weight. Trained models have at most about 10, in T5's embeddings."""
 
 UNCLIPPED = 3
 """Steps in which clipping left out a gradient."""

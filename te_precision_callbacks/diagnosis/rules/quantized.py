@@ -138,7 +138,7 @@ class Nonfinite(RuleCheck):
 
     def _begin(self, sighting: Sighting, in_backward: bool = False) -> Sightings:
         """Yield the first sighting of the run, or a note on a step that a GradScaler skips. In a step, the forwards of
-        all ranks come before the backwards, as those of the stages of a pipeline do.
+        all ranks come before the backwards: they may be the stages of a pipeline.
         """
         if in_backward and is_scaled(self.run):
             yield sighting._replace(severity="note", key="scaled", remedy=_SKIPPED)

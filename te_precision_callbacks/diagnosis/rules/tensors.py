@@ -128,14 +128,13 @@ class Sibling(RuleCheck):
             seen = "all elements are 0, and not in similar layers"
             label = numbers.column(statistic).label(lone_zeros[0])
             yield Sighting(seen, layers, "weight", label, numbers.iteration)
-        far = np.abs(jumps) >= far_from
-        some = np.abs(jumps) >= NEAR
-        lossy = some & has_many_siblings
-        lossy = lossy & _lose_elements(numbers) if holds_any(lossy) else lossy
         shows_only_amax = numbers.are("activation") & (statistic == "cur_amax")
         means = numbers.values("mean")
         is_offset = shows_only_amax & (np.abs(means) >= OFFSET * values)
-        shows_only_amax &= ~is_offset
+        far_from[is_offset] = NEAR
+        some = np.abs(jumps) >= NEAR
+        lossy = some & has_many_siblings
+        lossy = lossy & _lose_elements(numbers) if holds_any(lossy) else lossy
 
         def describe(row: int) -> str:
             name = statistic.removeprefix("cur_")
@@ -144,8 +143,8 @@ class Sibling(RuleCheck):
             offset = f"; nearly all elements are close to {means[row]:.3g}" if is_offset[row] else ""
             return f"{name} is {values[row]:.3g}, {times:.3g} times {direction} than in similar layers{offset}"
 
-        notes = some & ~lossy & shows_only_amax
-        warnings = (far | (some & is_offset)) & ~lossy & ~shows_only_amax
+        notes = some & ~lossy & shows_only_amax & ~is_offset
+        warnings = (np.abs(jumps) >= far_from) & ~lossy & ~notes
         yield from self.in_a_row(numbers, statistic, lossy, describe, steps=NEAR_STEPS)
         yield from self.in_a_row(numbers, statistic, notes, describe, severity="note")
         yield from self.in_a_row(numbers, statistic, warnings, describe)

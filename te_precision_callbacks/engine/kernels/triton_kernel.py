@@ -102,7 +102,7 @@ _Key = tuple[torch.device, torch.dtype, bool]
 """Device and dtype of tensors that can share a launch, and whether they have a histogram."""
 
 
-class Launch(NamedTuple):
+class GroupLaunch(NamedTuple):
     """A launch without Triton's binder.
 
     Attributes:
@@ -211,7 +211,9 @@ def _constants(example: Pending, is_aligned: bool) -> dict[str, Any]:
     }
 
 
-def add_group(pending: Sequence[Pending], group: list[int], sums: torch.Tensor, maxima: torch.Tensor) -> Launch | None:
+def add_group(
+    pending: Sequence[Pending], group: list[int], sums: torch.Tensor, maxima: torch.Tensor
+) -> GroupLaunch | None:
     """Measure a group of :func:`group_by_launch` in one launch, with quantized values if any, and merge the results.
 
     The result is bit-identical for the same tensors, strides and device, in any grouping. A quantized value of inf or
@@ -238,25 +240,25 @@ def add_group(pending: Sequence[Pending], group: list[int], sums: torch.Tensor, 
     row = constants["COLUMNS"] + constants["EXTREMES"]
     sizes = tuple(pending[index].values.numel() for index in padded)
     programs, begins = grid_of(sizes[: len(group)], tile, most, MOST_TOGETHER)
-    places = [place for index in padded for place in pending[index].places[:UNBLOCKED]]
+    columns = [column for index in padded for column in pending[index].places[:UNBLOCKED]]
     with torch.cuda.device(first.values.get_device()):
         memory = *scratch(device, programs * row), sums, maxima
         elements = [loadable(_flat(pending[index])[0])[0] for index in padded]
         codes = [_flat(pending[index])[1] for index in quantized]
         scales = [pending[index].scale_inv for index in quantized]
-        compiled = _measure[(programs,)](*elements, *codes, *scales, *memory, *sizes, *begins, *places, **constants)
+        compiled = _measure[(programs,)](*elements, *codes, *scales, *memory, *sizes, *begins, *columns, **constants)
     launcher = launcher_of(compiled)
     if launcher is None or not is_aligned:
         return None
-    arguments = [*places, *[constants[name] for name in _measure.arg_names if name in constants]]
+    arguments = [*columns, *[constants[name] for name in _measure.arg_names if name in constants]]
     select_tensors = operator.itemgetter(*padded)
     select_quantized = operator.itemgetter(*quantized)
     size = most * MOST_TOGETHER * row
-    return Launch(launcher, select_tensors, select_quantized, len(group), tile, most, size, arguments)
+    return GroupLaunch(launcher, select_tensors, select_quantized, len(group), tile, most, size, arguments)
 
 
 def repeat(
-    launches: Sequence[Launch], pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int
+    launches: Sequence[GroupLaunch], pending: Sequence[Pending], sums: torch.Tensor, maxima: torch.Tensor, stream: int
 ) -> Sequence[Pending]:
     """Repeat launches for tensors that may differ in their sizes; return the tensors that are left.
 
