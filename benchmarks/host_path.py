@@ -182,7 +182,7 @@ class Calls:
 def _is_of_reference(frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_name == "decorate_context":  # torch.no_grad() around a function
-        function = frame.f_locals.get("func")
+        function: Any = frame.f_locals.get("func")
         function = inspect.unwrap(getattr(function, "func", function))  # also of a functools.partial
         code = getattr(function, "__code__", code)
     return code.co_filename.startswith(_REFERENCE)
@@ -252,11 +252,11 @@ def launch_microseconds(repeats: int = 7, loop: int = 500) -> float:
     operands = [Pending(values.clone(), codes.clone(), torch.ones(1), False, at) for at in (places, moved)]
     sums, maxima = torch.zeros(2 * width, dtype=torch.float64), torch.zeros(2 * width, dtype=torch.float64)
     groups = triton_kernel.group_by_launch(operands)
-    launches = [triton_kernel.add_group(operands, group, sums, maxima) for group in groups]
-    repeat = functools.partial(triton_kernel.repeat, launches)
-    if not all(launches):
+    added = [triton_kernel.add_group(operands, group, sums, maxima) for group in groups]
+    launches = [launch for launch in added if launch is not None]
+    if len(launches) < len(groups):
         raise SystemExit("Triton's launcher has another interface.")
-    return _best_microseconds(lambda: repeat(operands, sums, maxima, 0), repeats, loop)
+    return _best_microseconds(lambda: triton_kernel.repeat(launches, operands, sums, maxima, 0), repeats, loop)
 
 
 def watch_microseconds(repeats: int = 7, loop: int = 500) -> float:

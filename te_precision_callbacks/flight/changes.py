@@ -279,13 +279,16 @@ class Changes:
 
     def _unwritten_wgrads(self, row: StepRow) -> Iterator[Change]:
         """Find wgrads of experts without tokens that are not 0, as of a buffer that no kernel has written."""
-        idle = [self._slots[number]._replace(tensor="wgrad") for number, count in row.tokens.items() if count == 0]
-        magnitudes = {slot: float(row.magnitudes[self._numbers[slot]]) for slot in idle if slot in self._numbers}
-        broken = [slot for slot, magnitude in magnitudes.items() if 0 < magnitude < math.inf]
-        new = tuple(slot for slot in broken if slot not in self._unwritten)
-        self._unwritten.update(new)
-        if new:
-            yield Change("unwritten", new, row.iteration, now=magnitudes[new[0]])
+        found: dict[TensorSlot, float] = {}
+        for number, count in row.tokens.items():
+            wgrad = self._slots[number]._replace(tensor="wgrad")
+            if count == 0 and wgrad in self._numbers and wgrad not in self._unwritten:
+                magnitude = float(row.magnitudes[self._numbers[wgrad]])
+                if 0 < magnitude < math.inf:
+                    found[wgrad] = magnitude
+        self._unwritten.update(found)
+        if found:
+            yield Change("unwritten", tuple(found), row.iteration, now=next(iter(found.values())))
 
     def _grow(self, count: int) -> None:
         more = np.full((HISTORY, count - self._bits.shape[1]), np.nan, np.float32)
