@@ -87,9 +87,8 @@ class Change:
         if self.kind in ABSENCES:
             return describe_absences(self.kind, [(self.since, self.until)] * len(self.slots))
         if self.kind == "unwritten":
-            return (
-                f"no token has reached {count}, and the largest magnitude of the wgrad is {self.now:.3g} instead of 0"
-            )
+            experts = many(len(self.slots), "expert")
+            return f"{experts} got no token, and the wgrad is not 0: its largest magnitude is {self.now:.3g}"
         further = len(self.slots) - 1
         earlier_steps = f"in the {LEAST_HISTORY} to {HISTORY} steps before"
         if first.tensor == UPDATE:
