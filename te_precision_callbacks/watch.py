@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from te_precision_callbacks.base.errors import OptionError, PrecisionDebugError
 from te_precision_callbacks.base.failures import Guard
@@ -72,6 +78,7 @@ class ScriptWatch:
         self._waiting: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._attaching: list[RemovableHandle] = []  # hooks of the step that runs
         self._unscaled: torch.Tensor | None = None  # the loss before a GradScaler's last scaling
         self._backwards = 0  # since the last step
         self._iterations = 0
@@ -249,16 +256,34 @@ class ScriptWatch:
                 model for model in candidates if any(parameter.grad is not None for parameter in model.parameters())
             ]
         if models:
-            self._attach(models, [optimizer])
+            # torch iterates over the hooks of all optimizers now, to which a session adds one.
+            attach = functools.partial(self._attach_in_step, models)
+            self._attaching.append(optimizer.register_step_pre_hook(attach))
         else:
             self._others.add(optimizer)
             self._search_again()
+
+    def _attach_in_step(self, models: Sequence[torch.nn.Module], optimizer: Optimizer, args: Any, keywords: Any) -> Any:
+        """Attach models in a hook of their optimizer, and call the hooks that the session has added: torch does not
+        call them any more in this step (2.6 to 2.13, ``Optimizer.profile_hook_step``).
+        """
+        if optimizer in self._waiting:  # an earlier step has failed
+            return None
+        earlier_hooks = [*_global_optimizer_pre_hooks]
+        self._guard(self._attach)(models, [optimizer])
+        changed = None
+        for key, hook in _global_optimizer_pre_hooks.items():
+            if key not in earlier_hooks:
+                changed = hook(optimizer, args, keywords) or changed
+        return changed
 
     def _search_again(self, *_: Any, **__: Any) -> None:
         self._search_until = self._iterations + SEARCHED_ITERATIONS
         self._begin_search()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        while self._attaching:
+            self._attaching.pop().remove()
         if self.session is None or optimizer not in self._waiting or self._is_replaced():
             return
         count = self._steps.get(optimizer, 0) + 1

@@ -204,6 +204,7 @@ from collections import OrderedDict
 import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformer_engine.common.recipe import Float8CurrentScaling
 from te_precision_callbacks.watch import ScriptWatch
 folder, kind = sys.argv[1:]
@@ -214,8 +215,10 @@ model = torch.nn.Sequential(OrderedDict({f"layer{rank if kind == 'pipeline' else
 if kind == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+counted = []
+register_optimizer_step_pre_hook(lambda *_: counted.append(rank))
 for step in range(4):
-    received = torch.ones(16, 16, requires_grad=True)
+    received = torch.full([16, 16], 1.0 + (kind == "apart") * rank, requires_grad=True)
     if kind == "pipeline" and rank:
         dist.recv(received.detach(), 0)
     with te.autocast(recipe=Float8CurrentScaling()):  # delayed scaling would reduce amax over all ranks
@@ -231,13 +234,15 @@ for step in range(4):
             dist.send(received.grad, 0)
     optimizer.step()
     optimizer.zero_grad()
+assert counted == [rank] * 4
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "steps", "layers"), [("pipeline", [1, 2], ["layer0", "layer1"]), ("ddp", [0, 1, 2], ["layer0"])]
+    ("kind", "steps", "layers"),
+    [("pipeline", [1, 2], ["layer0", "layer1"]), ("ddp", [0, 1, 2], ["layer0"]), ("apart", [1, 2], ["layer0"])],
 )
 def test_ranks_attach_where_none_waits_for_another(
     tmp_path: Path, kind: str, steps: list[int], layers: list[str]
@@ -252,6 +257,8 @@ def test_ranks_attach_where_none_waits_for_another(
     assert sorted(run.ordered_layers) == layers
     values = run.values(run.select(tensor="activation", statistic="max"))
     assert sorted(set(values["iteration"].to_pylist())) == steps
+    told = [finding.since for finding in diagnose(run) if finding.rule == "no-reduction"]
+    assert told == [0] * (kind == "apart"), "ranks are compared with what they had before the first step"
 
 
 def test_neither_the_output_of_a_stage_nor_a_penalty_is_a_loss(tmp_path: Path) -> None:
