@@ -253,7 +253,7 @@ CASES: Mapping[str, Case] = {
         precision="bfloat16",
     ),
     "detached": Case(
-        "dead-gradient", "the output of a block's MLP is detached", of("detached", 0), {"no detach()": TAKEN_OUT}
+        "missing-gradient", "the output of a block's MLP is detached", of("detached", 0), {"no detach()": TAKEN_OUT}
     ),
     "no-optimizer": Case(
         "missing-gradient", "the optimizer lacks a block's parameters",
