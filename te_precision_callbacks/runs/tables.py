@@ -35,23 +35,31 @@ _TEXT = pa.string()
 _TIME = pa.timestamp("us", tz="UTC")
 _NAME = pa.dictionary(_INT, _TEXT)
 _NAMES = pa.list_(_TEXT)
-_SPAN = [("since", _LONG), ("until", _LONG)]
+_SPAN = {"since": _LONG, "until": _LONG}
 
-SUBJECT = [("scope", _NAME), ("layer", _NAME), ("tensor", _NAME), ("gemm", _NAME), ("statistic", _NAME)]
+SUBJECT = {
+    "scope": _NAME,
+    "layer": _NAME,
+    "tensor": _NAME,
+    "gemm": _NAME,
+    "statistic": _NAME,
+    "rank": _INT,  # null: reduced over ranks
+}
 """Columns that identify a series. ``layer`` and ``tensor`` are empty for a value that a user's feature logged under its
 own name; ``gemm`` is empty unless the value belongs to one GEMM."""
 
-VALUES = pa.schema(
-    [
-        ("segment", _SHORT),
-        ("iteration", _LONG),
-        ("series", _INT),  # number within rank and segment; after reading, within the run
-        ("value", _FLOAT),
-        ("flags", pa.uint8()),  # LOCAL, STEP0
-        *SUBJECT,
-        ("rank", _INT),  # null: reduced over ranks
-    ]
+VALUE_ROWS = pa.schema(
+    {
+        "segment": _SHORT,
+        "iteration": _LONG,
+        "series": _INT,  # number within rank and segment; after reading, within the run
+        "value": _FLOAT,
+        "flags": pa.uint8(),  # LOCAL, STEP0
+    }
 )
+"""Rows of some series: the columns of :data:`VALUES` without the subject."""
+
+VALUES = pa.schema([*VALUE_ROWS, *pa.schema(SUBJECT)])
 """Values of statistics. Rows of a closed file are sorted by series and iteration."""
 
 LOCAL = 1
@@ -59,60 +67,61 @@ STEP0 = FIRST_STEP
 """Flags of a value: LOCAL, it belongs to one rank although statistics are reduced; STEP0, it is from the layer's first
 step of delayed scaling, with a scale of 1."""
 
-VECTORS = pa.schema(
-    [
-        ("segment", _SHORT),
-        ("iteration", _LONG),
-        ("series", _INT),
-        ("bin", pa.list_(pa.uint16())),  # indices of non-empty bins
-        ("count", pa.list_(pa.float32())),
-        *SUBJECT,
-        ("rank", _INT),
-    ]
+VECTOR_ROWS = pa.schema(
+    {
+        "segment": _SHORT,
+        "iteration": _LONG,
+        "series": _INT,
+        "bin": pa.list_(pa.uint16()),  # indices of non-empty bins
+        "count": pa.list_(pa.float32()),
+    }
 )
+"""Rows of some series: the columns of :data:`VECTORS` without the subject."""
+
+VECTORS = pa.schema([*VECTOR_ROWS, *pa.schema(SUBJECT)])
 """Histograms."""
 
 STEPS = pa.schema(
-    [
-        ("segment", _SHORT),
-        ("iteration", _LONG),
-        ("logging_step", _LONG),
-        ("wall_time", _TIME),
-        ("step_seconds", _FLOAT),  # of all steps since the previous row; null in the first row
-        ("observe_seconds", _FLOAT),  # spent by the session in session.step
-        ("local", pa.bool_()),
-        ("ranks", _INT),
-    ]
+    {
+        "segment": _SHORT,
+        "iteration": _LONG,
+        "logging_step": _LONG,
+        "wall_time": _TIME,
+        "step_seconds": _FLOAT,  # of all steps since the previous row; null in the first row
+        "observe_seconds": _FLOAT,  # spent by the session in session.step
+        "local": pa.bool_(),
+        "ranks": _INT,
+    }
 )
 """Debug iterations with records."""
 
 SCALARS = pa.schema(
-    [
-        ("segment", _SHORT),
-        ("iteration", _LONG),
-        ("logging_step", _LONG),
-        ("name", _TEXT),  # loss, grad_norm, lr, loss_scale, or another name of the trainer
-        ("value", _FLOAT),
-    ]
+    {
+        "segment": _SHORT,
+        "iteration": _LONG,
+        "logging_step": _LONG,
+        "name": _TEXT,  # loss, grad_norm, lr, loss_scale, or another name of the trainer
+        "value": _FLOAT,
+    }
 )
 """Scalars that the trainer logs."""
 
 EVENTS = pa.schema(
-    [
-        ("segment", _SHORT),
-        ("iteration", _LONG),
-        ("rank", _INT),
-        ("phase", _TEXT),  # forward, backward, step, checkpoint
-        ("kind", _TEXT),
-        ("severity", _TEXT),  # info, warning, error
-        ("wall_time", _TIME),
-        ("scope", _TEXT),
-        ("layer", _TEXT),
-        ("tensor", _TEXT),
-        ("gemm", _TEXT),
-        ("text", _TEXT),
-        ("data", _TEXT),  # JSON
-    ]
+    {
+        "segment": _SHORT,
+        "iteration": _LONG,
+        "rank": _INT,
+        "phase": _TEXT,  # forward, backward, step, checkpoint
+        "kind": _TEXT,
+        "severity": _TEXT,  # info, warning, error
+        "wall_time": _TIME,
+        "scope": _TEXT,
+        "layer": _TEXT,
+        "tensor": _TEXT,
+        "gemm": _TEXT,
+        "text": _TEXT,
+        "data": _TEXT,  # JSON
+    }
 )
 """Events of the run, such as findings."""
 
@@ -126,78 +135,78 @@ TABLES: Mapping[str, pa.Schema] = {
 """Name of a table of rows -> schema. A rank has its own files of each."""
 
 LAYERS = pa.schema(
-    [
-        ("scope", _TEXT),
-        ("layer", _TEXT),
-        ("given", _TEXT),  # the script's name for the layer
-        ("class", _TEXT),
-        ("family", _TEXT),
-        ("exec_fwd", _LONG),  # position of its first forward among all layers; null if not seen
-        ("exec_bwd", _LONG),
-        ("params", _LONG),
-        ("weight_dtype", _TEXT),
-        ("primary_weights", _TEXT),  # high, quantized
-        ("refused", _TEXT),
-        ("sections", _NAMES),
-        *_SPAN,
-    ]
+    {
+        "scope": _TEXT,
+        "layer": _TEXT,
+        "given": _TEXT,  # the script's name for the layer
+        "class": _TEXT,
+        "family": _TEXT,
+        "exec_fwd": _LONG,  # position of its first forward among all layers; null if not seen
+        "exec_bwd": _LONG,
+        "params": _LONG,
+        "weight_dtype": _TEXT,
+        "primary_weights": _TEXT,  # high, quantized
+        "refused": _TEXT,
+        "sections": _NAMES,
+        **_SPAN,
+    }
 )
 """Layers, with the sections of the config that select them."""
 
 GEMMS = pa.schema(
-    [
-        ("gemm_id", _INT),
-        ("scope", _TEXT),
-        ("layer", _TEXT),
-        ("gemm", _TEXT),  # as Product.gemm
-        ("family", _TEXT),
-        ("backward", pa.bool_()),
-        ("n", _LONG),
-        ("m", _LONG),
-        ("k", _LONG),
-        ("batch", _LONG),
-        ("calls", _LONG),  # per step
-        ("macs", _LONG),  # per step
-        ("order", _LONG),
-        ("runs", _TEXT),  # seen, planned, never, uncounted
-        ("not_run", _TEXT),
-        ("precision", _TEXT),  # as Product.precision
-        ("reason", _TEXT),  # name of a Reason; null in low precision
-        ("reason_ref", _TEXT),
-        ("recipe", _TEXT),
-        *_SPAN,
-    ]
+    {
+        "gemm_id": _INT,
+        "scope": _TEXT,
+        "layer": _TEXT,
+        "gemm": _TEXT,  # as Product.gemm
+        "family": _TEXT,
+        "backward": pa.bool_(),
+        "n": _LONG,
+        "m": _LONG,
+        "k": _LONG,
+        "batch": _LONG,
+        "calls": _LONG,  # per step
+        "macs": _LONG,  # per step
+        "order": _LONG,
+        "runs": _TEXT,  # seen, planned, never, uncounted
+        "not_run": _TEXT,
+        "precision": _TEXT,  # as Product.precision
+        "reason": _TEXT,  # name of a Reason; null in low precision
+        "reason_ref": _TEXT,
+        "recipe": _TEXT,
+        **_SPAN,
+    }
 )
 """Matrix products."""
 
 OPERANDS = pa.schema(
-    [
-        ("gemm_id", _INT),
-        ("layer", _TEXT),
-        ("gemm", _TEXT),
-        ("tensor", _TEXT),
-        ("format", _TEXT),  # as Product.operands: "FP8 E4M3"
-        ("source", _TEXT),  # seen, planned
-        *_SPAN,
-    ]
+    {
+        "gemm_id": _INT,
+        "layer": _TEXT,
+        "gemm": _TEXT,
+        "tensor": _TEXT,
+        "format": _TEXT,  # as Product.operands: "FP8 E4M3"
+        "source": _TEXT,  # seen, planned
+        **_SPAN,
+    }
 )
 """Operands of matrix products."""
 
-STATES = pa.schema([("subject", _TEXT), ("dtype", _TEXT), ("bytes", _LONG), ("count", _LONG)])
+STATES = pa.schema({"subject": _TEXT, "dtype": _TEXT, "bytes": _LONG, "count": _LONG})
 """Training state outside of GEMMs, by dtype (``base/vocabulary.py: SUBJECTS``)."""
 
 PLAN = pa.schema(
-    [
-        ("section", _TEXT),
-        ("file", _TEXT),
-        ("line", _INT),
-        ("feature", _TEXT),
-        ("layer", _TEXT),
-        ("gemm", _TEXT),
-        ("tensor", _TEXT),
-        ("options", _TEXT),  # JSON
-        *_SPAN,
-    ]
+    {
+        "section": _TEXT,
+        "file": _TEXT,
+        "line": _INT,
+        "feature": _TEXT,
+        "layer": _TEXT,
+        "gemm": _TEXT,
+        "tensor": _TEXT,
+        "options": _TEXT,  # JSON
+        **_SPAN,
+    }
 )
 """Features of the config, by layer."""
 
@@ -211,16 +220,15 @@ FACTS: Mapping[str, pa.Schema] = {
 """Name of a table of facts -> schema. A segment has ``<name>.parquet``, which is replaced as a whole."""
 
 SERIES = pa.schema(
-    [
-        ("series", _INT),
-        *SUBJECT,
-        ("rank", _INT),
-        ("count", _LONG),  # values
-        ("first", _LONG),
-        ("last", _LONG),
-        ("worst", _FLOAT),  # by the worse direction, or by magnitude; excludes the first step of delayed scaling
-        ("worst_at", _LONG),
-    ]
+    {
+        "series": _INT,
+        **SUBJECT,
+        "count": _LONG,  # values
+        "first": _LONG,
+        "last": _LONG,
+        "worst": _FLOAT,  # by the worse direction, or by magnitude; excludes the first step of delayed scaling
+        "worst_at": _LONG,
+    }
 )
 """The series of a run that was read, with a summary of their values."""
 
@@ -292,10 +300,6 @@ def write_table(table: pa.Table, path: Path) -> None:
     )
 
 
-def part_of(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
-    return pa.schema(list(map(schema.field, columns)))
-
-
 def read_table(path: Path, schema: pa.Schema, series: list[int] | None = None) -> pa.Table:
     """Read columns of a Parquet file, or of an Arrow stream up to its last complete batch.
 
@@ -356,10 +360,6 @@ def _read_stream(path: Path, schema: pa.Schema) -> pa.Table:
 
 REDUCED = -1
 """Rank of values that are reduced over ranks."""
-
-VALUE_ROWS = part_of(VALUES, ["segment", "iteration", "series", "value", "flags"])
-VECTOR_ROWS = part_of(VECTORS, ["segment", "iteration", "series", "bin", "count"])
-"""Schemas of the rows of some series."""
 
 
 class Subject(NamedTuple):
