@@ -9,7 +9,6 @@ A file that is still written is read up to its last complete batch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -131,15 +130,14 @@ def runs_of_last_launch(path: StrPath) -> tuple[str, ...]:
         return runs
     folder = _records_of(Path(path))
     latest = _choose(Path(path), runs, "latest")
-    launch = _launch_of(folder / latest)
-    return tuple(name for name in runs if name == latest or (launch and _launch_of(folder / name) == launch))
+    launch = _last_fact(folder / latest, "launch")
+    return tuple(name for name in runs if name == latest or (launch and _last_fact(folder / name, "launch") == launch))
 
 
-def _launch_of(run: Path) -> object:
-    """Return what identifies the launch of a run's last segment; None if it is unknown."""
-    last = next(reversed(segments_of(run).values()))
+def _last_fact(run: Path, key: str) -> object:
+    """Return a fact of a run's last segment; None if it is unknown."""
     try:
-        return read_json(last / RUN_FILE).get("launch")
+        return read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get(key)
     except (OSError, ValueError):
         return None
 
@@ -197,9 +195,7 @@ def _choose(folder: Path, runs: tuple[str, ...], wanted: str | None) -> str:
 
 def _last_start(run: Path) -> str:
     """Return the start of the last segment as sortable text, so that a resumed run is the latest."""
-    started = ""
-    with contextlib.suppress(OSError, ValueError):
-        started = str(read_json(next(reversed(segments_of(run).values())) / RUN_FILE).get("started_at"))
+    started = str(_last_fact(run, "started_at"))
     return max(re.sub(r"\D", "", text)[:17] for text in (started, run.name))
 
 
