@@ -27,26 +27,23 @@ def parse_debug(value: DebugValue, *, valid: Sequence[str] = DEBUG_OPTIONS) -> t
         UnknownDebugOptionError: a name is unknown, or is not a string; the message lists all valid names.
     """
     parts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    valid_names = ", ".join(map(repr, valid))
     names: dict[str, None] = {}
     for part in parts:
         if part is None:
             continue
         if not isinstance(part, str):
-            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. The names are {_join_names(valid)}.")
+            raise UnknownDebugOptionError(f"debug= takes names, not {part!r}. The names are {valid_names}.")
         for name in part.split():
             if name not in valid:
                 close = difflib.get_close_matches(name, valid, n=1)
                 meant = f" Did you mean {close[0]!r}?" if close and "," not in name else ""
                 raise UnknownDebugOptionError(
-                    f"There is no debug option {name!r}.{meant} The options are {_join_names(valid)}; separate several"
+                    f"There is no debug option {name!r}.{meant} The options are {valid_names}; separate several"
                     " by spaces."
                 )
             names[name] = None
     return tuple(names)
-
-
-def _join_names(valid: Sequence[str]) -> str:
-    return ", ".join(map(repr, valid))
 
 
 CONFIG_FLAG = "te_precision_config"
