@@ -89,7 +89,7 @@ class Group:
             self._sockets = {}
         _OPEN.add(self)
 
-    # ------------------------------------------------------------------ operations, in place
+    # ------------------------------------------------------------------ operations, in place; the default root is 0
 
     def reduce(self, array: npt.NDArray[Any], operation: Any) -> None:
         """Start a sum or maximum over the ranks, in place, bit-identical on all ranks."""
@@ -100,16 +100,12 @@ class Group:
     def gather(self, array: AnyArray) -> list[AnyArray]:
         """Start a gather of arrays of equal size; the returned arrays are filled on rank 0."""
         gathered = [np.empty_like(array) for _ in range(self._gathers)]
-        options: Any = dist.GatherOptions()
-        options.rootRank = 0
         tensors = [list(map(torch.from_numpy, gathered))] if gathered else []
-        self._start(self._gloo.gather, tensors, [torch.from_numpy(array)], options)
+        self._start(self._gloo.gather, tensors, [torch.from_numpy(array)], dist.GatherOptions())
         return gathered
 
     def broadcast(self, array: npt.NDArray[Any]) -> None:
-        options: Any = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._start(self._gloo.broadcast, [torch.from_numpy(array)], options)
+        self._start(self._gloo.broadcast, [torch.from_numpy(array)], dist.BroadcastOptions())
 
     def _start(self, operation: Callable[..., Any], *arguments: Any) -> None:
         arguments[-1].timeout = self._longest
