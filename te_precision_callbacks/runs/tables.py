@@ -308,15 +308,14 @@ def read_table(path: Path, schema: pa.Schema, series: list[int] | None = None) -
     Raises:
         OSError, pyarrow.ArrowException, ValueError, KeyError: the file is damaged.
     """
-    table = None
     if path.suffix == OPEN:
         try:
             table = _read_stream(regular_file(path), schema)
         except FileNotFoundError:
-            path = path.with_suffix(CLOSED)
-    if table is None and series is None:  # without what a filter needs: in less than half of the time
+            return read_table(path.with_suffix(CLOSED), schema, series)
+    elif series is None:  # without what a filter needs: in less than half of the time
         table = pq.ParquetFile(regular_file(path), page_checksum_verification=True).read(schema.names)
-    elif table is None:
+    else:
         rows = pc.field("series").isin(series)
         table = pq.read_table(
             regular_file(path), columns=schema.names, filters=rows, partitioning=None, page_checksum_verification=True
