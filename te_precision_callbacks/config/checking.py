@@ -45,17 +45,13 @@ def read_features(features: Mapping[str, Any], location: Where) -> dict[str, Rea
     problems = Problems()
     for name, written in features.items():
         schema = schema_of(name)
-        if schema is None:
+        if schema is None or not isinstance(written, Mapping) or written.get("enabled") is False:
             continue
-        if not isinstance(written, Mapping) or written.get("enabled") is False:
-            continue
-        if written.get("enabled") is not True:
-            misspelt: list[str] = []
-            if "enabled" not in written:
-                misspelt = nearest("enabled", map(str, written), most=1)
-            written = {**written, "enabled": True}
-            for key in misspelt:
+        written = dict(written)
+        if "enabled" not in written:
+            for key in nearest("enabled", map(str, written), most=1):
                 written.pop(key, None)
+        written["enabled"] = True
         written = _without_gemms(schema, name, written, location)
         with problems.collecting():
             read[name] = ReadOptions(written, read_options(schema, name, written, location))
