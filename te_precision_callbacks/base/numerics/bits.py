@@ -36,20 +36,24 @@ class Bits:
         return int(2 ** (self.exponent_bits - 1) - 1)
 
     @property
+    def _all_ones(self) -> int:
+        """The code with all bits set except the sign."""
+        return int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+
+    @property
     def max_code(self) -> int:
-        highest = int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
         if self.specials is Specials.IEEE:
-            return int(highest - 2**self.mantissa_bits)
+            return int(self._all_ones - 2**self.mantissa_bits)
         if self.specials is Specials.ONE_NAN:
-            return highest - 1
-        return highest
+            return self._all_ones - 1
+        return self._all_ones
 
     @property
     def nan_code(self) -> int | None:
         """Code of NaN after a cast (``cvt.rn.satfinite``): all bits except the sign are set. None without NaN."""
         if self.specials is Specials.NONE:
             return None
-        return int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+        return self._all_ones
 
     @property
     def max(self) -> float:
@@ -66,7 +70,7 @@ class Bits:
         return float(self.min_normal * 2.0**-self.mantissa_bits)
 
     def value(self, code: int) -> float:
-        magnitude = code & (2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+        magnitude = code & self._all_ones
         sign = -1.0 if magnitude != code else 1.0
         exponent, mantissa = divmod(magnitude, 2**self.mantissa_bits)
         if magnitude > self.max_code:
