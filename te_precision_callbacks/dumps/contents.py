@@ -185,7 +185,8 @@ class DumpedGemm:
     capability: tuple[int, int] | None = None
 
     def operands(self) -> dict[str, DumpedOperand]:
-        return {"a": self.a, "b": self.b}
+        """Return the operands by the beginning of their tensors' names, ``left`` first."""
+        return {"b": self.b, "a": self.a}
 
 
 @functools.cache
@@ -390,11 +391,7 @@ def add_operand(
     return dataclasses.replace(operand, direction=_add_direction(tensors, part, prefix=f"{side}."))
 
 
-def operand_of(dump: Dump, side: str) -> Stored | torch.Tensor:
-    gemm = dump.header.gemm
-    if gemm is None:
-        raise DumpError("The dump has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
-    operand = gemm.operands()[side]
+def operand_of(dump: Dump, side: str, operand: DumpedOperand) -> Stored | torch.Tensor:
     if operand.direction is None:
         return dump.tensors[f"{side}.values"]
     return _stored(operand.direction, operand.columnwise, dump.tensors)

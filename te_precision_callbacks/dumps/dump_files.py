@@ -181,8 +181,8 @@ def load(path: str | os.PathLike[str]) -> Dump:
         for columnwise in (False, True):
             dump.part(columnwise=columnwise)
         if dump.header.gemm is not None:
-            operand_of(dump, "a")
-            operand_of(dump, "b")
+            for side, operand in dump.header.gemm.operands().items():
+                operand_of(dump, side, operand)
         return dump
 
 

@@ -55,25 +55,30 @@ def gemm_errors(path: str | os.PathLike[str]) -> GemmErrors:
         raise DumpError(f"{path}: has a single tensor, not a whole GEMM. DumpTensors writes GEMMs with 'gemms'.")
     tensors = dump.tensors
     x = probes(gemm.m, PROBES, seed_of("dump"), torch.device("cpu")).double()
-    out, addend = (tensors[name].reshape(gemm.n, gemm.m) if name in tensors else None for name in ("out", "before"))
+    results = {}
+    for name in ("out", "before"):
+        if name in tensors:
+            result = tensors[name].reshape(gemm.n, gemm.m)
+            results[name] = thin(factor_of(result, columnwise=False), x)
     call = GemmCall(
         dtype=tensors["out"].dtype,
         alpha=gemm.alpha,
         beta=gemm.beta,
         bias=tensors.get("bias"),
-        before=None if addend is None else thin(factor_of(addend, columnwise=False), x),
+        before=results.get("before"),
         split_accumulator=gemm.split_accumulator,
         capability=gemm.capability,
     )
-    operands = [(side, operand_of(dump, side), gemm.operands()[side].columnwise) for side in "ba"]
-    left_factor, right_factor = (factor_of(operand, columnwise=columnwise) for _, operand, columnwise in operands)
-    check = check_kernel(thin(factor_of(out, columnwise=False), x), left_factor, right_factor, x, call)
-    gain = check.gain_dot / check.stored_square if check.stored_square else check.stored_square + 1
+    factors = []
     high = []
-    for side, operand, columnwise in operands:
-        exact = tensors.get(f"{side}.{HIGH_PRECISION}") if isinstance(operand, Stored) else operand
+    for side, operand in gemm.operands().items():
+        stored = operand_of(dump, side, operand)
+        factors.append(factor_of(stored, columnwise=operand.columnwise))
+        exact = tensors.get(f"{side}.{HIGH_PRECISION}") if isinstance(stored, Stored) else stored
         if exact is not None:
-            high.append(factor_of(exact, columnwise=columnwise))
+            high.append(factor_of(exact, columnwise=operand.columnwise))
+    check = check_kernel(results["out"], factors[0], factors[1], x, call)
+    gain = check.gain_dot / check.stored_square if check.stored_square else check.stored_square + 1
     format_error = None
     if len(high) == 2:
         product = gemm.alpha * high[0].multiply(high[1].t.multiply(x).product).product

@@ -34,7 +34,7 @@ def test_the_operands_give_the_result(tmp_path: Path, name: str, observe: str) -
         what = dump.header.gemm
         assert (what.gemm, what.n, what.m, what.k) == (gemm, *sizes[gemm])
         left, right = (
-            whole(factor_of(operand_of(dump, side), columnwise=operand.columnwise))
+            whole(factor_of(operand_of(dump, side, operand), columnwise=operand.columnwise))
             for side, operand in (("b", what.b), ("a", what.a))
         )
         product = left @ right.t()
