@@ -39,7 +39,7 @@ class Effect:
     quantizes: bool = False
     high_precision: tuple[str, ...] = ()
     needs_recipe: str = ""
-    schedules: Mapping[Pair, Schedule] = field(default_factory=dict)
+    schedules: Mapping[Pair, Schedule] = field(default_factory=dict, hash=False)
 
     @property
     def gemms(self) -> tuple[str, ...]:
@@ -79,19 +79,17 @@ def spans_of(effects: Iterable[Effect]) -> dict[str, int]:
         for schedule in effect.schedules.values():
             for start, end in schedule.intervals:
                 bounds |= {start, end + 1}
-    intervals_of_effects: dict[tuple[tuple[tuple[Pair, ...], tuple[str, ...]], ...], list[tuple[int, float]]] = {}
+    intervals_of_effects: dict[tuple[Effect, ...], list[tuple[int, float]]] = {}
     for begin, following in itertools.pairwise(sorted(bounds)):
         first = int(begin)
-        doing = []
-        for effect in acting:
-            step_effects = effect.at(first)
-            doing.append((step_effects.modifies, step_effects.high_precision))
-        intervals = intervals_of_effects.setdefault(tuple(doing), [])
+        step_effects = tuple(effect.at(first) for effect in acting)
+        intervals = intervals_of_effects.setdefault(step_effects, [])
         if intervals and intervals[-1][1] == first - 1:
             first = intervals.pop()[0]
         intervals.append((first, following - 1))
     spans = sorted(
-        intervals_of_effects.items(), key=lambda entry: sum(len(pairs) + len(high) for pairs, high in entry[0])
+        intervals_of_effects.items(),
+        key=lambda entry: sum(len(effect.modifies) + len(effect.high_precision) for effect in entry[0]),
     )
     return {str(Schedule(intervals=tuple(intervals))): intervals[0][0] for _, intervals in spans}
 
