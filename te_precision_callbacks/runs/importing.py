@@ -191,8 +191,8 @@ def _layer_by_statistic(name: str) -> str:
 def _assemble(rows: _Rows, names: list[str], layers: Iterable[str]) -> tuple[SeriesIndex, pa.Table]:
     """Number the series, and return their values, sorted by series and iteration."""
     rows = rows[np.lexsort((rows["iteration"], rows["rank"], rows["name"]))]
-    changes = np.stack([np.diff(rows[name]) != 0 for name in ("name", "rank", "iteration")])
-    rows = rows[np.append(changes.any(0), True)]  # without those of iterations that ran again
+    keys = rows[["name", "rank", "iteration"]]
+    rows = rows[np.append(keys[1:] != keys[:-1], True)]  # without those of iterations that ran again
     by_name = np.split(rows, np.flatnonzero(np.diff(rows["name"])) + 1)
     index = SeriesIndex()
     parts: list[_Rows] = []
