@@ -427,12 +427,13 @@ def compare(saved: Fingerprint, now: Fingerprint) -> ResumeReport:
     """
     before = {(layer.scope, layer.name): layer for layer in saved.layers}
     common = [layer for layer in now.layers if (layer.scope, layer.name) in before]
-    differences: list[tuple[tuple[str, bool], str]] = []
-    for layer in common:
-        own = _differences(saved, before[layer.scope, layer.name], now, layer)
-        differences += [(difference, layer.name) for difference in own]
+    differences = group_by_key(
+        (difference, layer.name)
+        for layer in common
+        for difference in _differences(saved, before[layer.scope, layer.name], now, layer)
+    )
     findings = []
-    for (what, of_rank), names in group_by_key(differences).items():
+    for (what, of_rank), names in differences.items():
         findings.append(ResumeFinding(what, tuple(names), len(names) == len(common), of_rank))
     not_compared = ["buffers", "random numbers", "the order of the data"]
     if saved.training and now.training and (saved.rank, saved.world_size) == (now.rank, now.world_size):
