@@ -288,7 +288,7 @@ def test_messages_are_not_unpickled(tmp_path: Path) -> None:
 
 
 def met(store: Any, at: RankPlace, wait: float) -> bool:
-    meeting.meet(next_keys(store, at.rank), at, wait, 60, "to test").close()
+    meeting.meet(next_keys(store, at.rank), at, wait, "to test").close()
     return True
 
 

@@ -36,6 +36,9 @@ import torch.distributed as dist
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface; torch's own gloo groups use it too."""
 
+_LONGEST_OPERATION = timedelta(minutes=10)
+"""Timeout of an operation; callers give up earlier."""
+
 _LONGEST_PAUSE = 0.005
 _OPEN: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -63,15 +66,12 @@ class Group:
     Args:
         store: a store with keys for this group only.
         timeout: seconds for all ranks to connect.
-        longest: timeout of an operation in seconds; callers give up earlier.
 
     Raises:
         RuntimeError: a rank does not connect.
     """
 
-    def __init__(
-        self, store: Any, rank: int, size: int, devices: Sequence[Any], timeout: float, longest: float
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, devices: Sequence[Any], timeout: float) -> None:
         former_inodes = _sockets().values()
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -79,7 +79,6 @@ class Group:
         options._threads = 1
         options._timeout = timedelta(seconds=timeout)
         self._gathers = size if rank == 0 else 0
-        self._longest = timedelta(seconds=longest)
         self._running: list[Any] = []
         self._gloo: Any = gloo(store, rank, size, options)
         self._sockets = _connections(
@@ -108,7 +107,7 @@ class Group:
         self._start(self._gloo.broadcast, [torch.from_numpy(array)], dist.BroadcastOptions())
 
     def _start(self, operation: Callable[..., Any], *arguments: Any) -> None:
-        arguments[-1].timeout = self._longest
+        arguments[-1].timeout = _LONGEST_OPERATION
         self._running.append(operation(*arguments))
 
     def finish(self, check: Callable[[], None]) -> None:

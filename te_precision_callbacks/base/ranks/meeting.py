@@ -36,6 +36,7 @@ _ANSWER = 10.0
 
 _LONGEST_PAUSE = 0.25
 
+# The phases: keys in the store, and words of messages.
 _ARRIVED = "arrived"
 _CONNECTED = "connected"
 
@@ -68,12 +69,11 @@ def next_keys(store: Any, rank: int) -> Any:
     return prefixed_store(str(store.add(f"meetings/{rank}", 1)), store)
 
 
-def meet(keys: Any, rank_place: RankPlace, wait: float, longest: float, why: str) -> Group:
+def meet(keys: Any, rank_place: RankPlace, wait: float, why: str) -> Group:
     """Wait for all ranks, and connect to them.
 
     Args:
         wait: timeout in seconds.
-        longest: see :class:`Group`.
         why: the purpose, for a warning: "to attach a session".
 
     Raises:
@@ -82,16 +82,16 @@ def meet(keys: Any, rank_place: RankPlace, wait: float, longest: float, why: str
     """
     listening = devices()
     keys.add("versions", PROTOCOL)
-    _wait_for_all(keys, _ARRIVED, rank_place, wait, f"not all ranks arrived within {wait:g} s", why)
+    _wait_for_all(keys, _ARRIVED, rank_place, wait, why)
     if keys.add("versions", 0) != PROTOCOL * rank_place.size:
         raise MeetingFailed(
             f"the ranks have different versions of te-precision-callbacks ({rank_place.name} has message version"
             f" {PROTOCOL})"
         )
-    group = Group(prefixed_store("gloo", keys), rank_place.rank, rank_place.size, listening, CONNECTING, longest)
+    group = Group(prefixed_store("gloo", keys), rank_place.rank, rank_place.size, listening, CONNECTING)
     try:
         # Else a rank could leave before another one has connected to it.
-        _wait_for_all(keys, _CONNECTED, rank_place, CONNECTING, f"not all ranks connected within {CONNECTING:g} s")
+        _wait_for_all(keys, _CONNECTED, rank_place, CONNECTING)
     except BaseException:
         group.close()
         raise
@@ -106,7 +106,7 @@ def refuse(keys: Any, why: str) -> None:
             keys.set(f"{phase}/decision", why)
 
 
-def _wait_for_all(keys: Any, phase: str, rank_place: RankPlace, wait: float, missing: str, why: str = "") -> None:
+def _wait_for_all(keys: Any, phase: str, rank_place: RankPlace, wait: float, why: str = "") -> None:
     begun = time.monotonic()
     warns = why != "" and rank_place.rank <= 1
     if keys.add(phase, 1) == rank_place.size:
@@ -115,7 +115,7 @@ def _wait_for_all(keys: Any, phase: str, rank_place: RankPlace, wait: float, mis
     while not keys.check([f"{phase}/decision"]):
         waited = time.monotonic() - begun
         if waited >= wait:
-            _decide(keys, phase, missing)
+            _decide(keys, phase, f"not all ranks {phase} within {wait:g} s")
             break
         if warns and waited > WAITING:
             warns = False

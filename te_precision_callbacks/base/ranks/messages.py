@@ -204,7 +204,7 @@ class Messages:
             self._reconnection = _Reconnection(self._keys)
 
     def _connect(self, keys: Any, wait: float, why: str) -> None:
-        self._group = meet(keys, self._at, wait, 2 * FIRST_STEP, why)
+        self._group = meet(keys, self._at, wait, why)
         self._keys = keys
         self._count = 0
         self.meetings += 1
