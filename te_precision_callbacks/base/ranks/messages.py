@@ -130,7 +130,7 @@ class Messages:
         purpose: identifies these messages on all ranks.
 
     Attributes:
-        rank, size: this rank in the group, and the number of ranks.
+        rank: this rank in the group.
         meetings: how often the ranks have connected.
         departure: why the ranks are disconnected.
         requests: this rank's requests.
@@ -141,14 +141,16 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup | None, purpose: str) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        size = dist.get_world_size(group)
         self.meetings = 0
-        self._ranks = range(self.size) if group is None else dist.get_process_group_ranks(group)
-        self.departure = Departure(self._ranks[self.rank], "the ranks are not connected yet")
+        self._ranks = range(size) if group is None else dist.get_process_group_ranks(group)
+        self._rank_in_run = self._ranks[self.rank]
+        self._who = f"Rank {self._rank_in_run}"
+        self.departure = Departure(self._rank_in_run, "the ranks are not connected yet")
         self.requests = Requests()
         self.requested: Requests | None = None
         self._purpose = purpose
-        self._at = RankPlace(self.rank, self.size, f"rank {self._ranks[self.rank]}")
+        self._at = RankPlace(self.rank, size, f"rank {self._rank_in_run}")
         self._group: Group | None = None
         self._keys: Any = None
         self._count = 0
@@ -225,7 +227,7 @@ class Messages:
         Args:
             for_good: never reconnect.
         """
-        self._leave(Departure(self._ranks[self.rank], why, kind, raises))
+        self._leave(Departure(self._rank_in_run, why, kind, raises))
         if for_good:
             self._reconnection = None
 
@@ -236,7 +238,7 @@ class Messages:
             self._reconnection.put_off()
 
     def close(self) -> None:
-        self._close(Departure(self._ranks[self.rank], f"{self._at.name.capitalize()} has ended its session"))
+        self._close(Departure(self._rank_in_run, f"{self._who} has ended its session"))
 
     def _close(self, departure: Departure) -> None:
         group = self._group
@@ -247,7 +249,7 @@ class Messages:
             if group.is_whole:  # this rank is the first to leave; after another rank, the store may be gone
                 self._keys.set(_LEFT, json.dumps(asdict(departure) | {"text": departure.text[:_LONGEST_TEXT]}))
         except Exception as error:
-            logger.info("%s cannot report why it left: %s.", self._at.name.capitalize(), _reason(error))
+            logger.info("%s cannot report why it left: %s.", self._who, _reason(error))
         finally:
             group.close()
 
@@ -295,7 +297,6 @@ class Messages:
         """
         begun = time.monotonic()
         count = str(self._count)
-        who = self._at.name.capitalize()
         patience = min(meeting.WAITING, self.timeout)
         while time.monotonic() - begun < patience / 2:
             yield
@@ -303,10 +304,10 @@ class Messages:
         while time.monotonic() - begun < patience:
             yield
         if self.rank <= 1 and patience < self.timeout:
-            logger.warning("%s has waited %g s for %s, %s.", who, patience, self._late_ranks(count), why)
+            logger.warning("%s has waited %g s for %s, %s.", self._who, patience, self._late_ranks(count), why)
         while time.monotonic() - begun < self.timeout:
             yield
-        raise _OutOfStep(f"{who} has waited {self.timeout:g} s for {self._late_ranks(count)}, {why}")
+        raise _OutOfStep(f"{self._who} has waited {self.timeout:g} s for {self._late_ranks(count)}, {why}")
 
     def _late_ranks(self, count: str) -> str:
         """Format the ranks that are late. Only two ranks query the store, since this takes a request per rank."""
@@ -335,7 +336,7 @@ class Messages:
 
     def by_rank(self, numbers: Sequence[int], kind: str, why: str) -> dict[int, tuple[int, ...]]:
         """Return global rank -> numbers; only for error messages, since the message grows with the number of ranks."""
-        rank_entry = self._ranks[self.rank], tuple(numbers)
+        rank_entry = self._rank_in_run, tuple(numbers)
         return dict(sorted(self.pool([rank_entry], kind, why, tuple[int, tuple[int, ...]])))
 
     def _departure_of_another(self, error: Exception) -> Departure:
@@ -346,7 +347,7 @@ class Messages:
             logger.info("It is unknown why a rank left: %s.", _reason(failure))
         line = str(error).partition("\n")[0]
         why = line.partition("]")[2].partition(". This is")[0].strip() or line
-        return Departure(self._ranks[self.rank], f"A rank is no longer reachable: {why}")
+        return Departure(self._rank_in_run, f"A rank is no longer reachable: {why}")
 
     # ------------------------------------------------------------------ reconnecting
 
@@ -372,7 +373,7 @@ class Messages:
             self._connect(attempts.keys_of_attempt(), RECONNECTING, "to reconnect")
         except Exception as error:  # the store may be gone, or a rank
             self.decline(error, attempts.keys_of_attempt())
-            logger.info("%s could not reconnect to the other ranks: %s.", self._at.name.capitalize(), _reason(error))
+            logger.info("%s could not reconnect to the other ranks: %s.", self._who, _reason(error))
             self.part(_reason(error))
             return None
         self.timeout = RECONNECTING  # of the first message
