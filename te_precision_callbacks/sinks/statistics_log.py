@@ -49,7 +49,6 @@ _AT_ONCE = 1 << 14
 """Number of values formatted at once, which bounds the memory for the text of a large step."""
 
 _TAB = " \t\t\t\t "
-_LOCAL_MARK = " \t\t\t\t rank={rank}"
 
 
 def log_file_name(rank: int) -> str:
@@ -202,7 +201,7 @@ class StatisticsLog:
     def start(self, run: RunInfo) -> None:
         path = run.log_dir / STATISTICS_FOLDER / log_file_name(run.rank)
         advice = "The records continue. To keep more, set statistics_log='rank0, 4GiB' or 'rank0, unlimited'."
-        self._local_mark = _LOCAL_MARK.format(rank=run.rank)
+        self._local_mark = f"{_TAB}rank={run.rank}"
         self.thread = WriterThread("statistics log", LogFile(path, self._limit, advice), MAX_QUEUED)
 
     def write(self, records: StepRecords) -> None:
