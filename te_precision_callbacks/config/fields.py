@@ -70,7 +70,7 @@ QuantFormat = Literal["FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2"]
 T = TypeVar("T")
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Convert a bare name to a list; upstream would match single letters or substrings of the name."""
     if isinstance(value, str):
         return [value]
@@ -82,7 +82,7 @@ def _as_list(value: Any) -> Any:
 ListOf = Annotated[
     list[T],
     Strict(),
-    BeforeValidator(_as_list),
+    BeforeValidator(as_list),
     Field(min_length=1),
 ]
 
@@ -181,14 +181,7 @@ def _intervals(pairs: list[Any]) -> list[Any]:
     return list(map(list, pairs))
 
 
-Intervals = Annotated[
-    list[Any],
-    Strict(),
-    BeforeValidator(_as_list),
-    Field(min_length=1),
-    AfterValidator(_intervals),
-    "a list of [start, end] pairs of steps",
-]
+Intervals = Annotated[ListOf[Any], AfterValidator(_intervals), "a list of [start, end] pairs of steps"]
 
 
 def is_list(field: FieldInfo) -> bool:

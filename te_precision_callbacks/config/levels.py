@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from te_precision_callbacks.base.vocabulary import GEMMS, OPERANDS, RESULT, GemmName
 from te_precision_callbacks.config.effects import Effect, Pair
-from te_precision_callbacks.config.fields import ListOf, is_list, item_of, names
+from te_precision_callbacks.config.fields import ListOf, as_list, is_list, item_of, names
 from te_precision_callbacks.config.problems import KeyPath
 from te_precision_callbacks.statistics.schedule import EVERY_STEP, Schedule
 
@@ -136,9 +136,7 @@ class Level(BaseModel):
         for key, field in cls.model_fields.items():
             if is_list(field) and options.get(key) is not None:
                 item: Any = item_of(field)
-                if isinstance(options[key], str):
-                    options[key] = [options[key]]
-                options[key] = list(options[key])
+                options[key] = list(as_list(options[key]))
                 if item is not None:
                     options[key] = list(map(item.listed, options[key]))
         return options
