@@ -36,7 +36,8 @@ class Spans(Level):
 
     @cached_property
     def schedule(self) -> Schedule:
-        return Schedule.of(1, self.start_step, self.end_step, self.start_end_list)
+        freq = getattr(self, "freq", 1)  # a key of some features only
+        return Schedule.of(freq, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
         start = self.start_step or 0
@@ -53,10 +54,6 @@ class Scheduled(Spans):
         description="The feature acts in steps that are multiples of this number: with `freq: 10` and `start_step: 5`"
         " in the steps 10, 20, ...",
     )
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        return Schedule.of(self.freq, self.start_step, self.end_step, self.start_end_list)
 
     def check_target(self, nested: Nested) -> None:
         super().check_target(nested)
