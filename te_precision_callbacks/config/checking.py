@@ -28,9 +28,6 @@ class ReadOptions(dict[str, Any]):
         super().__init__(schema.listed(written))
         self.schema = schema
 
-    def __reduce__(self) -> tuple[type[ReadOptions], tuple[dict[str, Any], FeatureSchema]]:
-        return type(self), (dict(self), self.schema)
-
 
 def read_features(features: Mapping[str, Any], location: Where) -> dict[str, ReadOptions]:
     """Validate the enabled features of a section that have a schema.
