@@ -140,11 +140,16 @@ def _hints() -> Mapping[str, Any]:
     return get_type_hints(SessionKeywords)
 
 
-_PLAIN = frozenset(
-    {
-        *("process_group", "reduce", "prefix", "observe", "every_step"),
-        *("precision_features_in_eval", "allow_unmatched", "strict", "quiet"),
-    }
+_PLAIN = (
+    "process_group",
+    "reduce",
+    "prefix",
+    "observe",
+    "every_step",
+    "precision_features_in_eval",
+    "allow_unmatched",
+    "strict",
+    "quiet",
 )
 """Keywords without a parser of their own."""
 

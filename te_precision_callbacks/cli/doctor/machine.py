@@ -122,8 +122,18 @@ def recipes_here() -> dict[str, Any]:
 # ---------------------------------------------------------------------- the machine
 
 _PACKAGES = (
-    *("te-precision-callbacks", "transformer-engine", "nvdlfw-inspect", "torch", "triton", "numpy", "pyarrow"),
-    *("pydantic", "safetensors", "lightning", "accelerate", "transformers"),
+    "te-precision-callbacks",
+    "transformer-engine",
+    "nvdlfw-inspect",
+    "torch",
+    "triton",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "safetensors",
+    "lightning",
+    "accelerate",
+    "transformers",
 )
 
 
