@@ -120,13 +120,13 @@ class Recorder:
         if self._is_full or self.thread.failure is not None:
             return
         if is_capturing():  # each replay would repeat a copy
-            self._warn_once(
-                "captured",
-                "DumpTensors: %s of %s is not dumped, because a CUDA graph is being captured: capture after the"
-                " steps that you want to dump. Other tensors are not listed.",
-                tensor,
-                layer,
-            )
+            if self._notices.first("captured"):
+                logger.warning(
+                    "DumpTensors: %s of %s is not dumped, because a CUDA graph is being captured: capture after the"
+                    " steps that you want to dump. Other tensors are not listed.",
+                    tensor,
+                    layer,
+                )
             return
         if self._at_exit is None:
             # Unlike atexit functions, it is also called at the end of a spawned process.
@@ -151,13 +151,13 @@ class Recorder:
         if values is None and quantized is None:
             options_set = [name for name in ("high_precision_tensor", "quantized_tensor") if getattr(options, name)]
             lacking = " and no ".join(options_set)
-            self._warn_once(
-                lacking,
-                "DumpTensors: %s of %s is not dumped: it has no %s. Other such tensors are not listed.",
-                watched.tensor,
-                watched.layer,
-                lacking,
-            )
+            if self._notices.first(lacking):
+                logger.warning(
+                    "DumpTensors: %s of %s is not dumped: it has no %s. Other such tensors are not listed.",
+                    watched.tensor,
+                    watched.layer,
+                    lacking,
+                )
             return None
         header = Header(
             layer=watched.layer,
@@ -185,10 +185,6 @@ class Recorder:
         failure = self.take_failure()
         if failure is not None:
             self._report("dumping tensors to", str(self._folder), failure)
-
-    def _warn_once(self, key: str, text: str, *values: object) -> None:
-        if self._notices.first(key):
-            logger.warning(text, *values)
 
     # ------------------------------------------------------------------ in the thread
 
