@@ -81,7 +81,7 @@ def _commands(
 
 
 @app.command(
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    context_settings={"allow_interspersed_args": False},
     options_metavar="[--watch] [--backend auto|te|reference] [-m]",
 )
 def run(

@@ -151,7 +151,7 @@ class Contract(BaseModel):
         on_broken: raise a PrecisionContractError for a broken contract, or warn.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     share: Annotated[dict[Any, Annotated[Share, PlainValidator(parse_share)]], BeforeValidator(_entries)] = {}
     layers: dict[Annotated[str, PlainValidator(_pattern)], _Precision] = Field(

@@ -96,9 +96,7 @@ def recipes_in_process(environment: Mapping[str, str]) -> Recipes:
     code = f"from {__name__} import recipes_here; import json; print(json.dumps(recipes_here()))"
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:
-        done = subprocess.run(
-            command, env=dict(environment), capture_output=True, text=True, check=False, timeout=_TIMEOUT
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"the process had not ended after {_TIMEOUT:.0f} seconds") from None
     if done.returncode != 0:
