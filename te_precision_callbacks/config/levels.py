@@ -146,7 +146,7 @@ def _given(value: Any) -> Any:
     if isinstance(value, Level):
         return {key: _given(part) for key, part in value if key in value.model_fields_set}
     if isinstance(value, list):
-        return [_given(entry) for entry in value]
+        return list(map(_given, value))
     return value
 
 

@@ -183,7 +183,9 @@ def _merge(
     if not problems and len(sections) > 1:
         wrong += conflicts(sections, f"the layer {layer.name!r}")
     wrong += problems
-    return {} if problems else merged
+    if problems:
+        return {}
+    return merged
 
 
 def resolve_features(

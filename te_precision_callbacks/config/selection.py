@@ -77,7 +77,7 @@ class LayerIndex:
             self._numbers = [_number_of(layer.name.removeprefix(layer.scope)) for layer in layers]
         else:
             self._names = [(layer.upstream[upstream],) for layer in layers]
-            self._types = [() for _ in layers]
+            self._types = [()] * len(layers)
             self._numbers = [_as_number(_UPSTREAM_NUMBER.findall(name)) for (name,) in self._names]
         self.numbers = sorted(number for number in set(self._numbers) if number is not None)
 

@@ -315,7 +315,9 @@ class _Reader:
         if status not in ("ended", "failed"):
             if ended_by_sigterm(path.with_name(rank_name(0))) is not None:
                 return "failed", ()
-            return "stopped without an end" if is_gone(path, facts) else "running", ()
+            if is_gone(path, facts):
+                return "stopped without an end", ()
+            return "running", ()
         without_end: tuple[int, ...] = ()
         if is_gone(path, facts):  # until then, other ranks may still write
             for rank, own in self.ranks[number].items():
