@@ -33,17 +33,17 @@ class Bits:
 
     @property
     def bias(self) -> int:
-        return int(2 ** (self.exponent_bits - 1) - 1)
+        return (1 << self.exponent_bits - 1) - 1
 
     @property
     def _all_ones(self) -> int:
         """The code with all bits set except the sign."""
-        return int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
+        return (1 << self.exponent_bits + self.mantissa_bits) - 1
 
     @property
     def max_code(self) -> int:
         if self.specials is Specials.IEEE:
-            return int(self._all_ones - 2**self.mantissa_bits)
+            return self._all_ones - (1 << self.mantissa_bits)
         if self.specials is Specials.ONE_NAN:
             return self._all_ones - 1
         return self._all_ones
@@ -62,26 +62,26 @@ class Bits:
     @property
     def min_normal(self) -> float:
         if self.mantissa_bits:
-            return float(2.0 ** (1 - self.bias))
-        return float(2.0**-self.bias)
+            return 2.0 ** (1 - self.bias)
+        return 2.0**-self.bias
 
     @property
     def min_subnormal(self) -> float:
-        return float(self.min_normal * 2.0**-self.mantissa_bits)
+        return self.min_normal * 2.0**-self.mantissa_bits
 
     def value(self, code: int) -> float:
         magnitude = code & self._all_ones
         sign = -1.0 if magnitude != code else 1.0
-        exponent, mantissa = divmod(magnitude, 2**self.mantissa_bits)
+        exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
         if magnitude > self.max_code:
             infinite = self.specials is Specials.IEEE and mantissa == 0
             if infinite:
                 return sign * float("inf")
             return float("nan")
-        fraction = mantissa / 2**self.mantissa_bits
+        fraction = mantissa * 2.0**-self.mantissa_bits
         if exponent == 0 and self.mantissa_bits > 0:
-            return float(sign * fraction * self.min_normal)
-        return float(sign * (1.0 + fraction) * 2.0 ** (exponent - self.bias))
+            return sign * fraction * self.min_normal
+        return sign * (1.0 + fraction) * 2.0 ** (exponent - self.bias)
 
 
 E4M3 = Bits("E4M3", 4, 3, Specials.ONE_NAN)
