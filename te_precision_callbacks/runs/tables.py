@@ -35,6 +35,7 @@ _TEXT = pa.string()
 _TIME = pa.timestamp("us", tz="UTC")
 _NAME = pa.dictionary(_INT, _TEXT)
 _NAMES = pa.list_(_TEXT)
+_STEP = {"segment": _SHORT, "iteration": _LONG}
 _SPAN = {"since": _LONG, "until": _LONG}
 
 SUBJECT = {
@@ -50,8 +51,7 @@ own name; ``gemm`` is empty unless the value belongs to one GEMM."""
 
 VALUE_ROWS = pa.schema(
     {
-        "segment": _SHORT,
-        "iteration": _LONG,
+        **_STEP,
         "series": _INT,  # number within rank and segment; after reading, within the run
         "value": _FLOAT,
         "flags": pa.uint8(),  # LOCAL, STEP0
@@ -69,8 +69,7 @@ step of delayed scaling, with a scale of 1."""
 
 VECTOR_ROWS = pa.schema(
     {
-        "segment": _SHORT,
-        "iteration": _LONG,
+        **_STEP,
         "series": _INT,
         "bin": pa.list_(pa.uint16()),  # indices of non-empty bins
         "count": pa.list_(pa.float32()),
@@ -83,8 +82,7 @@ VECTORS = pa.schema([*VECTOR_ROWS, *pa.schema(SUBJECT)])
 
 STEPS = pa.schema(
     {
-        "segment": _SHORT,
-        "iteration": _LONG,
+        **_STEP,
         "logging_step": _LONG,
         "wall_time": _TIME,
         "step_seconds": _FLOAT,  # of all steps since the previous row; null in the first row
@@ -97,8 +95,7 @@ STEPS = pa.schema(
 
 SCALARS = pa.schema(
     {
-        "segment": _SHORT,
-        "iteration": _LONG,
+        **_STEP,
         "logging_step": _LONG,
         "name": _TEXT,  # loss, grad_norm, lr, loss_scale, or another name of the trainer
         "value": _FLOAT,
@@ -108,8 +105,7 @@ SCALARS = pa.schema(
 
 EVENTS = pa.schema(
     {
-        "segment": _SHORT,
-        "iteration": _LONG,
+        **_STEP,
         "rank": _INT,
         "phase": _TEXT,  # forward, backward, step, checkpoint
         "kind": _TEXT,
