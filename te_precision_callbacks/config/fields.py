@@ -227,7 +227,8 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
     if type(None) in get_args(annotation):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Annotated:
-        return get_args(annotation)[0], list(get_args(annotation)[1:])
+        kind, *metadata = get_args(annotation)
+        return kind, metadata
     return annotation, []
 
 

@@ -41,8 +41,7 @@ class FloatFormat(Bits):
         codes = values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
         negative_nan = 0x80 | (self.nan_code or 0)
         # The minimum of a tensor with NaN is NaN: one pass, without a temporary.
-        has_nan = values.numel() > 0 and bool(values.amin().isnan())
-        if has_nan:
+        if values.numel() > 0 and values.amin().isnan():
             return codes.masked_fill_(codes == negative_nan, negative_nan & 0x7F)
         return codes
 

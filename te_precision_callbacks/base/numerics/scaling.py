@@ -38,7 +38,7 @@ def amax_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.float32, device=tensor.device)
     extremes = tensor.detach().aminmax()
     amax = torch.maximum(-extremes.min, extremes.max).float().reshape(1)
-    if bool(amax.isnan()):
+    if amax.isnan():
         magnitudes = tensor.detach().abs()
         amax = magnitudes.masked_fill(magnitudes.isnan(), 0.0).max().float().reshape(1)
     return amax
