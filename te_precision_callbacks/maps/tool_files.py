@@ -323,7 +323,7 @@ def read_rules(data: Mapping[str, Any], around: Surroundings, modules: Sequence[
         return default
 
     cache = config.get("kv_cache_scheme", config.get("kv_cache_quant_algo"))
-    notes = (f"The map has no KV cache, which is quantized too: {shown(cache)}.",) if cache else ()
+    notes = (f"{tool} quantizes the KV cache too, which is in no map: {shown(cache)}.",) if cache else ()
     return RuleFile(tool, rules, of_linear, notes)
 
 

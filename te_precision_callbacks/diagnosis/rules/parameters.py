@@ -486,9 +486,7 @@ _KINDS: Mapping[str, Mapping[ParameterProblem, _Kind]] = {
         "replaced": _Kind(f"{_WRITTEN} replaced their values before step {{since}}"),
     },
     "sibling": {
-        "large": _Kind(
-            "the root mean square of {names} is {number:.3g} in the first step, as of codes of FP8 without their scale"
-        ),
+        "large": _Kind("the root mean square of {names} is {number:.3g}, as of codes of FP8 without their scale"),
     },
     "kept-gradient": {
         "kept": _Kind(

@@ -274,6 +274,11 @@ def _is_sum(check: Logged) -> Sightings:
 
 _IN_TURN = "; optimizers step in turn, as in a GAN, where a loss may rise while another falls"
 
+_OF_TURNS = """
+    Compare with the losses of the other optimizers. If this one rises for good, lower its learning rate, or step the
+    other ones less often
+"""
+
 
 class DivergingLoss(RuleCheck):
     def __init__(self) -> None:
@@ -299,7 +304,9 @@ class DivergingLoss(RuleCheck):
                         list(self._curves[name].add(self._restored.iteration, loss))
                 for sighting in self._curves[name].add(iteration, values[name]):
                     if self.run.settings.takes_turns:
-                        sighting = sighting._replace(seen=sighting.seen + _IN_TURN, severity="warning")
+                        sighting = sighting._replace(
+                            seen=sighting.seen + _IN_TURN, severity="warning", remedy=_OF_TURNS
+                        )
                     yield sighting
 
 
